@@ -67,6 +67,24 @@ class StateSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class Tails:
+    """What a step with drafts reads again, and keeps, beside the states, which no draft changes.
+
+    A state stands behind the last token that was known when it was written. Drafts that were accepted follow
+    it: their inputs were kept, and the next step computes them once more. The tokens that are computed are
+    those of all spans in turn, of each first what is read again.
+    """
+
+    pages: Tensor  # int64 [M], the rows of states whose tails are read
+    places: Tensor  # int64 [M], where in these
+    order: Tensor  # int64 [M + T]: of the M tokens that are read again and the T of the step, which is where
+    own: Tensor  # int64 [T]: where the step's tokens are among these
+    drafts: Tensor  # int64 [D]: which of the step's tokens are drafts
+    draft_pages: Tensor  # int64 [D], the rows of states in whose tails they are kept
+    draft_places: Tensor  # int64 [D], where in these
+
+
+@dataclass(frozen=True, slots=True)
 class StateMetadata:
     """What all layers with a state share in a step.
 
@@ -78,6 +96,7 @@ class StateMetadata:
     sources: Tensor  # int64, the row of states that each of these goes on from
     targets: Tensor  # int64, the row of states that each of these writes
     spans: tuple[StateSpan, ...]
+    tails: Tails | None = None  # then all else is about the tokens in `Tails.order`
 
 
 class Recurrence:

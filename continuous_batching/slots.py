@@ -50,8 +50,9 @@ class SlotPool:
         self.num_drafts = self._integers()  # drafts that follow the known tokens in token_ids
         self.num_drafted = self._integers()  # drafts that were verified
         self.num_accepted = self._integers()  # verified drafts that were accepted
-        # Number of last cached tokens that a draft model or head has not computed yet
-        self.draft_lag = self._integers()
+        # Numbers of last cached tokens that a draft model or head has not computed yet, and that the
+        # recurrent state has not taken in, because they were drafts
+        self.draft_lag, self.state_lag = self._integers(), self._integers()
         self.num_pages = self._integers()  # entries of page_table in use
         # Pages in use that were published in the prefix cache, or found there
         self.num_published = self._integers()
@@ -148,7 +149,7 @@ class SlotPool:
         self.limit[row] = request.num_prompt_tokens + params.max_tokens
         for column in (self.num_computed, self.num_drafts, self.num_pages, self.num_published):
             column[row] = 0
-        self.draft_lag[row] = 0
+        self.draft_lag[row] = self.state_lag[row] = 0
         self.most_drafts[row] = (
             self.max_tokens if params.max_draft_tokens is None else params.max_draft_tokens
         )

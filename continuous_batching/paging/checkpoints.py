@@ -100,6 +100,7 @@ class Checkpoints:
         if not self._shares:
             return ()
         made: list[StateCut] = []
+        stops = np.minimum(stops, self._slots.num_tokens[rows])  # a state takes in no draft
         due = self._next[rows] <= stops
         for at in np.flatnonzero(due).tolist() if due.any() else ():
             made += self._cuts_of(at, int(rows[at]), int(starts[at]), int(stops[at]))

@@ -32,6 +32,7 @@ class Swapped:
     parts: tuple[tuple[int, Index], ...]
     num_computed: int  # tokens computed in the shared and swapped pages together
     draft_lag: int  # copied from SlotPool.draft_lag
+    state_lag: int  # copied from SlotPool.state_lag
 
     @property
     def first(self) -> int:
@@ -60,9 +61,11 @@ class SwapTier:
         request: Request,
         parts: Sequence[tuple[int, Index]],
         num_computed: int,
-        draft_lag: int,
+        lags: tuple[int, int],
     ) -> Swapped | None:
         """Allocate host pages for `parts`, the pages of each group and the index of the first.
+
+        `lags` are the row's `draft_lag` and `state_lag`.
 
         Returns None if they do not fit, or if all of its pages can be found in the cache.
         """
@@ -73,7 +76,7 @@ class SwapTier:
             self._counters.refused_swaps += 1
             return None
         taken = tuple((at, group.swap_out(len(pages))) for group, (at, pages) in zip(groups, parts))
-        left = self._left[request.number] = Swapped(taken, num_computed, draft_lag)
+        left = self._left[request.number] = Swapped(taken, num_computed, *lags)
         return left
 
     def left(self, request: Request) -> Swapped | None:
@@ -277,7 +280,8 @@ class SlotLifecycle:
         request: Request = slots.requests[row]
         groups, num_computed = self.tables.groups, int(slots.num_computed[row])
         parts = [group.to_swap(row, int(slots.num_published[row]), num_computed) for group in groups]
-        left = self.swap.leave(request, parts, num_computed, int(slots.draft_lag[row]))
+        lags = int(slots.draft_lag[row]), int(slots.state_lag[row])
+        left = self.swap.leave(request, parts, num_computed, lags)
         if left is None:
             return None
         for group, (_, pages), (_, targets) in zip(groups, parts, left.parts):
@@ -299,4 +303,4 @@ class SlotLifecycle:
             for copy in group.come_back(row, first, pages):
                 self.tables.copy(copy)
         slots.num_computed[row] = swapped.num_computed
-        slots.draft_lag[row] = swapped.draft_lag
+        slots.draft_lag[row], slots.state_lag[row] = swapped.draft_lag, swapped.state_lag

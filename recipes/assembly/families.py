@@ -56,6 +56,8 @@ Auto = Literal["auto"]
 # Keys that a configuration may have beside its text_config
 _OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
 WITH_MTP = "deepseek_v3", "glm4_moe"  # families whose layer for further tokens is known
+# Drafts of a step beside a recurrent state: with the known token as many as advance token by token
+MOST_DRAFTS = 7
 MOST_UNKNOWN = 20  # fields that one message lists
 GPTQ_FILE, AWQ_FILE = "quantize_config.json", "quant_config.json"
 FAMILIES = {
@@ -147,7 +149,9 @@ def model_config(recipe: Recipe) -> DecoderConfig:
         config = decoder_config(model.config)
     if config.recurrent is not None:
         check_states(recipe, config)
-        config = replace(config, recurrent=replace(config.recurrent, state_dtype=recipe.cache.state_dtype))
+        drafts = recipe.speculation.max_tokens if recipe.speculation.kind != "none" else 0
+        kept = {"state_dtype": recipe.cache.state_dtype, "num_tail": drafts}
+        config = replace(config, recurrent=replace(config.recurrent, **kept))
     config = _as_asked(config, recipe, model.quantization, model.dtype)
     if model.weights == "random" and config.quantization is not None:
         config = replace(config, quantization=replace(config.quantization, is_stored=False))
@@ -157,13 +161,14 @@ def model_config(recipe: Recipe) -> DecoderConfig:
 def check_states(recipe: Recipe, config: DecoderConfig) -> None:
     """Raise RecipeError for what a model whose layers keep a recurrent state cannot do here."""
     cache, server, scheduler = recipe.cache, recipe.server, recipe.scheduler
-    drafts = recipe.speculation.kind if recipe.speculation.kind != "none" else None
+    drafts = recipe.speculation.max_tokens if recipe.speculation.kind != "none" else 0
+    most_drafts = drafts if drafts > MOST_DRAFTS else None
     refused = (
         ("cache.tier", cache.tier, "no tier below the host's memory takes states"),
         ("cache.events", cache.events, "no event tells which of its pages can be resumed from"),
         ("server.pages_at", server.pages_at, "its states are not sent to other engines"),
         ("server.prompt_replicas", server.prompt_replicas, "its states are not fetched from other engines"),
-        ("speculation.kind", drafts, "a state cannot go back behind a wrong draft"),
+        ("speculation.max_tokens", most_drafts, f"at most {MOST_DRAFTS} drafts follow one"),
         ("device.graphs", recipe.device.graphs, "captured steps do not advance states"),
     )
     for name, value, problem in refused:
@@ -249,6 +254,13 @@ def draft_config(recipe: Recipe, config: DecoderConfig) -> DecoderConfig | None:
             "name a smaller model of the same family and tokenizer",
             value=asked.draft_path,
             limit=config.vocab_size,
+        )
+    if draft.num_recurrent:
+        raise RecipeError(
+            name,
+            f"layers of {place} keep recurrent states, of which an engine has those of its model alone",
+            "name a draft model whose layers all attend to keys and values",
+            value=asked.draft_path,
         )
     dtype = recipe.model.dtype if asked.draft_dtype == "auto" else asked.draft_dtype
     return _as_asked(draft, recipe, asked.draft_quantization, dtype, is_draft=True)

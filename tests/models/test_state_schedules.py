@@ -13,6 +13,9 @@ import pytest
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import recount
 from continuous_batching.request import Request, SamplingParams
+from continuous_batching.slots import SlotPool
+from continuous_batching.speculation.proposer import Guesses, Proposer
+from kv_cache.pages import Index
 from kv_cache.states import GRID, StateGroup
 from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.reader import load
@@ -79,7 +82,7 @@ def requests() -> list[Request]:
 def served(engine: Engine) -> list[Request]:
     """All of them, a few joining at each step; the pools are recounted after each."""
     made = requests()
-    waiting = list(made)
+    waiting, asked = list(made), [each for leader in made for each in (leader, *leader.followers)]
     while waiting or engine.has_work:
         for request in waiting[:2]:
             engine.add(request)
@@ -88,7 +91,7 @@ def served(engine: Engine) -> list[Request]:
         assert not recount(engine.scheduler).wrong_pages
     for group in engine.scheduler.tables.groups:
         assert group.num_available == group.pool.num_pages - 1, f"{group.name} leaked"
-    return [each for leader in made for each in (leader, *leader.followers)]
+    return asked
 
 
 def check(model: Any, answered: list[Request]) -> None:
@@ -121,3 +124,38 @@ def test_tokens_are_those_of_transformers(name: str, way: str, case_named: Calla
         assert not counters.preemptions
     if way not in ("nothing shared", "one slot"):
         assert counters.hit_tokens
+
+
+class Oracle(Proposer):
+    """Proposes what is known to be the answer of each prompt, of which every third token is wrong."""
+
+    def __init__(self, slots: SlotPool, answered: list[Request]) -> None:
+        self._slots, self._known = slots, {each.id: each.tokens for each in answered}
+
+    def guess(self, rows: Index, most: int) -> Guesses:
+        """Some tokens of each row's answer, as many as are known."""
+        tokens = np.zeros((len(rows), most), dtype=np.int32)
+        counts = np.zeros(len(rows), dtype=np.int64)
+        for at, row in enumerate(rows.tolist()):
+            first = int(self._slots.num_tokens[row])
+            right = self._known[self._slots.requests[row].id][first : first + most]
+            wrong = (first + np.arange(len(right))) % 3 == 0
+            tokens[at, : len(right)] = np.where(wrong, (right + 1) % VOCABULARY, right)
+            counts[at] = len(right)
+        return Guesses(tokens, counts)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "kimi_linear"])
+@pytest.mark.parametrize("way", ["states of the slots alone", "swapped", "overlapped"])
+def test_drafts_change_no_token(name: str, way: str, case_named: Callable[[str], Case]) -> None:
+    """Drafts that are accepted are taken in by the next step, those that are refused by none."""
+    model, path = case_named(name)
+    answered = served(built(path, {}).engine)
+    drafts = {"speculation.kind": "ngram", "speculation.max_tokens": 4, "speculation.adaptive": "fixed"}
+    engine = built(path, WAYS[way] | drafts).engine
+    assert engine.scheduler.speculation is not None
+    engine.scheduler.speculation._proposer = Oracle(engine.slots, answered)
+    check(model, served(engine))
+    counters = engine.scheduler.counters
+    assert 0 < counters.accepted_tokens < counters.draft_tokens
+    assert counters.hit_tokens
