@@ -126,6 +126,14 @@ class Recurrence:
         )
         return StateMetadata(tokens, of_ones, to_ones, tuple(StateSpan(*each) for each in others))
 
+    def plan_static(self, pages: Tensor) -> StateMetadata:
+        """Return the plan of a captured step of decodes, whose rows each go on from their own state [S].
+
+        Padding goes on from the null page, which several of its rows may write.
+        """
+        rows = pages.long()
+        return StateMetadata(torch.arange(len(pages), device=pages.device), rows, rows, ())
+
     def convolve(self, x: Tensor, weight: Tensor, pasts: Tensor, metadata: StateMetadata) -> Tensor:
         """Convolve each channel of x [T, C] with its request's last inputs, and apply SiLU.
 

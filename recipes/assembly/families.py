@@ -150,8 +150,8 @@ def model_config(recipe: Recipe) -> DecoderConfig:
     if config.recurrent is not None:
         check_states(recipe, config)
         drafts = recipe.speculation.max_tokens if recipe.speculation.kind != "none" else 0
-        kept = {"state_dtype": recipe.cache.state_dtype, "num_tail": drafts}
-        config = replace(config, recurrent=replace(config.recurrent, **kept))
+        kept = replace(config.recurrent, state_dtype=recipe.cache.state_dtype, num_tail=drafts)
+        config = replace(config, recurrent=kept)
     config = _as_asked(config, recipe, model.quantization, model.dtype)
     if model.weights == "random" and config.quantization is not None:
         config = replace(config, quantization=replace(config.quantization, is_stored=False))
@@ -169,7 +169,6 @@ def check_states(recipe: Recipe, config: DecoderConfig) -> None:
         ("server.pages_at", server.pages_at, "its states are not sent to other engines"),
         ("server.prompt_replicas", server.prompt_replicas, "its states are not fetched from other engines"),
         ("speculation.max_tokens", most_drafts, f"at most {MOST_DRAFTS} drafts follow one"),
-        ("device.graphs", recipe.device.graphs, "captured steps do not advance states"),
     )
     for name, value, problem in refused:
         if value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from kv_cache.states import GRID, StateGroup
 from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from tests.models.families import VOCABULARY, expected_logprobs, make
+from tests.device_kinds import settings, stand_in_alone
+from tests.models.families import VOCABULARY, expected_logprobs, make, wide
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 
 VARIANTS = {each.name: each for each in RECURRENT_VARIANTS}
@@ -159,3 +161,25 @@ def test_drafts_change_no_token(name: str, way: str, case_named: Callable[[str],
     counters = engine.scheduler.counters
     assert 0 < counters.accepted_tokens < counters.draft_tokens
     assert counters.hit_tokens
+
+
+WIDE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+
+
+@pytest.mark.npu
+@stand_in_alone
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+def test_captured_steps_advance_the_states_of_their_rows(name: str, tmp_path: Path) -> None:
+    """On the stand-in for an NPU; padding writes the null page alone."""
+    options = {"linear_head_dim": 128} if name == "kimi_linear" else WIDE
+    variant = wide(VARIANTS[name])
+    model, path = make(replace(variant, options=variant.options | options), tmp_path)
+    npu = dict(each.split("=", 1) for each in settings("npu"))
+    built_one = built(path, npu | {"device.graphs": 3, "scheduler.overlap": "true"})
+    runner = built_one.runner
+    assert runner.graphs is not None
+    taken = []
+    takes = runner.graphs.takes
+    runner.graphs.takes = lambda batch: taken.append(takes(batch)) or taken[-1]
+    check(model, served(built_one.engine))
+    assert 0 < sum(taken) < len(taken), "some steps are captured, and some are not"
