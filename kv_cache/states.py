@@ -14,8 +14,7 @@ that is about to be written.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,11 +28,10 @@ GRID = 64  # positions at whose multiples spans of prompts may be cut (see atten
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A state that a row's step leaves at a position, until its page of tokens is published."""
+    """A state that a row's step leaves at a position of its prompt, until its page of tokens is published."""
 
     position: int
     page: int
-    on_trial: bool  # it stands in an answer, and is the first to be evicted until a request has found it
 
 
 class StateGroup(BesideGroup):
@@ -62,7 +60,12 @@ class StateGroup(BesideGroup):
         super().__init__(number, page_size, num_rows, 1, pool, host, num_entries, num_host_entries)
         self.every_pages = math.lcm(page_size, GRID) // page_size
         self._left: dict[int, list[Checkpoint]] = {}  # by row
-        self._num_left = np.zeros(pool.num_pages, dtype=np.int32)  # checkpoints in `_left` of each page
+        # [N] the last state that each row has left in its answer, and its position; it is on trial: it gives
+        # way first, and is the first to be evicted until a request has found it
+        self._trial_page, self._trial_position = np.zeros_like(self.stop), np.zeros_like(self.stop)
+        # Checkpoints of each page that cannot be found yet: those in `_left`, and those on trial
+        self._num_left = np.zeros(pool.num_pages, dtype=np.int32)
+        self._is_crowded = False  # whether states are about to be written that checkpoints hold
         self.num_taken = self.num_hits = 0  # checkpoints since the start
 
     @property
@@ -89,29 +92,32 @@ class StateGroup(BesideGroup):
         """
         pages = self.table[rows, 0]
         shared = self.pool.holders[pages] > 1
-        shared[pages == NULL_PAGE] = False
         missing: Index = (pages == NULL_PAGE).astype(np.int64)
+        self._is_crowded = False
         if shared.any():
-            missing[self._copying(rows, pages, np.flatnonzero(shared), int(missing.sum()))] = 1
+            missing[self._copying(pages, np.flatnonzero(shared), int(missing.sum()))] = 1
         return missing
 
-    def _copying(self, rows: Index, pages: NDArray[np.int32], shared: Index, num_taken: int) -> list[int]:
-        """Return which of the rows at `shared` write to a copy of their state, beside so many new pages."""
-        writers = Counter(pages[shared].tolist())
-        must, may = [], []
-        left = {page: int(self.pool.holders[page]) - self._num_kept(page) for page in writers}  # rows
-        for at, page in zip(shared.tolist(), pages[shared].tolist()):
+    def _copying(self, pages: NDArray[np.int32], shared: Index, num_taken: int) -> Index:
+        """Return which of the writers at `shared` write to a copy, beside so many new pages."""
+        others = self.pool.holders[pages[shared]] - self._num_left[pages[shared]]
+        by_one = others == 1  # which are held by one row, and by what it has just left
+        if by_one.all() and num_taken + len(shared) <= self.pool.num_free:
+            return shared
+        may, must = shared[by_one], []
+        left: dict[int, int] = {}  # rows that hold a page
+        for at in shared[~by_one].tolist():
+            page = int(pages[at])
+            kept = int(self._num_left[page]) + (page in self._entry_of)
+            left.setdefault(page, int(self.pool.holders[page]) - kept)
             if left[page] > 1:  # another row goes on with it
                 left[page] -= 1
                 must.append(at)
-            elif self._num_kept(page):
-                may.append(at)
-        room = self.num_available - num_taken - len(must)
-        return must + may[: max(0, room)]
-
-    def _num_kept(self, page: int) -> int:
-        """Return how many holders of a page are checkpoints."""
-        return int(self._num_left[page]) + (page in self._entry_of)
+            elif kept:
+                may = np.append(may, at)
+        room = max(0, self.num_available - num_taken - len(must))
+        self._is_crowded = room < len(may)
+        return np.concatenate([np.array(must, dtype=np.int64), may[:room]])
 
     def least(self, rows: Index, stops: Index) -> Index:
         """See `PageGroup.least`: there is always one state for each row."""
@@ -136,21 +142,22 @@ class StateGroup(BesideGroup):
         if copied.any():
             copies.append(PageCopy(old[copied], new[copied], group=self.number))
             self.counts.copied_pages += int(copied.sum())
-            for page in old[copied].tolist():  # rows may share one
-                self._release(np.array([page]))
+            for pages in _distinct(old[copied]):
+                self._release(pages)
         return copies
 
     def give_up(self, rows: Index) -> None:
         """Let no checkpoint hold the states that these rows are about to write; they have been grown."""
+        if not self._is_crowded:
+            return
         pages = self.table[rows, 0]
         for page in pages[self.pool.holders[pages] > 1].tolist():
             if page in self._entry_of:
                 self._forget(np.array([page]))
-            if self._num_left[page]:
-                for row, left in list(self._left.items()):
-                    for each in left:
-                        if each.page == page:
-                            self._drop(row, each)
+            for row, left in list(self._left.items()):
+                for each in [each for each in left if each.page == page]:
+                    self._drop(row, each)
+            self._end_trials(np.flatnonzero(self._trial_page == page))
 
     def resumable(
         self, entries: Index, held: int = 0, first_held: int = 0, *, rests: bool = True
@@ -201,14 +208,31 @@ class StateGroup(BesideGroup):
         self.counts.swapped_in_pages += 1
         return [*copies, PageCopy(host_pages, target, "from_host", group=self.number)]
 
-    def keep(self, row: int, position: int, *, on_trial: bool = False) -> None:
+    def keep(self, row: int, position: int) -> None:
         """Keep the row's live state, which the next batch leaves at `position`, as a checkpoint."""
         page = int(self.table[row, 0])
         self._share(np.array([page]))
-        if on_trial:  # the last one of an answer is enough
-            for each in [each for each in self._left.get(row, ()) if each.on_trial]:
-                self._drop(row, each)
-        self._add(row, Checkpoint(position, page, on_trial))
+        self._add(row, Checkpoint(position, page))
+
+    def try_to_keep(self, rows: Index, positions: Index) -> None:
+        """Keep the live states that the next batch leaves in answers of rows, as far as pages are free.
+
+        Each takes the place of the row's last one. Each of these rows is the only one that holds its state.
+        """
+        rows, positions = rows[: self.pool.num_free], positions[: self.pool.num_free]
+        self._end_trials(rows)
+        pages = self.table[rows, 0].astype(np.int64)
+        self.pool.share(pages)
+        self._num_left[pages] += 1
+        self._trial_page[rows], self._trial_position[rows] = pages, positions
+
+    def _end_trials(self, rows: Index) -> None:
+        rows = rows[self._trial_page[rows] != NULL_PAGE]
+        if len(rows):
+            pages = self._trial_page[rows]
+            self._num_left[pages] -= 1
+            self._trial_page[rows] = NULL_PAGE
+            self._release(pages)
 
     def take_one(self, row: int, position: int) -> tuple[int, list[PageCopy]]:
         """Take a page for the state that the next batch leaves at `position` within a span of the row.
@@ -220,18 +244,22 @@ class StateGroup(BesideGroup):
             return NULL_PAGE, []
         copies = self._made_free(1)
         (page,) = self.pool.take(1).tolist()
-        self._add(row, Checkpoint(position, page, on_trial=False))
+        self._add(row, Checkpoint(position, page))
         return page, copies
 
     def is_left(self, row: int) -> list[int]:
         """Return the positions in its prompt at which a row leaves states that cannot be found yet."""
-        return [each.position for each in self._left.get(row, ()) if not each.on_trial]
+        return [each.position for each in self._left.get(row, ())]
 
     def publish(
         self, row: int, first: int, entries: Index, is_cached: NDArray[np.bool_]
     ) -> tuple[Index, Index]:
         """See `PageGroup.publish`: checkpoints at the ends of these pages lie beside them from now on."""
         new: dict[int, int] = {}
+        trial = Checkpoint(int(self._trial_position[row]), int(self._trial_page[row]))
+        if trial.page != NULL_PAGE:  # it is among the others from here on
+            self._trial_page[row] = NULL_PAGE
+            self._left.setdefault(row, []).append(trial)
         for each in list(self._left.get(row, ())):
             at = each.position // self.page_size - 1 - first
             if not 0 <= at < len(entries):
@@ -245,7 +273,7 @@ class StateGroup(BesideGroup):
             new[at] = each.page
             if self.pool.holders[each.page] == 1:
                 self._idle[each.page] = None
-                self._idle.move_to_end(each.page, last=not each.on_trial)
+                self._idle.move_to_end(each.page, last=each is not trial)
         if new:
             self.num_taken += len(new)
             self.changes += 1
@@ -255,14 +283,18 @@ class StateGroup(BesideGroup):
     def clear(self, row: int) -> None:
         for each in list(self._left.get(row, ())):
             self._drop(row, each)
+        self._end_trials(np.array([row]))
         super().clear(row)
 
     def evict(self, count: int) -> PageCopy | None:
         """See `PageGroup.evict`: states of running answers go first, those about to be published last."""
-        count -= self._drop_loose(count, on_trial=True)
+        tried = np.flatnonzero(self._trial_page)
+        loose = tried[np.isin(self._trial_page[tried], self._loose())][:count]
+        self._end_trials(loose)
+        count -= len(loose)
         num_idle = min(count, len(self._idle))
         copy = super().evict(num_idle) if num_idle else None
-        self._drop_loose(count - num_idle, on_trial=False)
+        self._drop_loose(count - num_idle)
         return copy
 
     def resize(self, num_pages: int) -> None:
@@ -275,8 +307,6 @@ class StateGroup(BesideGroup):
 
     def _loose(self) -> Index:
         """Return the pages that only checkpoints hold which cannot be found yet."""
-        if not self._left:
-            return np.empty(0, dtype=np.int64)
         pages = np.flatnonzero(self._num_left)
         others = self.pool.holders[pages] - self._num_left[pages]
         near = others == 1
@@ -285,17 +315,15 @@ class StateGroup(BesideGroup):
         loose: Index = pages[others == 0]
         return loose
 
-    def _drop_loose(self, count: int, *, on_trial: bool) -> int:
-        """Drop checkpoints that cannot be found yet until `count` pages are free; return their number."""
-        freed = 0
-        loose = set(self._loose().tolist()) if count > 0 else set()
+    def _drop_loose(self, count: int) -> None:
+        """Drop checkpoints that cannot be found yet until `count` more pages are free."""
+        if count <= 0:
+            return
+        wanted, loose = self.pool.num_free + count, set(self._loose().tolist())
         for row, left in list(self._left.items()):
             for each in list(left):
-                if freed < count and each.page in loose and each.on_trial == on_trial:
-                    before = self.pool.num_free
+                if self.pool.num_free < wanted and each.page in loose:
                     self._drop(row, each)
-                    freed += self.pool.num_free - before
-        return freed
 
     def _add(self, row: int, checkpoint: Checkpoint) -> None:
         self._left.setdefault(row, []).append(checkpoint)
@@ -317,5 +345,15 @@ class StateGroup(BesideGroup):
         target_of = dict(zip(sources.tolist(), targets.tolist()))
         for left in self._left.values():
             left[:] = [replace(each, page=target_of.get(each.page, each.page)) for each in left]
+        for source, target in zip(sources.tolist(), targets.tolist()):
+            self._trial_page[self._trial_page == source] = target
         self._num_left[targets] = self._num_left[sources]
         self._num_left[sources] = 0
+
+
+def _distinct(pages: Index) -> Iterator[Index]:
+    """Yield the pages in parts without a page that stands twice, as `PagePool` takes them."""
+    while len(pages):
+        _, first = np.unique(pages, return_index=True)
+        yield pages[first]
+        pages = np.delete(pages, first)

@@ -93,17 +93,16 @@ class Checkpoints:
         return aligned
 
     def cuts(self, rows: Index, starts: Index, stops: Index) -> tuple[StateCut, ...]:
-        """Keep the states that are wanted of these spans, whose rows have their pages.
+        """Keep the states that are wanted of these spans, whose rows have their pages, without their drafts.
 
         Returns the cuts within spans; a state at the end of a span needs none.
         """
         if not self._shares:
             return ()
         made: list[StateCut] = []
-        stops = np.minimum(stops, self._slots.num_tokens[rows])  # a state takes in no draft
-        due = self._next[rows] <= stops
-        for at in np.flatnonzero(due).tolist() if due.any() else ():
-            made += self._cuts_of(at, int(rows[at]), int(starts[at]), int(stops[at]))
+        if self._wanted:
+            for at in np.flatnonzero(self._next[rows] <= stops).tolist():
+                made += self._cuts_of(at, int(rows[at]), int(starts[at]), int(stops[at]))
         at_end = stops % self.every == 0
         if at_end.any():
             self._keep_answers(rows[at_end], stops[at_end])
@@ -129,12 +128,12 @@ class Checkpoints:
 
     def _keep_answers(self, rows: Index, stops: Index) -> None:
         """Keep states at the ends of pages of answers, as far as pages are free."""
-        slots, room = self._slots, self._group.pool.num_free
-        for row, stop in zip(rows.tolist(), stops.tolist()):
-            in_answer = stop > slots.num_prompt[row] and not slots.beam_width[row]
-            if room > 0 and in_answer and slots.num_shareable[row]:
-                self._group.keep(row, stop, on_trial=True)
-                room -= 1
+        slots = self._slots
+        kept = (
+            (stops > slots.num_prompt[rows]) & (slots.beam_width[rows] == 0) & (slots.num_shareable[rows] > 0)
+        )
+        if kept.any():
+            self._group.try_to_keep(rows[kept], stops[kept])
 
     def ask_leader(self, request: Request, keys: Sequence[bytes], num_held: int, rows: Sequence[int]) -> None:
         """Have the row that computes the most of a request's prefix leave a state where the two part."""

@@ -125,7 +125,7 @@ class PageTables:
             counts = group.missing(rows, stops)
             total = int(counts.sum()) + (group.num_shared(*forked) if self.forked else 0)
             if total:
-                if total > group.num_available:
+                if total > group.pool.num_free and total > group.num_available:
                     return False
                 growing.append((group, counts))
         for group, counts in growing:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from continuous_batching.batch import LATE, NO_BATCH, Batch, Booked, Sampled
+from continuous_batching.batch import LATE, NO_BATCH, Batch, Booked, Sampled, StateCut
 from continuous_batching.counters import Counters
 from continuous_batching.paging.page_tables import EMPTY, Compaction
 from continuous_batching.paging.slot_lifecycle import SlotLifecycle
@@ -265,7 +265,10 @@ class Scheduler:
         targets = stops[sampled]
         if num_drafts:
             sampled, owners, targets = yield_at_drafts(slots, sampled, owners, targets)
-        cuts = () if self._checkpoints is None else self._checkpoints.cuts(rows, starts, stops)
+        cuts: tuple[StateCut, ...] = ()
+        if self._checkpoints is not None:
+            known = np.minimum(stops, slots.num_tokens[rows]) if num_drafts else stops
+            cuts = self._checkpoints.cuts(rows, starts, known)
         copies, unknown = self.tables.take_copies(), self.in_flight.is_unknown(rows)
         drafter = () if self.speculation is None else self.speculation.draft_spans(rows, starts, stops)
         batch = Batch(rows, starts, stops, sampled, owners, targets, copies, unknown, num_drafts, *drafter)
