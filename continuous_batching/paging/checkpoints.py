@@ -20,6 +20,7 @@ from kv_cache.pages import NULL_PAGE, Index, PageCopy
 from kv_cache.prefix_cache import PrefixCache
 from kv_cache.states import GRID, StateGroup
 
+MOST_WANTED = 4  # states of a row at which it stops to look for more
 NEVER = np.iinfo(np.int64).max
 
 
@@ -147,6 +148,18 @@ class Checkpoints:
                 best, leader = count, row
         if best > num_held:
             self.want(leader, best * slots.page_size)
+
+    def foresee(self, row: int, waiting: Sequence[tuple[Request, Sequence[bytes]]]) -> None:
+        """Want states of a new row where waiting requests, given with their keys, part from it."""
+        own: Request = self._slots.requests[row]
+        shareable = own.page_keys[: self._slots.num_shareable[row]]
+        if not self._shares or not shareable:
+            return
+        for request, keys in waiting:
+            if len(self._wanted.get(row, ())) >= MOST_WANTED:
+                break
+            if request is not own and keys[:1] == shareable[:1]:
+                self.want(row, self.usable(_num_equal(keys, shareable)) * self._slots.page_size)
 
     def is_awaited(self, request: Request, keys: Sequence[bytes], num_held: int, rows: Sequence[int]) -> bool:
         """Whether any of these rows will leave a state within a request's prefix, beyond what it has."""

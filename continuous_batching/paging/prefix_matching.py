@@ -20,6 +20,8 @@ from kv_cache.pages import Index, PageCopy
 from kv_cache.prefix_cache import PrefixCache
 from kv_cache.tier.lookup import FoundPages, PageName, Sought, SoughtBeside
 
+MOST_FORESEEN = 64  # waiting requests for whose beginnings a new row looks
+
 
 class PrefixMatching:
     """Matches the prompts of requests against the prefix cache, and publishes the pages of rows in it.
@@ -151,6 +153,16 @@ class PrefixMatching:
             held = int(self._slots.num_pages[row])
             self.checkpoints.ask_leader(request, keys, held, self._computing())
         self.block_if_in_progress(row)
+
+    def arrives(self, request: Request) -> None:
+        """Have a running prompt leave the state from which a request that has just come can go on."""
+        if self.checkpoints is not None:
+            self.checkpoints.ask_leader(request, self._usable_keys(request), 0, self._computing())
+
+    def foresee(self, row: int, waiting: Sequence[Request]) -> None:
+        """Have a row leave the states from which the next of the waiting requests can go on."""
+        if self.checkpoints is not None:
+            self.checkpoints.foresee(row, [(each, self._usable_keys(each)) for each in waiting])
 
     def block_if_in_progress(self, row: int) -> None:
         """Block a row while another row computes the page that it needs next."""

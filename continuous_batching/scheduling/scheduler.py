@@ -156,6 +156,7 @@ class Scheduler:
             self._parallel_samples.add(request)
         if request.params.beam_width:
             self._num_arrived += self._beam_searches.add(request)
+        self.lifecycle.matching.arrives(request)
         self.waiting.push(request)
 
     def page_keys(self, request: Request) -> list[bytes]:
