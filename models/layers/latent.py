@@ -172,7 +172,7 @@ class LatentSelfAttention(nn.Module):
         assert up is not None, "pack the decoder before its first step"
         if self.prolog is not None and self.attention.is_joined(step.metadata):
             rows, scale = self.rows(x)
-            query, rope = self.attention.write_joined(
+            query, rope, _ = self.attention.write_joined(
                 rows, scale, self.prolog, cos, sin, latents, rope_keys, step.metadata
             )
             attended = self.attention.attend_joined(query, rope, up, latents, rope_keys, step.metadata)
