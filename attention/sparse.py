@@ -29,7 +29,7 @@ from attention.int8_pages import packed
 from attention.latent import LatentAttention, LatentMetadata, LatentUp
 from attention.reference import Attention, AttentionMetadata, Span, Windows
 from continuous_batching.batch import Batch
-from devices.shapes import IndexShape
+from devices.shapes import AttentionShape, IndexShape
 
 SCORE_ROWS = 64  # query rows whose scores are held at a time, so that memory does not grow with T * context
 SCORE_KEYS = 1024  # keys whose scores of each index head are held at a time
@@ -191,6 +191,13 @@ class SparseAttention(LatentAttention):
         scores += torch.bmm(wide[..., rank:], rope_keys.transpose(1, 2))
         scores = (scores * self.shape.scale).masked_fill_(is_absent[:, None], -torch.inf)
         return torch.bmm(scores.softmax(-1), latents).to(query.dtype)
+
+
+def latent_attention(shape: AttentionShape, device: torch.device | str = "cpu") -> LatentAttention:
+    """Return latent attention in plain torch, sparse where the shape has an indexer."""
+    assert shape.latent is not None, "the model has other attention"
+    kind = LatentAttention if shape.latent.index is None else SparseAttention
+    return kind(shape, device)
 
 
 def index_scores(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:

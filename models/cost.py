@@ -15,7 +15,7 @@ from typing import Literal
 
 from continuous_batching.step_time import UNKNOWN, Coefficients, StepCosts
 from devices.rates import DeviceRates
-from models.config import ROUTER_BYTES, DecoderConfig, Mixer
+from models.config import ROUTER_BYTES, Choosing, DecoderConfig, Mixer
 
 # Operators of a layer if fused: norms, products, rotary, write, attention, gate, residuals
 OPERATORS = 10
@@ -178,9 +178,9 @@ class Counts:
 
 def mixer_products(config: DecoderConfig) -> Iterator[tuple[int, tuple[LayerProduct, ...]]]:
     """Yield for each kind of mixer how many layers have it, and its products."""
-    layers: dict[Mixer, list[int]] = {}
+    layers: dict[tuple[Mixer, Choosing | None], list[int]] = {}
     for layer, spec in enumerate(config.layers):
-        layers.setdefault(spec.mixer, []).append(layer)
+        layers.setdefault((spec.mixer, spec.index), []).append(layer)
     for found in layers.values():
         yield len(found), attention_products(config, found[0])
 
@@ -198,6 +198,8 @@ def attention_products(config: DecoderConfig, layer: int) -> tuple[LayerProduct,
             LayerProduct(config.num_heads * config.head_dim, hidden, "inputs"),
         )
     whole, last = ("q_a_proj", "kv_a_proj_with_mqa", "f_a_proj", "g_a_proj"), ("o_proj", "out_proj")
+    index = config.index_of(layer)
+    whole += ("indexer.wq_b", *(() if index is None else index.first()))
     return tuple(
         LayerProduct(inputs, outputs, None if name in whole else "inputs" if name in last else "outputs")
         for name, inputs, outputs in config.mixer_linears(layer)

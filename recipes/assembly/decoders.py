@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from attention.reference import Attention
+from attention.sparse import SparseAttention
 from continuous_batching.slots import SlotPool
-from devices.shapes import AttentionShape, LatentShape
+from devices.shapes import AttentionShape, IndexShape, LatentShape
 from kv_cache.device.storage import KVCache, LayerPages
 from models.checkpoint import weights
 from models.checkpoint.modelslim import rotation_of
-from models.config import DecoderConfig, HeadConfig
+from models.config import DecoderConfig, HeadConfig, LatentConfig
 from models.decoder import Decoder
 from models.drafting import eagle as head_weights
 from models.drafting import mtp as mtp_weights
@@ -33,7 +35,6 @@ from recipes.schema.speculation_section import DRAFTERS
 
 def shape_of(page_size: int, config: DecoderConfig) -> AttentionShape:
     """Return what this decoder needs of the attention operators, in pages of `page_size` tokens."""
-    latent = config.latent
     return AttentionShape(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -46,8 +47,15 @@ def shape_of(page_size: int, config: DecoderConfig) -> AttentionShape:
         first_key=FIRST_KEY if isinstance(config, HeadConfig) else 0,
         score_cap=config.score_cap,
         has_sinks=config.has_sinks,
-        latent=None if latent is None else LatentShape(latent.rope_dim, latent.nope_dim, latent.value_dim),
+        latent=None if config.latent is None else latent_shape(config.latent),
     )
+
+
+def latent_shape(latent: LatentConfig) -> LatentShape:
+    """Return what latent attention adds to a shape."""
+    index = latent.index
+    of_index = None if index is None else IndexShape(index.num_heads, index.head_dim, index.top_k)
+    return LatentShape(latent.rope_dim, latent.nope_dim, latent.value_dim, of_index)
 
 
 def draft_decoder(
@@ -103,13 +111,24 @@ def _own_layer(recipe: Recipe, config: MtpConfig, machine: Machine, group: Group
 def layers_of(decoder: Decoder | Head) -> list[LayerPages]:
     """Return what the cache holds for a decoder, layer by layer; the features that a head reads come last."""
     config, attention = decoder.part, decoder.attention
-    layers = [LayerPages(attention.new_planes, config.group_of(layer)) for layer in range(config.num_layers)]
+    layers = [
+        LayerPages(new_planes(attention, spec.index == "shared"), config.group_of(layer))
+        for layer, spec in enumerate(config.layers)
+    ]
     if isinstance(config, HeadConfig):
         shape, dtype = (config.num_kept, config.hidden_size), TORCH_DTYPES[config.dtype]
         layers.append(
             LayerPages(lambda count: (torch.zeros(count, *shape, dtype=dtype, device=attention.device),))
         )
     return layers
+
+
+def new_planes(attention: Attention, shares_choice: bool) -> Callable[[int], tuple[torch.Tensor, ...]]:
+    """Return what makes the planes of a layer; without an indexer of its own it keeps no index keys."""
+    if not shares_choice:
+        return attention.new_planes
+    assert isinstance(attention, SparseAttention), "the device's operators are those of the model"
+    return attention.new_shared_planes
 
 
 def cache_of(decoders: Sequence[Decoder | Head], recipe: Recipe, memory: MemoryPlan) -> KVCache:
