@@ -131,7 +131,7 @@ def _fill(model: Any, seed: int, norm: float) -> None:
                 gain = 2.0 if name.startswith(("lm_head", "model.embed")) else 1.2
                 weight.copy_(noise * gain / math.sqrt(weight.shape[-1]))
             else:
-                weight.copy_(noise * 0.3 + (norm if "norm" in name else 0))
+                weight.copy_(noise * 0.3 + (norm if name.endswith("norm.weight") else 0))
         for name, correction in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 correction.copy_(torch.randn(correction.shape, generator=generator) * 0.3)

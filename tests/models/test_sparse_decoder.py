@@ -17,6 +17,7 @@ from attention.sparse import top_positions
 from recipes.assembly.scoring import score
 from tests.models.families import expected_logprobs, make
 from tests.models.sparse_variants import SPARSE_VARIANTS
+from tests.models.test_identity import case_of, check, make_engine
 
 BY_NAME = {each.name: each for each in SPARSE_VARIANTS}
 TOKENS = torch.randint(0, 160, (120,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -58,4 +59,14 @@ def test_a_prompt_scores_as_in_transformers(
     model, path = checkpoint(name)
     expected = expected_logprobs(model, TOKENS)[:-1].gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
     torch.testing.assert_close(score(path, [TOKENS]).logprobs, expected, rtol=0, atol=1e-4)
+    assert bool(gaps) != name.endswith("reads_all")
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path, gaps: list[float]) -> None:
+    """Prompts are chunked on both sides of the first choice, prefixes shared and requests preempted."""
+    case = case_of(replace(BY_NAME[name], saved_as=torch.float32), tmp_path)
+    engine = make_engine(case.path, ("cpu", "fused"))
+    gaps.clear()  # steps before the first request see the same few tokens again and again
+    check(engine, case)
     assert bool(gaps) != name.endswith("reads_all")
