@@ -13,21 +13,27 @@ import argparse
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from attention.latent import LatentAttention
 from attention.reference import Attention
+from attention.sparse import SparseAttention
 from benchmark.micro.kv import seconds
 from benchmark.options import markdown, verdict_line
 from continuous_batching.batch import Batch
 from kv_cache.pages import Index
 from models.config import DecoderConfig
 from models.cost import attention_operations
+from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
+from models.layers.latent import LatentSelfAttention
 from models.step.inputs import step_inputs
+from models.step_inputs import StepInputs
 from recipes.assembly import versions
 from recipes.assembly.engine import BuiltEngine, build
 from recipes.assembly.families import model_config
@@ -191,6 +197,9 @@ def attention_s(built: BuiltEngine, load: StepLoad, repeats: int) -> float:
     batch, runner = batch_of(built, load), built.runner
     attention, cache = runner.attention, runner.cache
     inputs = step_inputs(batch, runner.slots, runner.decoder, cache)
+    if isinstance(attention, LatentAttention):
+        of_latents = partial(_attend_latents, runner.decoder, attention, inputs, batch.num_tokens)
+        return median_s(of_latents, attention.device, repeats)
     heads = (runner.config.num_heads, runner.config.num_kv_heads, runner.config.num_kv_heads)
     query, key, value = (
         torch.randn(batch.num_tokens, count, runner.config.head_dim, device=attention.device).to(
@@ -214,6 +223,31 @@ def attention_s(built: BuiltEngine, load: StepLoad, repeats: int) -> float:
     with torch.cuda.graph(graph):
         layers()
     return median_s(graph.replay, attention.device, repeats)
+
+
+def _attend_latents(decoder: Decoder, attention: LatentAttention, inputs: StepInputs, tokens: int) -> None:
+    """Let all layers write and read the cache of latents, and those with an indexer choose what is read."""
+    config, shape, latent = decoder.config, attention.shape, attention.latent
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(tokens, *sizes, dtype=shape.dtype, device=attention.device)
+
+    heads, rope = shape.num_heads, latent.rope_dim
+    for number, layer in enumerate(decoder.layers):
+        mixer, (latents, rope_keys, *index_keys) = layer.attention, inputs.cache.of(number)
+        assert isinstance(mixer, LatentSelfAttention), "the layer has other attention"
+        assert mixer.up.packed is not None, "a decoder is packed when it is loaded"
+        attention.write(random(1, config.head_dim), random(1, rope), latents, rope_keys, inputs.metadata)
+        if index_keys:
+            assert isinstance(attention, SparseAttention), "other attention has no index keys"
+            index = attention.index
+            attention.write_index(random(index.head_dim), *index_keys, inputs.metadata)
+            if attention.is_sparse(inputs.metadata):
+                queries, weights = random(index.num_heads, index.head_dim), random(index.num_heads)
+                attention.choose(queries, weights, *index_keys, inputs.metadata)
+        queries = random(heads, latent.nope_dim), random(heads, rope)
+        pages = latents, rope_keys
+        attention.attend_heads(*queries, mixer.up.packed, *pages, inputs.metadata, number)
 
 
 def loads_of(options: argparse.Namespace) -> tuple[list[StepLoad], list[StepLoad]]:
