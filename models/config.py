@@ -451,6 +451,18 @@ class DecoderConfig:
         """The window of each layer that reads keys and values of its request, in place of a state."""
         return tuple(each.window for each in self.layers if each.mixer != "recurrent")
 
+    @property
+    def reaches(self) -> tuple[int | None, ...]:
+        """The most positions that a query of each such layer reads, by a window or by choice; None: all."""
+        top = self.latent.index.top_k if self.latent and self.latent.index else None
+        layers = (each for each in self.layers if each.mixer != "recurrent")
+        return tuple(each.window if each.index is None else top for each in layers)
+
+    @property
+    def num_indexers(self) -> int:
+        """Number of layers that choose by an indexer of their own."""
+        return sum(each.index == "own" for each in self.layers)
+
     def recurrent_of(self, layer: int) -> RecurrentConfig | None:
         """The sizes of a layer's recurrent state; None if it has none."""
         return self.recurrent if self.layers[layer].mixer == "recurrent" else None
@@ -670,17 +682,40 @@ class DecoderConfig:
     @property
     def kv_head_bytes(self) -> int:
         """Bytes that a layer keeps of one key-value head of a token."""
+        return max((each.token_bytes for each in self._of_one_head()), default=0)
+
+    @property
+    def attended_head_bytes(self) -> int:
+        """Bytes that attention reads of one key-value head of a token in a layer, index keys left out."""
+        return max((one.token_bytes - self._index_key_bytes(one) for one in self._of_one_head()), default=0)
+
+    @property
+    def index_key_bytes(self) -> int:
+        """Bytes of a token's index key in a layer with an indexer; 0 if there is none."""
+        return max(map(self._index_key_bytes, self._of_one_head()), default=0)
+
+    def _of_one_head(self) -> list[LayerCache]:
+        """Return what each layer keeps of each token, of one key-value head."""
         one = replace(self, num_kv_heads=1)
-        return max((one.layer_cache(layer).token_bytes for layer in range(self.num_layers)), default=0)
+        return [one.layer_cache(layer) for layer in range(self.num_layers)]
+
+    @staticmethod
+    def _index_key_bytes(cache: LayerCache) -> int:
+        return sum(each.token_bytes for each in cache.planes if each.name == "index_keys")
 
     @property
     def growing_kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that a step reads for each token of context, however long the context is.
 
-        Layers with a window are left out, because they read a bounded number of tokens.
+        Layers with a window are left out, because they read a bounded number of tokens. So do layers with
+        sparse attention, whose indexers read all index keys.
         """
-        growing = (layer for layer, window in enumerate(self.windows) if window is None)
-        return sum(self.layer_cache(layer).token_bytes for layer in growing)
+        total = 0
+        for layer, spec in enumerate(self.layers):
+            if spec.window is None:
+                cache = self.layer_cache(layer)
+                total += cache.token_bytes if spec.index is None else self._index_key_bytes(cache)
+        return total
 
     @property
     def step_weight_bytes(self) -> int:
