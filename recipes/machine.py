@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.latent import LatentAttention
 from attention.reference import Attention
+from attention.sparse import latent_attention
 from devices.ascend_limits import PRODUCTS, WIDE_HEAD, answered, answers_file, buffer_mib, product
 from devices.compiled import LIMIT_S, CompileLimit, keep_results, missing_for_compiling
 from devices.cpu_threads import Threads, Way, barriers
@@ -128,7 +128,7 @@ class Cpu(Machine):
             log.info("products: oneDNN's, since %s", found)
         ops = CpuOps(compile=compiles, limit=limit, products=None if isinstance(found, str) else found)
         if shape.latent is not None:
-            return ops, LatentAttention(shape)
+            return ops, latent_attention(shape)
         plain = self.asked.attention == "reference"
         return ops, Attention(shape) if plain else CpuAttention(shape, compile=compiles, limit=limit)
 
@@ -211,7 +211,7 @@ class Cuda(Accelerator):
             groups_products=is_grouped and hasattr(torch.nn.functional, "grouped_mm"),
         )
         if shape.latent is not None:
-            return ops, LatentAttention(shape, self.device)
+            return ops, latent_attention(shape, self.device)
         if self.asked.attention == "reference":
             return ops, Attention(shape, self.device)
         return ops, CudaAttention(shape, self.device, batch_invariant=self.asked.batch_invariant)
@@ -281,10 +281,18 @@ class Npu(Accelerator):
         ops = PlainNpuOps(self.product) if has_none else NpuOps(self.product, takes_float32=wide)
         self.product.check_dtype(shape.dtype)
         if self.asked.attention == "reference":
-            plain = Attention if shape.latent is None else LatentAttention
-            return ops, plain(shape, self.device)
+            if shape.latent is not None:
+                return ops, latent_attention(shape, self.device)
+            return ops, Attention(shape, self.device)
         kind: type[AscendAttention] = AtbAttention if self.product.is_atb else FusedAttention
         if shape.latent is not None:
+            if shape.latent.index is not None:
+                raise RecipeError(
+                    "device.attention",
+                    "the model has sparse attention, which no fused attention here computes",
+                    "set it to reference",
+                    value="fused",
+                )
             kind = FusedLatentAttention
         elif shape.int8_pages:
             kind = Int8FusedAttention
