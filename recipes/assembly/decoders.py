@@ -7,8 +7,6 @@ from functools import partial
 
 import torch
 
-from attention.cpu.recurrent import CpuRecurrence
-from attention.recurrent import Recurrence
 from attention.reference import Attention
 from attention.sparse import SparseAttention
 from continuous_batching.slots import SlotPool
@@ -53,12 +51,6 @@ def shape_of(page_size: int, config: DecoderConfig) -> AttentionShape:
         has_sinks=config.has_sinks,
         latent=None if config.latent is None else latent_shape(config.latent),
     )
-
-
-def recurrence_of(recipe: Recipe, device: torch.device) -> Recurrence:
-    """Return what advances recurrent states on this device."""
-    is_fused = recipe.device.kind == "cpu" and recipe.device.attention == "fused"
-    return CpuRecurrence() if is_fused else Recurrence(device)
 
 
 def latent_shape(latent: LatentConfig) -> LatentShape:
