@@ -52,12 +52,7 @@ def event_contradictions(endpoint: str | None, *, is_sharing: bool) -> Iterator[
         )
 
 
-_OWN_PAGES = ("draft", "eagle3", "mtp")  # kinds of speculation that keep keys of their own beside the model's
-
-
-def page_contradictions(
-    server: ServerSection, *, is_sharing: bool, ranks: int, speculation: str
-) -> Iterator[RecipeError]:
+def page_contradictions(server: ServerSection, *, is_sharing: bool, ranks: int) -> Iterator[RecipeError]:
     """Yield what contradicts `server.pages_at` and `server.prompt_replicas`."""
     pages_at, prompt_replicas = server.pages_at, server.prompt_replicas
     asked = {"server.pages_at": pages_at, "server.prompt_replicas": list(prompt_replicas) or None}
@@ -93,13 +88,6 @@ def page_contradictions(
                 (name, "parallel"),
                 f"pages are exchanged between engines of one rank, and there are {ranks}",
                 "leave this out, or set parallel.tensor and parallel.pipeline to 1",
-                value=asked[name],
-            )
-        if speculation in _OWN_PAGES:
-            yield RecipeError(
-                (name, "speculation.kind"),
-                f"what {speculation} has of a prompt beside the model's pages is not exchanged",
-                "leave this out, or set speculation.kind to none, ngram or suffix",
                 value=asked[name],
             )
 
