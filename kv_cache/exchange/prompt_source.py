@@ -172,16 +172,18 @@ class _Life:
             self.connection.end(str(error))
             return
         try:
-            self._window = source._transport.expose(source._window_bytes)
-            self.connection.window = self._window.memory
-            self.connection.start(sock, source._hello(self._window))
+            self._window = window = source._transport.expose(source._window_bytes)
+            self.connection.window = window.memory
+            self.connection.start(sock, source._hello(window))
+            if not self.connection.is_open:  # it may have ended before there was a window to close
+                window.close()
         except (OSError, RuntimeError) as error:  # a RuntimeError means that the system has no thread for it
             self.connection.end(str(error))
             sock.close()
 
     def _ended(self, why: str) -> None:
         if self._window is not None:
-            self._window.reached()  # reached or not, its name must not remain
+            self._window.close()
         if isinstance(self.connection.error, Stalled):
             self._pause_s = STALLED_S
         if isinstance(self.connection.error, Unproven):

@@ -38,8 +38,10 @@ from kv_cache.device.storage import KVCache
 from kv_cache.exchange.channel import Credentials, TlsContexts
 from kv_cache.exchange.connection import Connection, Wake
 from kv_cache.exchange.messages import AllSent, NotSent, PageIdentity, PagePart, PagesWanted
+from kv_cache.exchange.mooncake import Mooncake
 from kv_cache.exchange.page_server import PageLink, PageServer
 from kv_cache.exchange.prompt_source import Came, PromptSource, taken, unwanted
+from kv_cache.exchange.transports import TRANSPORTS, Transport
 from kv_cache.page_keys import adapter_of
 from kv_cache.pages import Index
 from models.decoder import Decoder
@@ -545,7 +547,7 @@ def exchange_of(recipe: Recipe, built: BuiltEngine) -> PageExchange | None:
     )
     log.info("pages of model %s (%.2g s)", identity.model, time.perf_counter() - start_s)
     sends = fetches = None
-    credentials = credentials_of(asked)
+    credentials, transports = credentials_of(asked), transports_of(asked)
     if asked.pages_at is not None:
         part_bytes = max(_MOST_PART_BYTES, *cache.layer_bytes)
         try:
@@ -556,6 +558,7 @@ def exchange_of(recipe: Recipe, built: BuiltEngine) -> PageExchange | None:
                 wake,
                 most_part_bytes=part_bytes,
                 most_tokens=most_tokens,
+                transports=transports,
                 credentials=credentials,
             )
         except OSError as error:
@@ -573,12 +576,29 @@ def exchange_of(recipe: Recipe, built: BuiltEngine) -> PageExchange | None:
                 wake,
                 transport=asked.page_transport,
                 window_bytes=int(asked.page_window_mib * _MIB),
+                transports=transports,
                 credentials=credentials,
             )
             for endpoint in asked.prompt_replicas
         }
         fetches = PageFetches(built.engine, cache, sources, asked.page_wait_s, wake)
     return PageExchange(wake, sends, fetches)
+
+
+def transports_of(asked: ServerSection) -> dict[str, Transport]:
+    """Return the transports of an engine; raises RecipeError if Mooncake's is asked for and cannot be had."""
+    if asked.page_transport != "mooncake" or asked.mooncake_host is None:
+        return TRANSPORTS
+    try:
+        mooncake = Mooncake(asked.mooncake_host, asked.mooncake_protocol)
+    except ImportError as error:
+        fix = "bash scripts/setup.sh mooncake installs it, and the system libibverbs1 and libnl-3"
+        raise RecipeError("server.page_transport", f"needs {error}", fix, value="mooncake") from error
+    except OSError as error:
+        name, fix = "server.mooncake_protocol", "choose another, such as tcp"
+        raise RecipeError(name, in_one_line(error), fix, value=asked.mooncake_protocol) from error
+    log.info("pages by Mooncake's transfer engine, %s at %s", asked.mooncake_protocol, asked.mooncake_host)
+    return TRANSPORTS | {"mooncake": mooncake}
 
 
 def credentials_of(asked: ServerSection) -> Credentials:

@@ -131,4 +131,25 @@ FAULTS = {
         "what a drafter keeps is sent before it has computed it",
         "tests/serving/test_pages_beside.py::test_what_a_drafter_keeps_of_a_prompt_comes_with_its_pages",
     ),
+    "heads_at_the_wrong_place": Fault(
+        "kv_cache/device/storage.py::KVCache._of_heads",
+        "heads.start * width",
+        "0",
+        "every part of a page that another engine divides otherwise is written over the first",
+        "tests/kv_cache/test_shares.py::test_what_the_receivers_get_is_what_the_senders_have",
+    ),
+    "copies_all_sent_by_the_first": Fault(
+        "kv_cache/exchange/shares.py::sent_to",
+        "ranks[receiver % len(ranks)]",
+        "ranks[0]",
+        "of ranks that hold the same, one sends everything",
+        "tests/kv_cache/test_shares.py::test_ranks_that_hold_the_same_take_turns",
+    ),
+    "tcp_in_place_of_rdma": Fault(
+        "kv_cache/exchange/mooncake.py::Mooncake.__init__",
+        "not (_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()))",
+        "False",
+        "a machine without a device for RDMA writes by TCP, and nobody is told",
+        "tests/serving/test_mooncake.py::test_a_protocol_without_a_device_is_refused",
+    ),
 }

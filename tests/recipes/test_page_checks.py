@@ -130,3 +130,14 @@ def test_a_recipe_is_refused_in_one_line() -> None:
     assert "server.pages_at" in line
     assert "is no tcp://HOST:PORT" in line
     assert "\n" not in line
+
+
+def test_mooncake_has_a_host_and_a_network_of_its_own() -> None:
+    assert not said(None, (HERE,), page_transport="mooncake", mooncake_host="127.0.0.1", pages_open=True)
+    (error,) = said(None, (HERE,), page_transport="mooncake", pages_open=True)
+    assert error.keys == ("server.mooncake_host", "server.page_transport")
+    (error,) = said(None, (HERE,), page_transport="mooncake", mooncake_host="a", **SECRET)
+    assert error.keys == ("server.page_transport", "server.pages_open")
+    assert "asks nobody who it is" in str(error)
+    (error,) = said(None, (HERE,), mooncake_host="a")
+    assert "read only where server.page_transport is mooncake, and it is tcp" in str(error)
