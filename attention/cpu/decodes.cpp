@@ -22,13 +22,14 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16;
+constexpr int LANES = 16, MOST_HEADS = 8;  // 16 sums and 2 vectors in 32 registers
 #elif defined(__AVX2__)
-constexpr int LANES = 8;
+constexpr int LANES = 8, MOST_HEADS = 4;  // 8 sums and 2 vectors in 16 registers
 #else
-constexpr int LANES = 4;
+constexpr int LANES = 4, MOST_HEADS = 8;
 #endif
 constexpr long PART = 512;  // tokens of a part at most: their scores stay in the first cache
+constexpr long LINE = 64;   // bytes that a prefetch brings
 constexpr float LEAST = -std::numeric_limits<float>::infinity();
 
 typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -92,36 +93,52 @@ struct Step {
     float scale, cap;  // a cap of 0 is none
 };
 
-// Scores of N query heads with the keys of one tile's head. [N, W], rows `stride` apart
-template <Kind KIND, int N>
-void scored(const Step& of, const float* query, const typename Stored<KIND>::Item* keys, float* scores, long stride) {
-    for (long from = 0; from < of.tile; from += LANES) {
-        const auto* at = keys + from / of.key_lanes * of.dim * of.key_lanes + from % of.key_lanes;
-        Vec sums[N] = {};
-        for (long d = 0; d < of.dim; d++) {
-            const Vec key = Stored<KIND>::widen(at + d * of.key_lanes);
-#pragma GCC unroll 8
-            for (int n = 0; n < N; n++) sums[n] += query[n * of.dim + d] * key;  // contracted to fused multiply-adds
-        }
-        for (int n = 0; n < N; n++) store(scores + n * stride + from, sums[n] * of.scale);
-    }
+// What lies as far behind `ahead` as what is read lies behind its own beginning is brought into the cache meanwhile.
+template <typename Item>
+inline void fetch(const Item* ahead, long at, int count) {
+    for (long i = 0; i < count; i += LINE / sizeof(Item)) __builtin_prefetch(ahead + at + i, 0, 2);
 }
 
-// Values of one tile's head, weighed by N query heads' weights [N, W], are added to the sums [N, D].
-template <Kind KIND, int N>
-void weighed(const Step& of, const float* weights, long stride, const typename Stored<KIND>::Item* values, long low,
-             long high, float* sums) {
-    for (long from = 0; from < of.dim; from += LANES) {
-        const auto* at = values + from / of.value_lanes * of.tile * of.value_lanes + from % of.value_lanes;
-        Vec total[N];
-        for (int n = 0; n < N; n++) total[n] = load(sums + n * of.dim + from);
-        for (long token = low; token < high; token++) {
-            const Vec value = Stored<KIND>::widen(at + token * of.value_lanes);
+// Scores of N query heads with V vectors of the keys of one tile's head, from token `from` on. [N, W], rows `stride`
+// apart
+template <Kind KIND, int N, int V>
+void scored(const Step& of, const float* query, const typename Stored<KIND>::Item* keys,
+            const typename Stored<KIND>::Item* ahead, long from, float* scores, long stride) {
+    const long first = from / of.key_lanes * of.dim * of.key_lanes + from % of.key_lanes;
+    Vec sums[N][V] = {};
+    for (long d = 0; d < of.dim; d++) {
+        const long at = first + d * of.key_lanes;
+        fetch(ahead, at, V * LANES);
+        Vec key[V];
+        for (int v = 0; v < V; v++) key[v] = Stored<KIND>::widen(keys + at + v * LANES);
 #pragma GCC unroll 8
-            for (int n = 0; n < N; n++) total[n] += weights[n * stride + token] * value;
-        }
-        for (int n = 0; n < N; n++) store(sums + n * of.dim + from, total[n]);
+        for (int n = 0; n < N; n++)
+            for (int v = 0; v < V; v++) sums[n][v] += query[n * of.dim + d] * key[v];  // fused multiply-adds
     }
+    for (int n = 0; n < N; n++)
+        for (int v = 0; v < V; v++) store(scores + n * stride + from + v * LANES, sums[n][v] * of.scale);
+}
+
+// V vectors of the values of one tile's head, from channel `from` on, weighed by N query heads' weights [N, W], are
+// added to the sums [N, D].
+template <Kind KIND, int N, int V>
+void weighed(const Step& of, const float* weights, long stride, const typename Stored<KIND>::Item* values,
+             const typename Stored<KIND>::Item* ahead, long from, long low, long high, float* sums) {
+    const long first = from / of.value_lanes * of.tile * of.value_lanes + from % of.value_lanes;
+    Vec total[N][V];
+    for (int n = 0; n < N; n++)
+        for (int v = 0; v < V; v++) total[n][v] = load(sums + n * of.dim + from + v * LANES);
+    for (long token = low; token < high; token++) {
+        const long at = first + token * of.value_lanes;
+        fetch(ahead, at, V * LANES);
+        Vec value[V];
+        for (int v = 0; v < V; v++) value[v] = Stored<KIND>::widen(values + at + v * LANES);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++)
+            for (int v = 0; v < V; v++) total[n][v] += weights[n * stride + token] * value[v];
+    }
+    for (int n = 0; n < N; n++)
+        for (int v = 0; v < V; v++) store(sums + n * of.dim + from + v * LANES, total[n][v]);
 }
 
 // The weights of one head's scores of `count` tokens, in place; returns their sum, and the largest score in `peak`.
@@ -145,19 +162,32 @@ float softened(float* scores, long count, float cap, float* peak) {
     return sum;
 }
 
+// Where a head's keys, or values, lie in the tile that is number i of a row.
+template <typename Item>
+const Item* of_tile(const Step& of, const void* plane, long row, long i, long kv_head) {
+    const long address = of.address[of.of_row[row * of.most_tiles + i]];
+    return static_cast<const Item*>(plane) + (address * of.kv_heads + kv_head) * of.dim * of.tile;
+}
+
 // One part of a row: N query heads from `head` on over some of the row's tiles. Returns sums [N, D], the largest
 // scores and the sums of weights.
 template <Kind KIND, int N>
 void part_of(const Step& of, long row, long head, long first, long last, float* scores, float* sums, float* peaks,
              float* totals) {
     typedef typename Stored<KIND>::Item Item;
-    const long kv_head = head / (of.heads / of.kv_heads), plane = of.dim * of.tile;
+    const long kv_head = head / (of.heads / of.kv_heads);
     const long count = (last - first) * of.tile;
     const float* query = of.query + (row * of.heads + head) * of.dim;
     for (long i = first; i < last; i++) {
         const long j = of.of_row[row * of.most_tiles + i], place = (i - first) * of.tile;
-        const Item* keys = static_cast<const Item*>(of.keys) + (of.address[j] * of.kv_heads + kv_head) * plane;
-        scored<KIND, N>(of, query, keys, scores + place, count);
+        const Item* keys = of_tile<Item>(of, of.keys, row, i, kv_head);
+        const Item* ahead = i + 1 < last ? of_tile<Item>(of, of.keys, row, i + 1, kv_head) : of_tile<Item>(of, of.values, row, first, kv_head);
+        if (of.key_lanes % (2 * LANES) == 0)
+            for (long from = 0; from < of.tile; from += 2 * LANES)
+                scored<KIND, N, 2>(of, query, keys, ahead, from, scores + place, count);
+        else
+            for (long from = 0; from < of.tile; from += LANES)
+                scored<KIND, N, 1>(of, query, keys, ahead, from, scores + place, count);
         for (int n = 0; n < N; n++) {
             float* own = scores + n * count + place;
             std::fill(own, own + of.low[j], LEAST);
@@ -168,8 +198,15 @@ void part_of(const Step& of, long row, long head, long first, long last, float* 
     std::fill(sums, sums + N * of.dim, 0.0f);
     for (long i = first; i < last; i++) {
         const long j = of.of_row[row * of.most_tiles + i], place = (i - first) * of.tile;
-        const Item* values = static_cast<const Item*>(of.values) + (of.address[j] * of.kv_heads + kv_head) * plane;
-        weighed<KIND, N>(of, scores + place, count, values, of.low[j], of.high[j], sums);
+        const Item* values = of_tile<Item>(of, of.values, row, i, kv_head);
+        const Item* ahead = of_tile<Item>(of, of.values, row, std::min(i + 1, last - 1), kv_head);
+        const long low = of.low[j], high = of.high[j];
+        if (of.value_lanes % (2 * LANES) == 0)
+            for (long from = 0; from < of.dim; from += 2 * LANES)
+                weighed<KIND, N, 2>(of, scores + place, count, values, ahead, from, low, high, sums);
+        else
+            for (long from = 0; from < of.dim; from += LANES)
+                weighed<KIND, N, 1>(of, scores + place, count, values, ahead, from, low, high, sums);
     }
 }
 
@@ -179,10 +216,12 @@ void heads_of(const Step& of, long row, long kv_head, long first, long last, flo
     const long group = of.heads / of.kv_heads;
     long head = kv_head * group;
     const long end = head + group;
-    for (; head < end;) {
-        const long left = end - head;
-        auto* part = left >= 8 ? part_of<KIND, 8> : left >= 4 ? part_of<KIND, 4> : left >= 2 ? part_of<KIND, 2> : part_of<KIND, 1>;
-        const long taken = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    while (head < end) {
+        const long left = std::min<long>(end - head, MOST_HEADS), taken = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        auto* part = part_of<KIND, 1>;
+        if (taken == 8) part = part_of<KIND, 8>;
+        if (taken == 4) part = part_of<KIND, 4>;
+        if (taken == 2) part = part_of<KIND, 2>;
         part(of, row, head, first, last, scores, sums, peaks, totals);
         head += taken;
         sums += taken * of.dim;
