@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.recurrent import Recurrence
 from attention.reference import Attention
 from attention.sparse import latent_attention
-from devices.ascend_limits import PRODUCTS, answered, answers_file, buffer_mib, product
+from devices.ascend_limits import PRODUCTS, WIDE_HEAD, answered, answers_file, buffer_mib, product
 from devices.compiled import LIMIT_S, CompileLimit, keep_results, missing_for_compiling
 from devices.cpu_threads import Threads, Way, barriers
 from devices.host_memory import host_memory_bytes
@@ -68,6 +69,10 @@ class Machine(ABC):
 
         The attention is plain torch where the recipe asks for it.
         """
+
+    def recurrence(self, state_dtype: str) -> Recurrence:
+        """Return what advances states of this type: the definition, or what the device does faster."""
+        return Recurrence(self.device)
 
     def join(self, group: Group) -> None:
         """Do what the ranks of an engine do together before its memory is measured."""
@@ -131,6 +136,11 @@ class Cpu(Machine):
             return ops, latent_attention(shape)
         plain = self.asked.attention == "reference"
         return ops, Attention(shape) if plain else CpuAttention(shape, compile=compiles, limit=limit)
+
+    def recurrence(self, state_dtype: str) -> Recurrence:
+        from attention.cpu.recurrent import CpuRecurrence
+
+        return super().recurrence(state_dtype) if self.asked.attention == "reference" else CpuRecurrence()
 
     def settle(self, runner: ModelRunner) -> None:
         self.threads.settle(decode_step(runner), runner.decoder)
@@ -273,6 +283,7 @@ class Npu(Accelerator):
         from attention.npu.fused_attention import FusedAttention
         from attention.npu.int8_attention import Int8FusedAttention
         from attention.npu.latent_attention import FusedLatentAttention
+        from attention.npu.single_queries import WideHeadAttention
         from models.ops.npu.ops import NpuOps, PlainNpuOps
 
         has_none = not (self.product.is_fused or self.product.is_atb)  # true for the first 910
@@ -295,7 +306,15 @@ class Npu(Accelerator):
             kind = FusedLatentAttention
         elif shape.int8_pages:
             kind = Int8FusedAttention
+        elif self.product.is_fused and shape.head_dim == WIDE_HEAD:
+            kind = WideHeadAttention
         return ops, kind(shape, self.device, self.product, takes_float32=wide)
+
+    def recurrence(self, state_dtype: str) -> Recurrence:
+        from attention.npu.recurrent import FusedRecurrence
+
+        fuses = self.product.advances_states and self.asked.attention == "fused" and state_dtype == "bfloat16"
+        return FusedRecurrence(self.device) if fuses else super().recurrence(state_dtype)
 
 
 def start(asked: DeviceSection, learned: str = "") -> Machine:

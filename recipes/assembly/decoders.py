@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -13,7 +14,7 @@ from devices.shapes import AttentionShape, IndexShape, LatentShape
 from kv_cache.device.storage import KVCache, LayerPages
 from models.checkpoint import weights
 from models.checkpoint.modelslim import rotation_of
-from models.config import DecoderConfig, HeadConfig, LatentConfig
+from models.config import DecoderConfig, HeadConfig, LatentConfig, LayerState
 from models.decoder import Decoder
 from models.drafting import eagle as head_weights
 from models.drafting import mtp as mtp_weights
@@ -23,6 +24,7 @@ from models.drafting.eagle import Eagle3
 from models.drafting.mtp import Mtp
 from models.head import FIRST_KEY, FeaturePages, Head
 from models.layers.dtypes import TORCH_DTYPES
+from models.layers.recurrent import new_states
 from models.parallel.group import Group
 from models.parallel.share import Share
 from recipes.assembly.families import draft_config
@@ -111,10 +113,16 @@ def _own_layer(recipe: Recipe, config: MtpConfig, machine: Machine, group: Group
 def layers_of(decoder: Decoder | Head) -> list[LayerPages]:
     """Return what the cache holds for a decoder, layer by layer; the features that a head reads come last."""
     config, attention = decoder.part, decoder.attention
-    layers = [
-        LayerPages(new_planes(attention, spec.index == "shared"), config.group_of(layer))
-        for layer, spec in enumerate(config.layers)
-    ]
+    layers: list[LayerPages] = []
+    made: dict[LayerState, partial[tuple[torch.Tensor, ...]]] = {}
+    for layer, spec in enumerate(config.layers):
+        state = config.layer_state(layer)
+        if state is None:
+            planes = new_planes(attention, spec.index == "shared")
+            layers.append(LayerPages(planes, config.group_of(layer)))
+        else:  # one function for all layers that make equal planes
+            new = made.setdefault(state, partial(new_states, state, device=attention.device))
+            layers.append(LayerPages(new, 1 + len(config.window_groups)))
     if isinstance(config, HeadConfig):
         shape, dtype = (config.num_kept, config.hidden_size), TORCH_DTYPES[config.dtype]
         layers.append(
@@ -136,8 +144,8 @@ def cache_of(decoders: Sequence[Decoder | Head], recipe: Recipe, memory: MemoryP
     return KVCache(
         [layer for decoder in decoders for layer in layers_of(decoder)],
         recipe.cache.page_size,
-        [memory.num_pages, *(each.num_pages for each in memory.windows)],
-        [memory.num_host_pages, *(each.num_host_pages for each in memory.windows)],
+        [memory.num_pages, *memory.further_pools],
+        [memory.num_host_pages, *(each.num_host_pages for each in memory.windows), memory.num_host_states],
         indexed=decoders[0].attention.indexed,
     )
 
