@@ -52,7 +52,10 @@ def check_latent(shape: AttentionShape, plain: str) -> None:
     latent, heads = shape.latent, shape.num_heads
     assert latent is not None, "other attention has other limits"
     sizes = shape.head_dim, latent.rope_dim, latent.nope_dim, latent.value_dim
-    if sizes != (LATENT, LATENT_ROPE, LATENT_HEAD, LATENT_HEAD):
+    taken = LATENT, LATENT_ROPE, LATENT_HEAD, LATENT_HEAD
+    if latent.index is not None:  # whose queries are all projected into the space of latents
+        taken = LATENT, LATENT_ROPE, latent.nope_dim, latent.value_dim
+    if sizes != taken:
         raise ValueError(
             f"the model's kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim and v_head_dim are"
             f" {', '.join(map(str, sizes))}; fused attention takes {LATENT}, {LATENT_ROPE}, {LATENT_HEAD}"

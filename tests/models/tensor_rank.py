@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention.latent import LatentAttention
 from attention.reference import Attention
+from attention.sparse import latent_attention
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
@@ -135,7 +135,7 @@ def empty(
     """
     share = Share(group.rank, group.size, experts=experts)
     shape = shape_of(page_size(config), share.part(config))
-    attention = Attention if shape.latent is None else LatentAttention
+    attention = Attention if shape.latent is None else latent_attention
     is_plain = kind == "cpu" and way is None
     operators = (Ops(), attention(shape)) if is_plain else machine(kind, way or "fused").operators(shape)
     return Decoder(config, *operators, group, share)
