@@ -19,7 +19,7 @@ from continuous_batching.recording.listeners import Heard, Listeners, RankLost
 from continuous_batching.recording.recorder import Recorder
 from continuous_batching.recording.replay import replay
 from continuous_batching.request import Request, SamplingParams
-from kv_cache.pages import PagePool
+from continuous_batching.scheduling.scheduler import Scheduler
 from tests.continuous_batching.checksum import ChecksumRunner
 from tests.continuous_batching.test_follower import FACTS, Following
 from tests.continuous_batching.test_recorder import scheduler as plain_scheduler
@@ -66,6 +66,12 @@ def test_answers_that_are_late_lost_or_out_of_order_settle_within_the_bound() ->
     assert min(outcomes.values()) > 50
 
 
+def runner_of(made: Scheduler) -> ChecksumRunner:
+    """A runner that knows which of the scheduler's own host pages are free, and poisons no other."""
+    assert made.host_pool is not None
+    return ChecksumRunner(made.slots, made.pool, made.host_pool)
+
+
 class Led:
     """An engine whose leader asks two followers, with an agreement as its listeners have one."""
 
@@ -73,7 +79,7 @@ class Led:
         self.following = []
         for each in works:
             made = plain_scheduler()
-            runner = ChecksumRunner(made.slots, made.pool, PagePool(5))
+            runner = runner_of(made)
             self.following.append(Following(made, runner, works=each))
         names = [f"rank {number}" for number in range(1, len(works) + 1)]
         connections = {name: each.near for name, each in zip(names, self.following)}
@@ -83,7 +89,7 @@ class Led:
         self.listeners.answered = self.agreement.answered
         self.recorder = Recorder(FACTS, self.listeners)
         self.made = plain_scheduler()
-        self.runner = ChecksumRunner(self.made.slots, self.made.pool, PagePool(5))
+        self.runner = runner_of(self.made)
         self.engine = Engine(self.made, self.runner)
         self.engine.observer = self.recorder
 
@@ -158,7 +164,7 @@ def test_a_topic_that_no_rank_knows_is_answered_at_once() -> None:
 def test_a_follower_takes_what_its_threads_finish_while_the_leader_says_nothing() -> None:
     taken = threading.Semaphore(0)
     made = plain_scheduler()
-    runner = ChecksumRunner(made.slots, made.pool, PagePool(5))
+    runner = runner_of(made)
     following = Following(made, runner, between=taken.release)
     recorder = Recorder(FACTS, Listeners({"rank 1": following.near}, PATIENCE_S))
     for _ in range(3):
