@@ -143,6 +143,7 @@ class RecurrentConfig:
     # Whether a checkpoint has the projections of kind "gated" joined, key head by key head
     is_interleaved: bool = False
     state_dtype: DType = "float32"
+    num_tail: int = 0  # drafts of a step whose inputs are kept beside the state, which they do not change
 
     @property
     def block(self) -> str:
@@ -216,10 +217,22 @@ class RecurrentConfig:
         return self.vector_size - self.value_dim
 
     def state(self, dtype: DType) -> LayerState:
-        """Return what a layer keeps of a request: the state of each head, and the convolution's inputs."""
+        """Return what a layer keeps of a request: the state of each head, and the convolution's inputs.
+
+        With drafts, these are followed by what the rule reads of the last drafts, before the convolution.
+        """
         state = self.num_value_heads, self.value_dim, self.key_dim
         inputs = self.conv_width - 1, self.num_channels
-        return LayerState((Plane("states", state, self.state_dtype), Plane("inputs", inputs, dtype)))
+        kept = Plane("states", state, self.state_dtype), Plane("inputs", inputs, dtype)
+        if not self.num_tail:
+            return LayerState(kept)
+        heads = self.num_tail, self.num_value_heads
+        tail = (
+            Plane("tail_inputs", (self.num_tail, self.num_channels), dtype),
+            Plane("tail_decays", (*heads, self.key_dim) if self.kind == "kimi" else heads, "float32"),
+            Plane("tail_betas", heads, dtype),
+        )
+        return LayerState((*kept, *tail))
 
 
 MLP_ROLES = ("gate_proj", "up_proj", "down_proj")

@@ -18,7 +18,7 @@ import torch
 
 from attention.latent import LatentAttention
 from attention.reference import Attention
-from devices.ascend_limits import PRODUCTS, answered, answers_file, buffer_mib, product
+from devices.ascend_limits import PRODUCTS, WIDE_HEAD, answered, answers_file, buffer_mib, product
 from devices.compiled import LIMIT_S, CompileLimit, keep_results, missing_for_compiling
 from devices.cpu_threads import Threads, Way, barriers
 from devices.host_memory import host_memory_bytes
@@ -273,6 +273,7 @@ class Npu(Accelerator):
         from attention.npu.fused_attention import FusedAttention
         from attention.npu.int8_attention import Int8FusedAttention
         from attention.npu.latent_attention import FusedLatentAttention
+        from attention.npu.single_queries import WideHeadAttention
         from models.ops.npu.ops import NpuOps, PlainNpuOps
 
         has_none = not (self.product.is_fused or self.product.is_atb)  # true for the first 910
@@ -287,6 +288,8 @@ class Npu(Accelerator):
             kind = FusedLatentAttention
         elif shape.int8_pages:
             kind = Int8FusedAttention
+        elif self.product.is_fused and shape.head_dim == WIDE_HEAD:
+            kind = WideHeadAttention
         return ops, kind(shape, self.device, self.product, takes_float32=wide)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
+from attention.cpu.recurrent import CpuRecurrence
+from attention.recurrent import Recurrence
 from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape, LatentShape
 from kv_cache.device.storage import KVCache, LayerPages
 from models.checkpoint import weights
 from models.checkpoint.modelslim import rotation_of
-from models.config import DecoderConfig, HeadConfig
+from models.config import DecoderConfig, HeadConfig, LayerState
 from models.decoder import Decoder
 from models.drafting import eagle as head_weights
 from models.drafting import mtp as mtp_weights
@@ -21,6 +24,7 @@ from models.drafting.eagle import Eagle3
 from models.drafting.mtp import Mtp
 from models.head import FIRST_KEY, FeaturePages, Head
 from models.layers.dtypes import TORCH_DTYPES
+from models.layers.recurrent import new_states
 from models.parallel.group import Group
 from models.parallel.share import Share
 from recipes.assembly.families import draft_config
@@ -48,6 +52,12 @@ def shape_of(page_size: int, config: DecoderConfig) -> AttentionShape:
         has_sinks=config.has_sinks,
         latent=None if latent is None else LatentShape(latent.rope_dim, latent.nope_dim, latent.value_dim),
     )
+
+
+def recurrence_of(recipe: Recipe, device: torch.device) -> Recurrence:
+    """Return what advances recurrent states on this device."""
+    is_fused = recipe.device.kind == "cpu" and recipe.device.attention == "fused"
+    return CpuRecurrence() if is_fused else Recurrence(device)
 
 
 def draft_decoder(
@@ -103,7 +113,15 @@ def _own_layer(recipe: Recipe, config: MtpConfig, machine: Machine, group: Group
 def layers_of(decoder: Decoder | Head) -> list[LayerPages]:
     """Return what the cache holds for a decoder, layer by layer; the features that a head reads come last."""
     config, attention = decoder.part, decoder.attention
-    layers = [LayerPages(attention.new_planes, config.group_of(layer)) for layer in range(config.num_layers)]
+    layers: list[LayerPages] = []
+    made: dict[LayerState, partial[tuple[torch.Tensor, ...]]] = {}
+    for layer in range(config.num_layers):
+        state = config.layer_state(layer)
+        if state is None:
+            layers.append(LayerPages(attention.new_planes, config.group_of(layer)))
+        else:  # one function for all layers that make equal planes
+            new = made.setdefault(state, partial(new_states, state, device=attention.device))
+            layers.append(LayerPages(new, 1 + len(config.window_groups)))
     if isinstance(config, HeadConfig):
         shape, dtype = (config.num_kept, config.hidden_size), TORCH_DTYPES[config.dtype]
         layers.append(
@@ -117,8 +135,8 @@ def cache_of(decoders: Sequence[Decoder | Head], recipe: Recipe, memory: MemoryP
     return KVCache(
         [layer for decoder in decoders for layer in layers_of(decoder)],
         recipe.cache.page_size,
-        [memory.num_pages, *(each.num_pages for each in memory.windows)],
-        [memory.num_host_pages, *(each.num_host_pages for each in memory.windows)],
+        [memory.num_pages, *memory.further_pools],
+        [memory.num_host_pages, *(each.num_host_pages for each in memory.windows), memory.num_host_states],
         indexed=decoders[0].attention.indexed,
     )
 

@@ -41,6 +41,8 @@ def plan_memory(
     num_host_pages: int | None = None,
     windows: tuple[WindowPages, ...] | None = None,
     window_host_pages: Sequence[int] = (),
+    num_host_states: int = 0,
+    num_kept_states: int | None = None,
 ) -> MemoryPlan:
     """Return the plan of a recipe.
 
@@ -48,10 +50,11 @@ def plan_memory(
 
     With `memory_bytes` None, the memory is that of the recipe's device; with `activation_bytes` None, it is
     estimated; with `host_memory` None, it is that of this machine; with `num_host_pages` None, it follows
-    from the recipe, as the pages of `windows` do where these are None. `window_host_pages` are the windows'
-    pages of the host tier beside `num_host_pages`. The model lies on `stages` groups of `tensor` devices that
-    share each layer, all with this memory; then the sizing is that of all devices together, and so is what
-    the cache may take. With a `share`, it is that of one rank's device.
+    from the recipe, as the pages of `windows` and the states kept for later requests do where these are None.
+    `window_host_pages` and `num_host_states` are those of the host tier beside `num_host_pages`. The model
+    lies on `stages` groups of `tensor` devices that share each layer, all with this memory; then the sizing
+    is that of all devices together, and so is what the cache may take. With a `share`, it is that of one
+    rank's device.
     """
     cache, num_devices = recipe.cache, tensor * stages
     both = _decoders(recipe, config, share)
@@ -63,17 +66,14 @@ def plan_memory(
         adapter_bytes=_adapter_bytes(recipe, both[0]),
         page_bytes=_page_bytes(recipe, both, tensor),
         windows=_windows(recipe, both[0], tensor, window_host_pages) if windows is None else windows,
-        num_pages=0,
-        num_pages_fitting=0,
         num_host_pages=num_host_pages or 0,
-        host_because="",
         host_is_device=recipe.device.kind == "cpu",
-        cache_tokens=0,
         longest_tokens=most_tokens,
-        longest_because="",
         slot_bytes=num_devices * _slot_bytes(recipe, both, most_tokens),
         state_bytes=both[0].state_bytes,
-        num_states=1 + recipe.scheduler.num_slots if both[0].state_bytes else 0,
+        num_slot_states=1 + recipe.scheduler.num_slots if config.num_recurrent else 0,
+        num_kept_states=num_kept_states or 0,
+        num_host_states=num_host_states,
         activation_bytes=stages * _estimate(recipe, both, config.vocab_size)
         if activation_bytes is None
         else activation_bytes,
@@ -81,12 +81,12 @@ def plan_memory(
         reserve_bytes=num_devices * int(cache.reserve_gib * GIB),
         memory_bytes=num_devices * (_device_bytes(recipe) if memory_bytes is None else memory_bytes),
     )
-    if windows is None:
-        sizing = _with_windows(recipe, sizing, num_devices)
+    derived = windows is None, num_kept_states is None
+    sizing = _with_further_pools(recipe, sizing, num_devices, *derived)
     if num_host_pages is None:
         sizing = _with_host_tier(recipe, sizing, host_bytes, num_devices)
-        if windows is None and sizing.host_beside_bytes:  # the host tier takes memory of the windows' pages
-            sizing = _with_windows(recipe, sizing, num_devices)
+        if sizing.host_beside_bytes:  # the host tier takes memory of their pages
+            sizing = _with_further_pools(recipe, sizing, num_devices, *derived)
     return _with_pages(recipe, both, sizing, num_devices)
 
 
@@ -115,7 +115,7 @@ def _with_pages(
         longest_because=longest_because,
         slot_bytes=num_devices * _slot_bytes(recipe, both, longest_tokens),
     )
-    spare_bytes = sizing.memory_bytes - sizing.beside_bytes - sizing.window_bytes
+    spare_bytes = sizing.memory_bytes - sizing.beside_bytes - sizing.window_bytes - sizing.kept_bytes
     fitting = spare_bytes // sizing.page_bytes if sizing.page_bytes else MOST_PAGES * (spare_bytes >= 0)
     sizing = replace(sizing, num_pages_fitting=max(0, fitting))
     check_fits(recipe, sizing)
@@ -377,6 +377,42 @@ def _with_windows(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> Memor
     return replace(sizing, windows=tuple(placed))
 
 
+def _with_further_pools(
+    recipe: Recipe, sizing: MemoryPlan, num_devices: int, has_windows: bool, has_states: bool
+) -> MemoryPlan:
+    """Return the plan with the numbers that follow from the recipe: of kept states, and windows' pages."""
+    if has_states:
+        sizing = _with_kept_states(recipe, sizing, num_devices)
+    return _with_windows(recipe, sizing, num_devices) if has_windows else sizing
+
+
+def _with_kept_states(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> MemoryPlan:
+    """Return the plan with the number of states that are kept for later requests."""
+    asked, least = recipe.cache.num_states, sizing.num_slot_states
+    if asked is not None and not least:
+        raise RecipeError(
+            "cache.num_states",
+            "is read for models whose layers keep a recurrent state",
+            "leave it out",
+            value=asked,
+        )
+    if asked is not None and asked < least:
+        raise RecipeError(
+            ("cache.num_states", "scheduler.num_slots"),
+            f"{least - 1} slots need a state each, and the first one stays empty",
+            f"raise it to {least} or more",
+            value=asked,
+            limit=least,
+        )
+    if asked is None and (not recipe.cache.prefix_sharing or not least):
+        return sizing
+    budget = _cache_bytes(recipe, sizing, num_devices)
+    kept = least - 1 if asked is None else asked - least
+    if asked is None and budget is not None:
+        kept = int(recipe.cache.state_fraction * max(0, budget) / max(1, sizing.state_bytes))
+    return replace(sizing, num_kept_states=min(kept, MOST_PAGES - least))
+
+
 def _cache_bytes(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int | None:
     """Return the memory for all pages; None if their number is given."""
     cache = recipe.cache
@@ -395,13 +431,14 @@ def _num_pages(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int:
     if budget is None:
         assert cache.num_pages is not None, "the number of pages is given"
         return cache.num_pages
-    left, least = budget - sizing.window_bytes, 2 * page_bytes
+    beside = sizing.window_bytes + sizing.kept_bytes
+    left, least = budget - beside, 2 * page_bytes
     if left < least and cache.memory_fraction is not None:
         raise too_small_a_part(recipe, sizing, least - left)
     if left < least:
         assert cache.memory_gib is not None, "a recipe says how many pages there are"
         num_pages = max(0, left) // max(1, page_bytes)
-        raise too_few_pages("cache.memory_gib", cache.memory_gib, num_pages, page_bytes, sizing.window_bytes)
+        raise too_few_pages("cache.memory_gib", cache.memory_gib, num_pages, page_bytes, beside)
     if not page_bytes:  # all layers have a window: such pages only name what windows hold
         return 1 + 2 * recipe.scheduler.num_slots * -(-sizing.longest_tokens // cache.page_size)
     return min(left // page_bytes, MOST_PAGES)
@@ -416,7 +453,8 @@ def _with_host_tier(recipe: Recipe, sizing: MemoryPlan, host_bytes: int, num_dev
     num_pages = _num_pages(recipe, sizing, num_devices)
     shares = [each.num_pages / num_pages for each in sizing.windows]
     of_windows = sum(part * each.page_bytes for part, each in zip(shares, sizing.windows))
-    page_bytes = sizing.page_bytes + of_windows
+    states = sizing.num_states / num_pages
+    page_bytes = sizing.page_bytes + of_windows + states * sizing.state_bytes
 
     def with_host_pages(count: int, because: str = "") -> MemoryPlan:
         counts = [max(2, int(part * count)) if count else 0 for part in shares]
@@ -427,7 +465,9 @@ def _with_host_tier(recipe: Recipe, sizing: MemoryPlan, host_bytes: int, num_dev
         if count and left >= 2:
             counts, count = least, left
         windows = tuple(replace(each, num_host_pages=at) for at, each in zip(counts, sizing.windows))
-        return replace(sizing, num_host_pages=count, windows=windows, host_because=because)
+        num_states = max(2, int(states * count)) if states and count else 0
+        sized = replace(sizing, num_host_pages=count, num_host_states=num_states)
+        return replace(sized, windows=windows, host_because=because)
 
     wanted = int(host_gib * GIB / page_bytes)
     if wanted < 2:
@@ -454,7 +494,8 @@ def _left_for_the_host(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> 
     if fraction is not None:
         return int(fraction * sizing.memory_bytes) - sizing.beside_bytes
     num_pages = _num_pages(recipe, sizing, num_devices)
-    return sizing.memory_bytes - sizing.beside_bytes - sizing.window_bytes - num_pages * sizing.page_bytes
+    of_cache = sizing.window_bytes + sizing.kept_bytes + num_pages * sizing.page_bytes
+    return sizing.memory_bytes - sizing.beside_bytes - of_cache
 
 
 def _longest(recipe: Recipe, decoders: list[DecoderConfig], cache_tokens: int) -> tuple[int, str]:

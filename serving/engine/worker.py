@@ -461,7 +461,7 @@ class Worker:
         Requests wait there for a grammar or for another engine's pages.
         """
         scheduler, compiling = self._engine.scheduler, self._grammars.leaders
-        found = usage(scheduler, self._facts.page_bytes, self._facts.window_page_bytes)
+        found = usage(scheduler, self._facts.page_bytes, self._facts.further_page_bytes)
         num_fetched, fetched_tokens = (0, 0) if self._pages is None else self._pages.waiting
         return replace(
             found,

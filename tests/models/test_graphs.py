@@ -104,7 +104,7 @@ def test_each_draft_takes_a_row_of_a_step_of_one_token_each():
     assert write_index == [33, 34, 35, 22, 0]
     assert kv_lens == inputs.kv_lens() == [6, 7, 8, 3, 1]
     assert sources == [100, 101, 102, 3, 104]
-    _, pages, _ = split(inputs.values, 5, 1)
+    _, pages, *_ = split(inputs.values, 5, 1)
     assert pages.t().tolist() == [[7, 8, 0]] * 3 + [[5, 0, 0], [0, 0, 0]]
 
 
@@ -118,7 +118,7 @@ def test_each_group_of_windows_has_addresses_and_pages_of_its_own(width):
     values = torch.full((num_values(5, width, slots.max_pages, 2),), 77, dtype=torch.int32)
     inputs = GraphInputs(values, 5, width, slots, 100, 2)
     inputs.fill(drafted(slots))
-    _, pages, windows = split(values, 5, width, 2)
+    _, pages, windows, _ = split(values, 5, width, 2)
     (first, second) = ((places.view(5, width).tolist(), table.t().tolist()) for places, table in windows)
     if width == 1:
         assert first == ([[13], [14], [15], [38], [0]], [[0, 3, 0]] * 3 + [[9, 0, 0], [0, 0, 0]])
@@ -144,7 +144,7 @@ def test_tokens_stand_at_the_end_of_a_row_of_several():
     assert inputs.kv_lens() == [8, 3, 4]
     assert sources[7] == 3
     assert inputs.columns[PLACE, :4].tolist() == [1, 2, 3, 7]
-    _, pages, _ = split(inputs.values, 3, 4)
+    _, pages, *_ = split(inputs.values, 3, 4)
     assert pages.t().tolist() == [[7, 8, 0], [5, 0, 0], [0, 0, 0]]
 
 

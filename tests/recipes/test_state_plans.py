@@ -109,18 +109,22 @@ def test_each_slot_has_a_state_beside_the_cache() -> None:
     recipe = Recipe(
         model=ModelSection(config=NEXT_80B, weights="random"),
         device=DeviceSection(kind="cpu"),
-        cache=CacheSection(page_size=128, num_pages=100),
+        cache=CacheSection(page_size=128, num_pages=100, num_states=20),
         scheduler=SchedulerSection(num_slots=16, max_batch_tokens=256, max_request_tokens=4096),
     )
     plan = plan_memory(recipe, config, 512 * GIB)
-    plain = plan_memory(recipe, replace(config, recurrent=None, layers=config.layers[3:4] * 12), 512 * GIB)
-    assert (plan.num_states, plan.state_bytes) == (17, config.state_bytes)
+    alone = replace(recipe, cache=replace(recipe.cache, num_states=None))
+    assert plan_memory(alone, config, 512 * GIB).num_states == 33, "as many are kept as there are slots"
+    plain = plan_memory(alone, replace(config, recurrent=None, layers=config.layers[3:4] * 12), 512 * GIB)
+    assert (plan.num_states, plan.num_kept_states, plan.state_bytes) == (20, 3, config.state_bytes)
     assert (plain.num_states, plain.state_bytes) == (0, 0)
     assert plan.page_bytes == plain.page_bytes
     known = plan.weight_bytes + plan.slot_bytes + plan.activation_bytes + plan.reserve_bytes
     assert plan.beside_bytes == known + 17 * config.state_bytes
     rows = dict(report(recipe, config, plan))
-    assert rows["states"] == "17, 73.7 MiB each over 36 layers: 1.22 GiB"
+    assert rows["states"] == (
+        "20 (16 of slots, 3 kept for later requests), 73.7 MiB each over 36 layers: 1.44 GiB"
+    )
     assert rows["a page"].endswith("over 12 layers")
     assert "states" not in dict(report(recipe, replace(config, layers=config.layers[3:4] * 12), plain))
 
