@@ -200,6 +200,7 @@ class AscendProduct:
     # Fused attention of single queries, and of one longer span, takes heads of 256; whether it is right is
     # answered by a probe, since no other engine calls it so
     reads_wide_heads: bool = False
+    advances_states: bool = False  # it has the operators of the gated delta rule, for states in bfloat16
     has_int4: bool = False  # it multiplies weights of 4 bits by groups (npu_weight_quant_batchmatmul)
     has_latents: bool = False  # fused attention takes latents, and one operator writes them
     has_joined_heads: bool = False  # it has npu_qkv_rms_norm_rope_cache
@@ -529,6 +530,7 @@ PRODUCTS = (
         has_latents=True,
         has_int8_pages=True,
         reads_wide_heads=True,
+        advances_states=True,
         has_joined_heads=True,
         has_int4=True,
     ),
@@ -541,6 +543,7 @@ PRODUCTS = (
         has_latents=True,
         has_int8_pages=True,
         reads_wide_heads=True,
+        advances_states=True,
         has_joined_heads=True,
         has_int4=True,
     ),

@@ -1,10 +1,10 @@
 """Advance recurrent states by Ascend's fused operators, where these take what a layer keeps.
 
 npu_recurrent_gated_delta_rule advances the states of decodes where they lie, and npu_chunk_gated_delta_rule
-those of longer spans. Both take states in bfloat16 alone (op-plugin's pages), so that states in float32, the
-default, are advanced by the definition's plain products. With bfloat16 a state is rounded wherever a span
-ends: its tokens may then depend on how a prompt was cut, which `cache.state_dtype` says. The chunked operator
-knows no decays by channel, and one width: other spans are advanced by the definition, too.
+those of longer spans. Both take states in bfloat16 alone (op-plugin's pages); states in float32, the default,
+are advanced by the definition's plain products. With bfloat16 a state is rounded wherever a span ends: its
+tokens may then depend on how a prompt was cut, which `cache.state_dtype` says. The chunked operator knows no
+decays by channel, and one width: other spans are advanced by the definition, too.
 
 Legend: T tokens of the step, n tokens of some spans, H value heads, K width of a key, V width of a value.
 """
@@ -59,8 +59,6 @@ class FusedRecurrence(Recurrence):
         metadata: StateMetadata,
     ) -> Tensor:
         """See Recurrence.advance."""
-        if states.dtype == torch.float32:
-            return super().advance(query, key, value, decay, beta, states, metadata)
         query, key = (unit(each).to(value.dtype) for each in (query, key))
         inputs = (query, key, value.contiguous(), decay, beta.contiguous())
         if not metadata.spans and len(metadata.tokens) == len(value):

@@ -176,7 +176,7 @@ class Share:
             case "kv_b_proj" if config.latent is not None:
                 width = config.latent.nope_dim + config.latent.value_dim
                 return (_equal(config.num_heads * width, rank, ranks),)
-            case "q_a_proj" | "kv_a_proj_with_mqa" | "eh_proj":
+            case "q_a_proj" | "kv_a_proj_with_mqa" | "eh_proj" | "wq_b" | "wk" | "weights_proj":
                 return ()
             case "k_proj" | "v_proj":
                 return (self._kv_heads(config),)

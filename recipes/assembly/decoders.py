@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from attention.cpu.recurrent import CpuRecurrence
-from attention.recurrent import Recurrence
+from attention.reference import Attention
+from attention.sparse import SparseAttention
 from continuous_batching.slots import SlotPool
-from devices.shapes import AttentionShape, LatentShape
+from devices.shapes import AttentionShape, IndexShape, LatentShape
 from kv_cache.device.storage import KVCache, LayerPages
 from models.checkpoint import weights
 from models.checkpoint.modelslim import rotation_of
-from models.config import DecoderConfig, HeadConfig, LayerState
+from models.config import DecoderConfig, HeadConfig, LatentConfig, LayerState
 from models.decoder import Decoder
 from models.drafting import eagle as head_weights
 from models.drafting import mtp as mtp_weights
@@ -37,7 +37,6 @@ from recipes.schema.speculation_section import DRAFTERS
 
 def shape_of(page_size: int, config: DecoderConfig) -> AttentionShape:
     """Return what this decoder needs of the attention operators, in pages of `page_size` tokens."""
-    latent = config.latent
     return AttentionShape(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -50,14 +49,15 @@ def shape_of(page_size: int, config: DecoderConfig) -> AttentionShape:
         first_key=FIRST_KEY if isinstance(config, HeadConfig) else 0,
         score_cap=config.score_cap,
         has_sinks=config.has_sinks,
-        latent=None if latent is None else LatentShape(latent.rope_dim, latent.nope_dim, latent.value_dim),
+        latent=None if config.latent is None else latent_shape(config.latent),
     )
 
 
-def recurrence_of(recipe: Recipe, device: torch.device) -> Recurrence:
-    """Return what advances recurrent states on this device."""
-    is_fused = recipe.device.kind == "cpu" and recipe.device.attention == "fused"
-    return CpuRecurrence() if is_fused else Recurrence(device)
+def latent_shape(latent: LatentConfig) -> LatentShape:
+    """Return what latent attention adds to a shape."""
+    index = latent.index
+    of_index = None if index is None else IndexShape(index.num_heads, index.head_dim, index.top_k)
+    return LatentShape(latent.rope_dim, latent.nope_dim, latent.value_dim, of_index)
 
 
 def draft_decoder(
@@ -115,10 +115,11 @@ def layers_of(decoder: Decoder | Head) -> list[LayerPages]:
     config, attention = decoder.part, decoder.attention
     layers: list[LayerPages] = []
     made: dict[LayerState, partial[tuple[torch.Tensor, ...]]] = {}
-    for layer in range(config.num_layers):
+    for layer, spec in enumerate(config.layers):
         state = config.layer_state(layer)
         if state is None:
-            layers.append(LayerPages(attention.new_planes, config.group_of(layer)))
+            planes = new_planes(attention, spec.index == "shared")
+            layers.append(LayerPages(planes, config.group_of(layer)))
         else:  # one function for all layers that make equal planes
             new = made.setdefault(state, partial(new_states, state, device=attention.device))
             layers.append(LayerPages(new, 1 + len(config.window_groups)))
@@ -128,6 +129,14 @@ def layers_of(decoder: Decoder | Head) -> list[LayerPages]:
             LayerPages(lambda count: (torch.zeros(count, *shape, dtype=dtype, device=attention.device),))
         )
     return layers
+
+
+def new_planes(attention: Attention, shares_choice: bool) -> Callable[[int], tuple[torch.Tensor, ...]]:
+    """Return what makes the planes of a layer; without an indexer of its own it keeps no index keys."""
+    if not shares_choice:
+        return attention.new_planes
+    assert isinstance(attention, SparseAttention), "the device's operators are those of the model"
+    return attention.new_shared_planes
 
 
 def cache_of(decoders: Sequence[Decoder | Head], recipe: Recipe, memory: MemoryPlan) -> KVCache:

@@ -36,7 +36,7 @@ from models.step.graphs import captured_sizes
 from models.step.runner import ModelRunner, RowSampler
 from models.step.stage_runner import StageRunner
 from models.step.warm_up import capture, largest_step_bytes, warm_up
-from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, recurrence_of, shape_of
+from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, shape_of
 from recipes.assembly.families import WITH_MTP, overridden_fields, share_of, unknown_fields, unread_layers
 from recipes.assembly.live_memory import LiveMemory
 from recipes.assembly.memory_plan import MemoryPlan, report
@@ -219,7 +219,7 @@ def _loaded(
         most_layers = share.most_layers(config)
         # This refuses sizes that cannot be captured before weights are loaded.
         captured_sizes(attention, *_captured(recipe), most_layers, joins=share.tensors > 1)
-    recurrence = recurrence_of(recipe, attention.device)
+    recurrence = None if config.recurrent is None else machine.recurrence(config.recurrent.state_dtype)
     decoder = Decoder(config, ops, attention, group, share, stages, recurrence)
     if recipe.model.weights == "random":
         weights.random(decoder, recipe.model.seed)

@@ -29,6 +29,7 @@ from recipes.gemma3 import model as gemma3
 from recipes.glm4 import model as glm4
 from recipes.glm4_moe import model as glm4_moe
 from recipes.glm4_moe_lite import model as glm4_moe_lite
+from recipes.glm_moe_dsa import model as glm_moe_dsa
 from recipes.gpt_oss import model as gpt_oss
 from recipes.hunyuan import model as hunyuan
 from recipes.hy_v3 import model as hy_v3
@@ -55,7 +56,8 @@ from recipes.seed_oss import model as seed_oss
 Auto = Literal["auto"]
 # Keys that a configuration may have beside its text_config
 _OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
-WITH_MTP = "deepseek_v3", "glm4_moe"  # families whose layer for further tokens is known
+# Families whose layer for further tokens is known
+WITH_MTP = "deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa"
 # Drafts of a step beside a recurrent state: with the known token as many as advance token by token
 MOST_DRAFTS = 7
 MOST_UNKNOWN = 20  # fields that one message lists
@@ -63,6 +65,7 @@ GPTQ_FILE, AWQ_FILE = "quantize_config.json", "quant_config.json"
 FAMILIES = {
     "deepseek_v2": deepseek.v2,
     "deepseek_v3": deepseek.v3,
+    "deepseek_v32": deepseek.v32,
     "ernie4_5": ernie4_5.dense,
     "ernie4_5_moe": ernie4_5.sparse,
     "gemma2": gemma2.config,
@@ -70,6 +73,7 @@ FAMILIES = {
     "glm4": glm4.config,
     "glm4_moe": glm4_moe.config,
     "glm4_moe_lite": glm4_moe_lite.config,
+    "glm_moe_dsa": glm_moe_dsa.config,
     "gpt_oss": gpt_oss.config,
     "hunyuan_v1_dense": hunyuan.dense,
     "hunyuan_v1_moe": hunyuan.sparse,
@@ -97,6 +101,7 @@ FAMILIES = {
 FIELDS = {
     "deepseek_v2": deepseek.V2_FIELDS,
     "deepseek_v3": deepseek.V3_FIELDS,
+    "deepseek_v32": deepseek.V32_FIELDS,
     "ernie4_5": ernie4_5.DENSE_FIELDS,
     "ernie4_5_moe": ernie4_5.SPARSE_FIELDS,
     "gemma2": gemma2.FIELDS,
@@ -104,6 +109,7 @@ FIELDS = {
     "glm4": glm4.FIELDS,
     "glm4_moe": glm4_moe.FIELDS,
     "glm4_moe_lite": glm4_moe_lite.FIELDS,
+    "glm_moe_dsa": glm_moe_dsa.FIELDS,
     "gpt_oss": gpt_oss.FIELDS,
     "hunyuan_v1_dense": hunyuan.DENSE_FIELDS,
     "hunyuan_v1_moe": hunyuan.SPARSE_FIELDS,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from devices.ascend_limits import MOST_GATHERED, PRODUCTS
 from devices.host_memory import host_memory_bytes
 from kv_cache.groups import ITEM_BYTES, most_pages
-from models.config import DTYPE_BYTES, DecoderConfig, HeadConfig, bytes_of_adapters
+from models.config import DTYPE_BYTES, DecoderConfig, HeadConfig, IndexConfig, bytes_of_adapters
 from models.drafting.config import MtpConfig
 from models.packing import WIDENED_ROWS
 from models.parallel.share import Share
@@ -23,6 +23,9 @@ from recipes.schema.scheduler_defaults import completed, longest_request
 FLOAT32_BYTES = DTYPE_BYTES["float32"]
 MOST_PAGES = 2**31 - 1
 SCORED_ROWS = 256  # queries whose scores are in memory at once
+INDEX_ROWS, INDEX_KEYS = 64, 1024  # rows and keys whose index scores of each head are in memory at once
+INDEX_SCORE_BYTES = 32  # bytes of each score of these rows: float32, masks, and what choosing takes
+GATHERED_BYTES = 2**27  # gathered latents in both types, their scores, and queries in the space of latents
 # Bytes per logit beside the logits: float32 scores, weights, and what choosing from them takes.
 LOGIT_BYTES = 16
 STEP_BYTES = 16 * 2**20  # bytes that operators keep however small a step is
@@ -146,7 +149,12 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     seen = min(num_tokens, max_positions(config))
     if is_plain:  # a span may attend to more of its request's keys and values than it computes
         seen = max(seen, _longest_cached(recipe, config))
+    index = None if config.latent is None else config.latent.index
+    most_read = max_positions(config) if index is None else index.top_k  # tokens that one token may read
+    seen = min(seen, most_read)
     scores = config.num_heads * min(num_tokens, SCORED_ROWS) * seen * (8 + config.dtype_bytes)
+    if index is not None:
+        scores += _index_bytes(index, num_tokens, _longest_cached(recipe, config), is_plain=is_plain)
     item_bytes = config.dtype_bytes
     if recipe.device.kind == "cpu" and _multiplied_bytes(config) != item_bytes:
         item_bytes += FLOAT32_BYTES  # rows are widened to float32, and their results lie beside them
@@ -156,7 +164,7 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
         longest = _longest_cached(recipe, config)
         if config.int8_cache and not is_plain:
             longest = max(longest, MOST_GATHERED)
-        read = _read_bytes(config, longest, in_float32=is_plain)
+        read = _read_bytes(config, min(longest, most_read), in_float32=is_plain)
     widened = 0
     if (
         config.kept_form is not None and not is_npu
@@ -164,6 +172,22 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
         most = max(config.hidden_size, heads, inner)
         widened = WIDENED_ROWS * most * (2 * FLOAT32_BYTES + 2 + item_bytes)
     return STEP_BYTES + num_tokens * widths * item_bytes + scores + read + logits + widened
+
+
+def _index_bytes(index: IndexConfig, num_tokens: int, longest: int, *, is_plain: bool) -> int:
+    """Return the bytes of choosing among `longest` tokens, and of attention to the gathered ones.
+
+    The positions that are chosen are int32. Plain attention holds the scores of some rows, what choosing from
+    them takes, the products of each index head for some keys, and all index keys of one request; operators of
+    an NPU keep the scores to themselves.
+    """
+    num_bytes = 4 * num_tokens * index.top_k
+    if is_plain:
+        num_bytes += INDEX_ROWS * (
+            longest * INDEX_SCORE_BYTES + 2 * index.num_heads * INDEX_KEYS * FLOAT32_BYTES
+        )
+        num_bytes += 2 * longest * index.head_dim * FLOAT32_BYTES + GATHERED_BYTES
+    return num_bytes
 
 
 def _read_bytes(config: DecoderConfig, num_tokens: int, *, in_float32: bool) -> int:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from attention.recurrent import GRID, Recurrence
 from tests.attention.test_atb import answering_as
-from tests.device_kinds import stand_in_alone
+from tests.device_kinds import machine, stand_in_alone
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
@@ -70,13 +70,7 @@ def test_steps_of_all_spans_are_those_of_the_definition(width: int, by_channel: 
         torch.testing.assert_close(states.cpu(), wanted, rtol=NEAR, atol=NEAR)
 
 
-def test_states_in_float32_are_the_definitions_to_the_bit() -> None:
-    parts = drawn(5, 32, False, torch.Generator().manual_seed(3))
-    spans = [np.array(each) for each in ([0, 9], [4, 10], [1, 2], [1, 2])]
-    found = []
-    for way in (Recurrence(), fused()):
-        states = torch.ones(3, HEADS, 32, 32, device=way.device)
-        read = way.advance(*(each.to(way.device) for each in parts), states, way.plan(*spans))
-        found.append((read.cpu(), states.cpu()))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+def test_only_states_in_bfloat16_are_advanced_by_the_operators() -> None:
+    found = machine("npu")
+    kinds = {name: type(found.recurrence(name)).__name__ for name in ("float32", "float16", "bfloat16")}
+    assert kinds == {"float32": "Recurrence", "float16": "Recurrence", "bfloat16": "FusedRecurrence"}
