@@ -22,6 +22,7 @@ from recipes.schema.recipe import ROOT
 from tests.device_kinds import section, settings, stand_in_alone
 from tests.models.families import generated, make
 from tests.models.sparse_variants import SPARSE_VARIANTS
+from tests.models.test_latent_prolog import PROLOG, SMALLEST, say_that_it_gains
 from tests.models.variants import PUBLISHED_LATENT
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
@@ -40,9 +41,31 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return make(made, tmp_path_factory.mktemp("sparse"))
 
 
+def joined(folder: Path) -> tuple[Any, Path]:
+    """The smallest checkpoint whose queries, latents and compressed queries one launch computes."""
+    variant = next(each for each in SPARSE_VARIANTS if each.name == "v32")
+    options = variant.options | PUBLISHED_LATENT | SMALLEST | {"index_head_dim": 128}
+    return make(replace(variant, name="v32_joined", options=options), folder)
+
+
+@pytest.mark.slow
+def test_an_indexer_reads_the_queries_of_one_launch_before_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say_that_it_gains(tmp_path, monkeypatch)
+    names = serve_as_transformers(joined(tmp_path / "model"), 4)
+    assert names.count(PROLOG) == names.count(INDEXER) > 0
+
+
 @pytest.mark.parametrize("graphs", [0, 4])
 def test_tokens_are_those_of_transformers(graphs: int, checkpoint: tuple[Any, Path]) -> None:
     """Prompts of more and of fewer tokens than are read, in chunks, and the captured steps of decodes."""
+    names = serve_as_transformers(checkpoint, graphs)
+    assert 0 < names.count(INDEXER) <= names.count(ATTENTION)
+
+
+def serve_as_transformers(checkpoint: tuple[Any, Path], graphs: int) -> list[str]:
+    """Answer some prompts as transformers does, and return what was launched for it."""
     model, path = checkpoint
     random = np.random.default_rng(6)
     prompts = [random.integers(0, 160, length).tolist() for length in (30, 70, 7, 90)]
@@ -63,7 +86,7 @@ def test_tokens_are_those_of_transformers(graphs: int, checkpoint: tuple[Any, Pa
     assert [each.answer.tolist() for each in requests] == [
         generated(model, prompt, NUM_NEW)[0] for prompt in prompts
     ]
-    names = [each.name for each in asked]
-    assert 0 < names.count(INDEXER) <= names.count(ATTENTION)
-    assert {each.name for each in asked if each.in_graph} >= ({INDEXER, ATTENTION} if graphs else set())
+    captured = {each.name for each in asked if each.in_graph}
+    assert captured >= ({INDEXER, ATTENTION} if graphs else set())
     assert "update" not in {each.kind for each in asked}
+    return [each.name for each in asked]
