@@ -27,6 +27,7 @@ FLAGS = frozenset(
         "in-turn",
         "json",
         "kills",
+        "overload",
         "launches",
         "laws",
         "list",

@@ -14,7 +14,15 @@ from collections.abc import Sequence
 
 from continuous_batching.routing.routing import Routing
 from serving.router.models import FleetModels
-from serving.router.replicas import FleetReplica, Learned, address_of, ignore_learned, replicas_of
+from serving.router.replicas import (
+    NO_PROOFS,
+    FleetReplica,
+    Learned,
+    ReplicaTrust,
+    address_of,
+    ignore_learned,
+    replicas_of,
+)
 from serving.router.upstream import HeaderLines, Upstream
 
 log = logging.getLogger("route")
@@ -34,9 +42,11 @@ class FleetMembers:
         headers: HeaderLines,
         learned: Learned = ignore_learned,
         models: FleetModels | None = None,
+        trust: ReplicaTrust = NO_PROOFS,
     ) -> None:
         self.models = models or FleetModels()
-        self.replicas = replicas_of(urls, routing, headers, learned, self.models)
+        self.replicas = replicas_of(urls, routing, headers, learned, self.models, trust)
+        self._trust = trust
         self._routing = routing
         self._headers, self._learned = headers, learned
         self._named: dict[str, set[str]] = {}  # the addresses that each name last resolved to
@@ -54,7 +64,9 @@ class FleetMembers:
             raise ValueError(f"there are {MOST_REPLICAS} replicas, the most that one router has")
         server = Upstream(*address_of(url))
         number = self._routing.join()
-        replica = FleetReplica(number, url, server, self._routing, self._headers, self._learned, self.models)
+        replica = FleetReplica(
+            number, url, server, self._routing, self._headers, self._learned, self.models, self._trust
+        )
         self.replicas[number : number + 1] = [replica]
         log.info("%s has come", url)
         return replica

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from continuous_batching.routing.routing import Route, Routing
 from continuous_batching.routing.splitting import Split, Splitting
+from recipes.assembly.page_events import events_secret
 from recipes.schema.reader import load
 from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.api import access, page_files
@@ -38,7 +39,7 @@ from serving.router.membership import FleetMembers
 from serving.router.models import FleetModels
 from serving.router.prompts import Prompts
 from serving.router.proxy import Proxy
-from serving.router.replicas import address_of
+from serving.router.replicas import NO_PROOFS, ReplicaTrust, address_of
 from serving.router.resuming import KnownAnswers
 from serving.router.upstream import HeaderLines
 from serving.server import (
@@ -208,12 +209,14 @@ def run_router(options: RouterOptions) -> int:
 def _run(options: RouterOptions) -> None:
     logging.getLogger(access.__name__).setLevel(logging.INFO if options.log_requests else logging.WARNING)
     text, page_size, share_prefixes, adapters, recipe_name = None, 0, False, NO_ADAPTERS, ""
+    trust = NO_PROOFS
     if options.recipe is not None:
         recipe = load(options.recipe, options.overrides, options.profile)
         text, share_prefixes = Text.of(recipe), recipe.server.share_prefixes
         recipe_name = options.model_name or name_of(recipe.model.path, options.recipe)
         adapters = KnownAdapters(recipe.adapters)
         page_size = recipe.cache.page_size if recipe.cache.prefix_sharing else 0
+        trust = ReplicaTrust(events_secret(recipe.cache), recipe.cache.events_open)
     key = key_of_environment()
     headers: HeaderLines = [(b"authorization", f"Bearer {key}".encode())] if key else []
     keys = ApiKeys(ServerOptions("", api_keys=options.api_keys).rights_of(), share_prefixes=share_prefixes)
@@ -221,7 +224,7 @@ def _run(options: RouterOptions) -> None:
     routing.is_open[:] = False
     splitting = Splitting(routing, options.split)
     models = FleetModels(recipe_name)
-    members = FleetMembers(options.replicas, routing, headers, splitting.is_known, models)
+    members = FleetMembers(options.replicas, routing, headers, splitting.is_known, models, trust)
     for name in options.discover:
         address_of(name)
     turns = ModelTurns(lambda turn: options.most_open * max(1, models.num_open(turn, routing.is_open)))

@@ -133,3 +133,13 @@ def test_a_recipe_is_refused_in_one_line() -> None:
     assert "server.pages_at" in line
     assert "is no tcp://HOST:PORT" in line
     assert "\n" not in line
+
+
+def test_events_beyond_this_machine_need_a_secret_or_an_open_network() -> None:
+    for endpoint in ("tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://10.0.0.1:5557"):
+        with pytest.raises(RecipeError, match=r"set cache\.events_key_file to a secret"):
+            read(TINY, [f"cache.events={endpoint}"])
+        for allowed in ("cache.events_key_file=secret", "cache.events_open=true"):
+            read(TINY, [f"cache.events={endpoint}", allowed])
+    for endpoint in ("tcp://127.0.0.1:5557", "tcp://[::1]:5557", "ipc:///tmp/events"):
+        read(TINY, [f"cache.events={endpoint}"])
