@@ -33,6 +33,7 @@ class ReplicaJob:
     devices: Mapping[str, float]  # devices of each node, by Ray's resource names
     host: str = LOOPBACK  # the address on which it listens
     has_events: bool = False  # it publishes page events, each replica on a port of its own
+    interface: str | None = None  # `parallel.interface`
 
     def command(self, ports: Ports, nodes: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Return the arguments of scripts/launch.sh on every node, and the environment besides NODE_RANK."""
