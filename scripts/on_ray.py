@@ -72,6 +72,7 @@ def fleet(options: argparse.Namespace) -> RayFleet:
         served.host,
         recipe.cache.events is not None,
         asked.interface,
+        served.tls_certificate is not None,
     )
     least, most = options.replicas
     scaling = ScalingBounds(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -183,6 +184,7 @@ class ReplicaTrust:
 
     events_secret: bytes | None = None  # which publishers of events prove
     events_open: bool = False  # events of other machines are believed without it
+    tls: ssl.SSLContext | None = None  # what replicas at https:// addresses prove
 
     def believes_events(self, endpoint: str, host: str) -> bool:
         """Return whether events of a replica on this host are to be read at an endpoint."""
@@ -471,12 +473,20 @@ def _named(models: Sequence[str]) -> str:
 
 
 def address_of(url: str) -> tuple[str, int]:
-    """Return host and port of http://HOST:PORT; raises ValueError."""
+    """Return host and port of http://HOST:PORT, or https:// in its place; raises ValueError."""
     kind, _, rest = url.rstrip("/").partition("://")
     host, _, port = rest.rpartition(":")
-    if kind != "http" or not host or integers(1, 2**16 - 1).parse(port) is None:
-        raise ValueError(f"{url} is not of the form http://HOST:PORT")
+    if kind not in ("http", "https") or not host or integers(1, 2**16 - 1).parse(port) is None:
+        raise ValueError(f"{url} is not of the form http://HOST:PORT or https://HOST:PORT")
     return host.strip("[]"), int(port)
+
+
+def upstream_of(url: str, trust: ReplicaTrust) -> Upstream:
+    """Return the connections to the server at an address; raises ValueError for one that cannot be used."""
+    is_encrypted = url.startswith("https://")
+    if is_encrypted and trust.tls is None:
+        raise ValueError(f"{url} is encrypted, and the router has no --tls-authority to know it by")
+    return Upstream(*address_of(url), trust.tls if is_encrypted else None)
 
 
 def replicas_of(
@@ -491,6 +501,6 @@ def replicas_of(
     if len({*urls}) < len(urls):
         raise ValueError("an address appears twice among --replica; name each once")
     return [
-        FleetReplica(number, url, Upstream(*address_of(url)), routing, headers, learned, models, trust)
+        FleetReplica(number, url, upstream_of(url, trust), routing, headers, learned, models, trust)
         for number, url in enumerate(urls)
     ]

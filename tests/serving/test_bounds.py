@@ -257,4 +257,4 @@ def test_who_reads_too_slowly_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> Non
         await response({"type": "http", "state": {"cut_off": cut_off}}, receive, send)
         return happened
 
-    assert asyncio.run(asyncio.wait_for(work(), 30)) == ["cut off", "end"]
+    assert asyncio.run(asyncio.wait_for(work(), PATIENCE_S)) == ["cut off", "end"]

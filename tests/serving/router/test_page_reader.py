@@ -16,11 +16,12 @@ from serving.router.fair_turns import FairTurns
 from serving.router.page_reader import PageReader
 from serving.router.replicas import ReplicaTrust
 from tests.kv_cache.test_events import SECRET, Engine
+from tests.patience import PATIENCE_S
 from tests.serving.router.waiting import until
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))  # type: ignore[arg-type]
 
 
 def test_a_reader_knows_what_a_cache_holds(tmp_path: Path) -> None:
