@@ -130,9 +130,9 @@ def test_a_refused_prompt_keeps_its_places_until_its_siblings_have_ended(
         await asyncio.to_thread(begun.wait, PATIENCE_S)
         for _ in range(10):  # turns of the event loop in which the refusal could come through
             await asyncio.sleep(0)
-        assert not asked.done()
-        assert llm.limits.num_entering == 2
+        is_over, num_held = asked.done(), llm.limits.num_entering
         may_end.set()
+        assert (is_over, num_held) == (False, 2)
         with pytest.raises(BadRequest, match="is refused"):
             await asked
         assert llm.limits.num_entering == llm.num_requests == 0
