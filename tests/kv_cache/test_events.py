@@ -6,6 +6,7 @@ The tests read them by msgpack alone, over real sockets, in vLLM's layout.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -110,12 +111,11 @@ class Reader:
 
     def until(self, wanted: set[int]) -> None:
         """Ask until the pages are these; the publisher is some milliseconds behind."""
-        for _ in range(1000):
+        until_s = time.monotonic() + PATIENCE_S
+        while self.pages != wanted:
+            assert time.monotonic() < until_s, f"{self.pages ^ wanted} differ"
             self.batches.clear()
             self.ask(0)
-            if self.pages == wanted:
-                return
-        raise AssertionError(f"{self.pages ^ wanted} differ")
 
 
 @pytest.fixture

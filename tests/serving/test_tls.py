@@ -72,6 +72,7 @@ def test_a_router_of_the_authority_is_answered(replica: Server) -> None:
     assert router.close() == 0
 
 
+@pytest.mark.slow
 def test_who_has_no_certificate_of_the_authority_gets_no_answer(replica: Server) -> None:
     for files in (TlsFiles(), files_of("stranger")):
         with client_of(replica.url, files) as client, pytest.raises(httpx.TransportError):
@@ -81,6 +82,7 @@ def test_who_has_no_certificate_of_the_authority_gets_no_answer(replica: Server)
     assert not defects(replica, 0), "strangers fill no log with tracebacks"
 
 
+@pytest.mark.slow
 def test_a_refusal_can_be_read_before_the_connection_ends(replica: Server) -> None:
     """Also where the client still sends what was refused: no direction of TLS can be ended alone."""
     context = files_of("engine").for_replicas(AUTHORITY)
