@@ -49,7 +49,7 @@ def test_who_is_accepted_under_overload_is_answered_and_nothing_is_left(
     assert found["clients"] == 40
     assert found["whole"] == found["accepted"] > 0
     assert found["refused"] > 0
-    assert 0 < found["refusal_p50_ms"] <= found["refusal_p99_ms"] <= found["refusal_most_ms"]
+    assert 0 <= found["refusal_p50_ms"] <= found["refusal_p99_ms"] <= found["refusal_most_ms"]
     assert found["failed"] == found["left"] == 0
 
 
