@@ -54,6 +54,8 @@ class CpuAttention(Attention):
     Decodes are slow without it.
     """
 
+    gives_sums = False
+
     def __init__(
         self,
         shape: AttentionShape,

@@ -141,7 +141,7 @@ class Int8FusedAttention(FusedAttention):
         if singles is not None and singles.rows is None:
             call = self._single(query, *read, singles)
             if torch_npu.npu.is_current_stream_capturing():
-                return self._capture(call, metadata.captured, metadata.workspaces, layer)[:, :, 0]
+                return self._capture(call, metadata.captured, metadata.workspaces, layer)[0][:, :, 0]
             return self._attended(call)[:, :, 0]
         output = torch.empty_like(query)
         if singles is not None:

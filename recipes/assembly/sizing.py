@@ -91,10 +91,16 @@ def plan_memory(
 
 
 def _page_bytes(recipe: Recipe, both: list[DecoderConfig], tensor: int) -> int:
-    """Return the bytes of a page of the layers that need all tokens, and of the features of a head."""
-    token_bytes = tensor * sum(each.kv_bytes_by_group(tensor)[0] for each in both)
-    features = sum(each.feature_bytes for each in both if isinstance(each, HeadConfig))
-    return recipe.cache.page_size * token_bytes + features
+    """Return the bytes of a page of the layers that need all tokens, and of the features of a head.
+
+    Neighbours divide the pages of the model and of its own prediction layer, but not those of a draft model,
+    nor features.
+    """
+    size, num_bytes = recipe.cache.page_size, 0
+    for number, each in enumerate(both):
+        contexts = recipe.parallel.context if number == 0 or isinstance(each, MtpConfig) else 1
+        num_bytes += tensor * (size // contexts) * each.kv_bytes_by_group(tensor)[0]
+    return num_bytes + sum(each.feature_bytes for each in both if isinstance(each, HeadConfig))
 
 
 def _with_pages(
@@ -152,11 +158,13 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
         item_bytes += FLOAT32_BYTES  # rows are widened to float32, and their results lie beside them
     logits = num_slots * (vocab_size or config.vocab_size) * (config.dtype_bytes + LOGIT_BYTES)
     read = 0
+    if recipe.parallel.context > 1:  # a request's pages are gathered for a layer at a time
+        read += _longest_cached(recipe, config) * config.kv_bytes_by_group()[0] // config.num_layers
     if is_plain or is_latent or config.int8_cache:
         longest = _longest_cached(recipe, config)
         if config.int8_cache and not is_plain:
             longest = max(longest, MOST_GATHERED)
-        read = _read_bytes(config, longest, in_float32=is_plain)
+        read += _read_bytes(config, longest, in_float32=is_plain)
     widened = 0
     if (
         config.kept_form is not None and not is_npu

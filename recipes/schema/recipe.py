@@ -21,7 +21,11 @@ from recipes.schema.checks import (
     page_contradictions,
 )
 from recipes.schema.keys import key, keys_of
-from recipes.schema.parallel_section import ParallelSection, stage_contradictions
+from recipes.schema.parallel_section import (
+    ParallelSection,
+    context_contradictions,
+    stage_contradictions,
+)
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_section import SchedulerSection
 from recipes.schema.server_section import ServerSection
@@ -312,10 +316,23 @@ class Recipe:
         yield from adapter_contradictions(self.adapters, self.parallel)
         yield from contradictions(self.scheduler)
         yield from speculation_contradictions(self.speculation, self.device.kind)
+        yield from self._context_contradictions()
         yield from stage_contradictions(
             self.parallel, self.speculation.kind, count_experts=self.device.count_experts
         )
         yield from self._length_contradictions()
+
+    def _context_contradictions(self) -> Iterator[RecipeError]:
+        elsewhere = {
+            "server.pages_at": self.server.pages_at,
+            "server.prompt_replicas": self.server.prompt_replicas or None,
+        }
+        yield from context_contradictions(
+            self.parallel,
+            self.cache.page_size,
+            self.cache.dtype,
+            next((name for name, value in elsewhere.items() if value is not None), None),
+        )
 
     def _length_contradictions(self) -> Iterator[RecipeError]:
         cache, longest = self.cache, self.scheduler.max_request_tokens
