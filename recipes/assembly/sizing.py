@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from devices.ascend_limits import MOST_GATHERED, PRODUCTS
+from devices.ascend_limits import MOST_GATHERED, PAGE_STEP, PRODUCTS
 from devices.host_memory import host_memory_bytes
 from kv_cache.groups import ITEM_BYTES, most_pages
 from models.config import DTYPE_BYTES, DecoderConfig, HeadConfig, bytes_of_adapters
 from models.drafting.config import MtpConfig
 from models.packing import WIDENED_ROWS
-from models.parallel.share import Share
+from models.parallel.share import Share, most_contexts
 from recipes.assembly.families import draft_config
 from recipes.assembly.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
 from recipes.assembly.memory_plan import GIB, WHOLE, MemoryPlan, WindowPages, in_gib
@@ -88,6 +88,28 @@ def plan_memory(
         if windows is None and sizing.host_beside_bytes:  # the host tier takes memory of the windows' pages
             sizing = _with_windows(recipe, sizing, num_devices)
     return _with_pages(recipe, both, sizing, num_devices)
+
+
+def of_divided_pages(
+    recipe: Recipe, config: DecoderConfig, memory_bytes: int | None, share: Share
+) -> list[tuple[str, str]]:
+    """Return the row on what the cache would hold if ranks divided its pages, where they hold copies of them.
+
+    Pages keep their size, and on an NPU each rank's part of one is what its operators take.
+    """
+    if recipe.parallel.context > 1 or config.int8_cache:
+        return []
+    most, size = most_contexts(config, share.tensors), recipe.cache.page_size
+    step = PAGE_STEP if recipe.device.kind == "npu" else 1
+    count = max(each for each in range(1, most + 1) if most % each == 0 and size % (each * step) == 0)
+    if count == 1:
+        return []
+    divided = replace(recipe, parallel=replace(recipe.parallel, context=count))
+    plan = plan_memory(divided, config, memory_bytes, share=replace(share, contexts=count))
+    longest = f"a request up to {plan.longest_tokens:,}"
+    return [
+        ("divided pages", f"parallel.context={count} would hold {plan.cache_tokens - 1:,} tokens, {longest}")
+    ]
 
 
 def _page_bytes(recipe: Recipe, both: list[DecoderConfig], tensor: int) -> int:

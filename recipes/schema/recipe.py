@@ -299,6 +299,7 @@ class Recipe:
             )
         yield from self._device_contradictions()
         yield from event_contradictions(self.cache.events, is_sharing=self.cache.prefix_sharing)
+        yield from self._context_contradictions()
         yield from page_contradictions(
             self.server,
             is_sharing=self.cache.prefix_sharing,
@@ -316,7 +317,6 @@ class Recipe:
         yield from adapter_contradictions(self.adapters, self.parallel)
         yield from contradictions(self.scheduler)
         yield from speculation_contradictions(self.speculation, self.device.kind)
-        yield from self._context_contradictions()
         yield from stage_contradictions(
             self.parallel, self.speculation.kind, count_experts=self.device.count_experts
         )
