@@ -89,6 +89,7 @@ def check_divided(shape: AttentionShape, count: int) -> None:
         "attention sinks": shape.has_sinks,
         "a cap of scores": shape.score_cap is not None,
         "a cache in int8": shape.int8_pages,
+        "sparse attention": shape.latent is not None and shape.latent.index is not None,
     }
     for what in (name for name, is_so in has.items() if is_so):
         raise ValueError(
@@ -351,7 +352,7 @@ class DividedLatentAttention(DividedAttention, LatentAttention):
         layer_latents: Tensor,
         layer_rope_keys: Tensor,
         metadata: AttentionMetadata,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """See LatentAttention.write_joined."""
         own = _divided(metadata).own
         return self.parts.write_joined(x, row_scale, prolog, cos, sin, layer_latents, layer_rope_keys, own)

@@ -119,16 +119,21 @@ class LatentAttention(Attention):
     ) -> AttentionMetadata:
         """Compute what all layers of this step share; see Attention.plan."""
         whole = super().plan(batch, page_table, write_index, windows)
+        return self._split(whole, batch, np.ones(batch.num_spans, dtype=bool))
+
+    def _split(self, whole: AttentionMetadata, batch: Batch, among: NDArray[np.bool_]) -> LatentMetadata:
+        """Return the plan of those spans of a step that are `among` all, the short ones apart."""
         lens = batch.stops - batch.starts
         is_long = np.array([self.expands(each) for each in lens.tolist()], dtype=bool)
+        is_short, is_long = among & ~is_long, among & is_long
         # First row of each short span among the rows of all short spans
-        taken_rows = np.cumsum(lens[~is_long]) - lens[~is_long]
-        short = [span for span, long in zip(whole.spans, is_long) if not long]
+        taken_rows = np.cumsum(lens[is_short]) - lens[is_short]
+        short = [span for span, each in zip(whole.spans, is_short) if each]
         return LatentMetadata(
             whole.write_index,
             tuple(replace(span, first_row=row) for span, row in zip(short, taken_rows.tolist())),
-            self._rows(lens, ~is_long),
-            tuple(span for span, long in zip(whole.spans, is_long) if long),
+            self._rows(lens, is_short),
+            tuple(span for span, each in zip(whole.spans, is_long) if each),
         )
 
     def _rows(self, lens: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Tensor:
@@ -172,11 +177,12 @@ class LatentAttention(Attention):
         layer_latents: Tensor,
         layer_rope_keys: Tensor,
         metadata: AttentionMetadata,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute queries, latents and rope keys from hidden states in one launch, and write the latter two.
 
         The hidden states [T, hidden] may be int8 with scales [T]. Returns the queries in the space of latents
-        [T, H, L] and their rotated parts [T, H, R].
+        [T, H, L], their rotated parts [T, H, R], and, where an indexer reads them, the normed compressed
+        queries [T, query rank] in the model's type.
         """
         raise NotImplementedError
 

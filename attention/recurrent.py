@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kv_cache.device.transfer import to_device
+from kv_cache.states import GRID
 
-GRID = 64  # positions at whose multiples spans of prompts may be cut
 SHORT = 8  # tokens of the longest piece that advances token by token; a token and its drafts are one
 TILE = 16  # tokens whose decays by channel are computed pair by pair
 LEAST_SQUARE = 1e-6  # added to the squared length by which queries and keys are divided
@@ -67,6 +67,24 @@ class StateSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class Tails:
+    """What a step with drafts reads again, and keeps, beside the states, which no draft changes.
+
+    A state stands behind the last token that was known when it was written. Drafts that were accepted follow
+    it: their inputs were kept, and the next step computes them once more. The tokens that are computed are
+    those of all spans in turn, of each first what is read again.
+    """
+
+    pages: Tensor  # int64 [M], the rows of states whose tails are read
+    places: Tensor  # int64 [M], where in these
+    order: Tensor  # int64 [M + T]: of the M tokens that are read again and the T of the step, which is where
+    own: Tensor  # int64 [T]: where the step's tokens are among these
+    drafts: Tensor  # int64 [D]: which of the step's tokens are drafts
+    draft_pages: Tensor  # int64 [D], the rows of states in whose tails they are kept
+    draft_places: Tensor  # int64 [D], where in these
+
+
+@dataclass(frozen=True, slots=True)
 class StateMetadata:
     """What all layers with a state share in a step.
 
@@ -78,6 +96,7 @@ class StateMetadata:
     sources: Tensor  # int64, the row of states that each of these goes on from
     targets: Tensor  # int64, the row of states that each of these writes
     spans: tuple[StateSpan, ...]
+    tails: Tails | None = None  # then all else is about the tokens in `Tails.order`
 
 
 class Recurrence:
@@ -106,6 +125,14 @@ class Recurrence:
             to_device(each[is_one].astype(np.int64), self.device) for each in (first_rows, sources, targets)
         )
         return StateMetadata(tokens, of_ones, to_ones, tuple(StateSpan(*each) for each in others))
+
+    def plan_static(self, pages: Tensor) -> StateMetadata:
+        """Return the plan of a captured step of decodes, whose rows each go on from their own state [S].
+
+        Padding goes on from the null page, which several of its rows may write.
+        """
+        rows = pages.long()
+        return StateMetadata(torch.arange(len(pages), device=pages.device), rows, rows, ())
 
     def convolve(self, x: Tensor, weight: Tensor, pasts: Tensor, metadata: StateMetadata) -> Tensor:
         """Convolve each channel of x [T, C] with its request's last inputs, and apply SiLU.

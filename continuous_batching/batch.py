@@ -16,6 +16,15 @@ from kv_cache.pages import Index, PageCopy
 
 
 @dataclass(frozen=True, slots=True)
+class StateCut:
+    """A position within a span at which its row's recurrent state is left behind in another page."""
+
+    span: int
+    position: int
+    page: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The spans of one step: span i covers positions `starts[i]` to `stops[i]` - 1 of row `slots[i]`.
 
@@ -43,6 +52,7 @@ class Batch:
     # last. Both arrays are empty without a draft model or head.
     draft_starts: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     draft_stops: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    cuts: tuple[StateCut, ...] = ()  # by span, then by position
     num_tokens: int = field(init=False)  # total over all spans, summed once because it is read often
 
     def __post_init__(self) -> None:

@@ -17,7 +17,9 @@ from kv_cache.prefix_index import Lookup
 class Usage:
     """One reading of the pools and the queue. The null page of each pool is not counted.
 
-    Pages are those of layers that keep all tokens; `window_..._pages` are those of layers with a window.
+    Pages are those of layers that keep all tokens; `window_..._pages` are those of layers with a window, and
+    `state_..._pages` are recurrent states: held by rows and as checkpoints, and the totals of checkpoints
+    that were taken, found and evicted.
     `fragmentation` is the share of the free pages that lie below the highest page in use: a smaller pool
     could not give back that many without compaction, while a paged operator is not affected. `lookups` counts
     how new requests fared in the prefix cache: "whole", or the reason why they found no more of their usable
@@ -48,17 +50,24 @@ class Usage:
     window_held_pages: int = 0
     window_idle_pages: int = 0
     window_free_pages: int = 0
+    state_held_pages: int = 0
+    state_idle_pages: int = 0
+    state_free_pages: int = 0
+    state_taken_pages: int = 0
+    state_hit_pages: int = 0
+    state_evicted_pages: int = 0
 
 
-def usage(scheduler: Scheduler, page_bytes: int, window_page_bytes: Sequence[int] = ()) -> Usage:
+def usage(scheduler: Scheduler, page_bytes: int, further_page_bytes: Sequence[int] = ()) -> Usage:
     """Read the usage between steps.
 
-    `page_bytes` is the size of a page over all layers that keep all tokens, `window_page_bytes` that over the
-    layers of each window.
+    `page_bytes` is the size of a page over all layers that keep all tokens, `further_page_bytes` that over
+    the layers of each window, and that of a state.
     """
     pool, prefix, host = scheduler.pool, scheduler.prefix, scheduler.host_pool
     counters, groups = scheduler.counters, scheduler.tables.groups
-    windows, sizes = groups[1:], [page_bytes, *window_page_bytes]
+    sizes, states = [page_bytes, *further_page_bytes], scheduler.tables.states
+    windows = [group for group in groups[1:] if not group.is_of_rows]
 
     def moved(name: str) -> int:
         """Return the bytes of all pages of which a counter has this name."""
@@ -76,6 +85,12 @@ def usage(scheduler: Scheduler, page_bytes: int, window_page_bytes: Sequence[int
         window_held_pages=sum(each.num_used for each in windows),
         window_idle_pages=sum(each.num_idle for each in windows),
         window_free_pages=sum(each.pool.num_free for each in windows),
+        state_held_pages=0 if states is None else states.num_used,
+        state_idle_pages=0 if states is None else states.num_idle,
+        state_free_pages=0 if states is None else states.pool.num_free,
+        state_taken_pages=0 if states is None else states.num_taken,
+        state_hit_pages=0 if states is None else states.num_hits,
+        state_evicted_pages=0 if states is None else states.counts.evicted_pages,
         fragmentation=holes / max(1, pool.num_free),
         swapped_host_pages=0 if host is None else host.num_held - prefix.num_resting,
         resting_host_pages=prefix.num_resting,

@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -248,6 +249,10 @@ class WaitingQueue:
     def requests(self) -> list[Request]:
         """All waiting requests by arrival number."""
         return sorted(self._waiting.values(), key=lambda request: request.number)
+
+    def oldest(self, count: int) -> list[Request]:
+        """Return at most so many waiting requests, those that have waited longest in this queue."""
+        return [*islice(self._waiting.values(), count)]
 
     def _line(self, request: Request) -> tuple[str, bool]:
         return (request.tenant if self.shares else "", self.is_long(request))

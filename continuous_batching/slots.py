@@ -29,9 +29,7 @@ class SlotPool:
             raise ValueError(
                 f"a slot table of {num_slots} slots x {max_tokens} tokens, {page_size} to a page, is empty"
             )
-        self.num_slots = num_slots
-        self.max_tokens = max_tokens
-        self.page_size = page_size
+        self.num_slots, self.max_tokens, self.page_size = num_slots, max_tokens, page_size
         self.max_pages = -(-max_tokens // page_size)
 
         # Columns are 32-bit if the device reads them or they are large, and 64-bit if numpy indexes with them
@@ -39,6 +37,8 @@ class SlotPool:
         self.page_table = np.zeros((num_slots, self.max_pages), dtype=np.int32)
         # The page tables of the groups of windows, which own them (`kv_cache/groups.py`)
         self.window_tables: tuple[NDArray[np.int32], ...] = ()
+        # [N, 1] the page of each row's recurrent states, of the group that owns it; None if there are none
+        self.state_table: NDArray[np.int32] | None = None
         self.number = self._integers()  # order of arrival
         self.priority = self._integers()
         self.adapter = np.zeros(num_slots, dtype=np.int32)  # number of its adapter on the device; 0: none
@@ -50,8 +50,8 @@ class SlotPool:
         self.num_drafts = self._integers()  # drafts that follow the known tokens in token_ids
         self.num_drafted = self._integers()  # drafts that were verified
         self.num_accepted = self._integers()  # verified drafts that were accepted
-        # Number of last cached tokens that a draft model or head has not computed yet
-        self.draft_lag = self._integers()
+        # Last cached tokens that a draft model or head lacks, and that the recurrent state has not taken in
+        self.draft_lag, self.state_lag = self._integers(), self._integers()
         self.num_pages = self._integers()  # entries of page_table in use
         # Pages in use that were published in the prefix cache, or found there
         self.num_published = self._integers()
@@ -148,7 +148,7 @@ class SlotPool:
         self.limit[row] = request.num_prompt_tokens + params.max_tokens
         for column in (self.num_computed, self.num_drafts, self.num_pages, self.num_published):
             column[row] = 0
-        self.draft_lag[row] = 0
+        self.draft_lag[row] = self.state_lag[row] = 0
         self.most_drafts[row] = (
             self.max_tokens if params.max_draft_tokens is None else params.max_draft_tokens
         )

@@ -160,6 +160,8 @@ FRACTAL_NZ = 29  # the format that the matrix unit reads: tiles of 16 x 16, colu
 MOST_SPANS = 4096  # spans in one call of a packed batch
 MOST_HEADS, MOST_GROUP = 256, 64
 PAGE_STEP, MOST_PAGE = 16, 1024
+WIDE_PAGES = (128, 256, 384, 512)  # tokens of a page that a span of several such heads' queries reads
+WIDE_HEAD = 256  # Qwen3-Next's and Qwen3.5's: single queries read them, and no packed batch does
 MOST_ROW = 65535  # kv heads x head dim
 MOST_KEYS = 262144  # keys that one query may read
 ATB_PAGES = (128, 64)  # the first that fits is the best
@@ -195,6 +197,10 @@ class AscendProduct:
     turns_tiles: bool = False  # a weight in int8 in FRACTAL_NZ is one of [out, in], read transposed
     # Fused attention of single queries multiplies keys and values in int8 by a scale for each channel
     has_int8_pages: bool = False
+    # Fused attention of single queries, and of one longer span, takes heads of 256; whether it is right is
+    # answered by a probe, since no other engine calls it so
+    reads_wide_heads: bool = False
+    advances_states: bool = False  # it has the operators of the gated delta rule, for states in bfloat16
     has_int4: bool = False  # it multiplies weights of 4 bits by groups (npu_weight_quant_batchmatmul)
     has_latents: bool = False  # fused attention takes latents, and one operator writes them
     has_joined_heads: bool = False  # it has npu_qkv_rms_norm_rope_cache
@@ -345,7 +351,9 @@ class AscendProduct:
         self._check_page_size(shape, plain)
 
     def _check_fused(self, shape: AttentionShape, plain: str) -> None:
-        if shape.head_dim not in self.head_dims:
+        if shape.head_dim == WIDE_HEAD and self.reads_wide_heads:
+            self._check_wide(shape, plain)
+        elif shape.head_dim not in self.head_dims:
             allowed = " or ".join(map(str, self.head_dims))
             raise ValueError(
                 f"the model's head_dim is {shape.head_dim}; fused attention of the {self.name} takes"
@@ -363,6 +371,24 @@ class AscendProduct:
                 f" attention takes {MOST_ROW} together: choose another model, {plain}"
             )
         self._check_page_size(shape, plain)
+
+    def _check_wide(self, shape: AttentionShape, plain: str) -> None:
+        windows = [each for each in shape.windows if each is not None]
+        for has, what in (
+            (windows, f"a sliding window of {windows[0]}" if windows else ""),
+            (shape.has_sinks, "attention sinks"),
+            (shape.int8_pages, "a cache in int8"),
+        ):
+            if has:
+                raise ValueError(
+                    f"the model's head_dim is {WIDE_HEAD}, and it has {what}; fused attention of the"
+                    f" {self.name} does not take both: choose another model, {plain}"
+                )
+        if shape.page_size not in WIDE_PAGES:
+            raise ValueError(
+                f"cache.page_size is {shape.page_size}; fused attention of the {self.name} takes"
+                f" {', '.join(map(str, WIDE_PAGES))} with heads of {WIDE_HEAD}: set 128, {plain}"
+            )
 
     def _check_page_size(self, shape: AttentionShape, plain: str) -> None:
         if shape.page_size % PAGE_STEP or not PAGE_STEP <= shape.page_size <= MOST_PAGE:
@@ -503,6 +529,8 @@ PRODUCTS = (
         captures_draws=True,
         has_latents=True,
         has_int8_pages=True,
+        reads_wide_heads=True,
+        advances_states=True,
         has_joined_heads=True,
         has_int4=True,
     ),
@@ -514,6 +542,8 @@ PRODUCTS = (
         captures_draws=True,
         has_latents=True,
         has_int8_pages=True,
+        reads_wide_heads=True,
+        advances_states=True,
         has_joined_heads=True,
         has_int4=True,
     ),
@@ -557,7 +587,15 @@ def product(name: str | None, chip: str) -> AscendProduct:
 log = logging.getLogger(__name__)
 
 PROBED = (
-    *("keeps_nan", "packs_float16", "tiles_weights", "slices_tiles", "captures_draws", "prefetches"),
+    *(
+        "keeps_nan",
+        "packs_float16",
+        "reads_wide_heads",
+        "tiles_weights",
+        "slices_tiles",
+        "captures_draws",
+        "prefetches",
+    ),
     *("overlaps_experts", "exact_angles", "groups_products", "divides_gates", "joins_heads"),
     *("unmasks_decodes", "counts_own_key", "joins_latents", "sums_products", "dispatches"),
 )

@@ -10,6 +10,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexShape:
+    """An indexer, which chooses for each query token the earlier tokens that latent attention reads."""
+
+    num_heads: int  # every device computes all of them
+    head_dim: int  # width of a head's query, and of the index key of a token
+    top_k: int  # most tokens that a query token reads
+
+
+@dataclass(frozen=True, slots=True)
 class LatentShape:
     """What latent attention adds to a shape.
 
@@ -19,6 +28,7 @@ class LatentShape:
     rope_dim: int  # width of the part of queries and keys that carries the position
     nope_dim: int  # width of the other part of a query, before it is projected into the space of keys
     value_dim: int  # width of a head's result, once it is projected out of that space
+    index: IndexShape | None = None  # None: every earlier token is read
 
 
 @dataclass(frozen=True, slots=True)

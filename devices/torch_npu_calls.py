@@ -19,6 +19,7 @@ INT8 = "W8A8"
 INT4 = "weights in 4 bits and W8A16"
 MIXTURES = "mixtures of experts"
 LATENTS = "latent attention"
+STATES = "states in bfloat16"
 SINKS = "models with attention sinks"
 ANSWERS = "answers of scripts/verify_npu.sh"
 
@@ -101,13 +102,20 @@ ON_FUSED: tuple[OperatorCall, ...] = (
     _call("npu_moe_distribute_combine_v2", "expand_x expert_ids assist_info_for_combine ep_send_counts"
           f" expert_scales {_GROUP} expand_scales tp_send_counts", ANSWERS),
 )  # fmt: skip
+# Only an engine whose states are in bfloat16 needs these: older releases lack them
+ON_STATES: tuple[OperatorCall, ...] = (
+    _call("npu_recurrent_gated_delta_rule", "query key value state beta scale actual_seq_lengths"
+          " ssm_state_indices g gk", STATES),
+    _call("npu_chunk_gated_delta_rule", "query key value beta initial_state actual_seq_lengths scale g",
+          STATES),
+)  # fmt: skip
 ON_ATB: tuple[OperatorCall, ...] = (
     _call("empty_with_format", "size dtype device acl_format"),
     _call("_npu_reshape_and_cache", "key value key_cache value_cache slot_indices"),
     _call("_npu_paged_attention", _SPANS),
     _call("_npu_paged_attention_splitfuse_v2", f"{_SPANS} seq_len mask"),
 )
-ALL: tuple[OperatorCall, ...] = (*ON_ALL, *ON_FUSED, *ON_ATB)
+ALL: tuple[OperatorCall, ...] = (*ON_ALL, *ON_FUSED, *ON_STATES, *ON_ATB)
 
 # What is called in torch_npu.npu beside what torch.cuda has too
 PYTHON_NAMES = (

@@ -5,7 +5,7 @@ A layer states its cache: which tensors it keeps of each token (`Plane`), and fo
 answers the questions of `PageGroup`. A request's page i of any group holds the same tokens, i * B to
 (i + 1) * B - 1. Group 0 is a `FullGroup`, of layers that need all tokens; the entries of the prefix cache are
 its pages. Each further group is a `BesideGroup`: a `WindowGroup` gives pages back once no later query can see
-them.
+them, and a `StateGroup` (states.py) has one page for each row, which holds its recurrent states.
 
 Nothing here imports torch: the scheduler counts pages, the tensors are in `device/storage`.
 
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from kv_cache.pages import NULL_PAGE, Index, PageCopy, PagePool
 from kv_cache.prefix_cache import PrefixCache
+from kv_cache.prefix_index import Lookup
 
 DType = Literal["float32", "bfloat16", "float16"]
 ITEM_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
@@ -102,6 +103,8 @@ class PageGroup(ABC):
     name = "pages"  # in messages
     # Whether rows give pages back while they run, so that a prefix may be cached and not resumable
     gives_back = False
+    # Whether each row has one page, however many tokens it has, which its steps write anew
+    is_of_rows = False
 
     def __init__(
         self,
@@ -515,6 +518,9 @@ class BesideGroup(PageGroup):
     An entry is a page of group 0, by its name in `PrefixIndex`. `beside` says which page of this group
     belongs to the same tokens, -h if that is page h of the host's pool, and 0 if there is none any more.
     """
+
+    gone: Lookup = "window_evicted"  # why a lookup ends before an entry that lacks its page here
+    window: int  # positions that a query sees; 0 if that is not what bounds what is kept
 
     def __init__(
         self,

@@ -43,7 +43,8 @@ class PagesBeside(Protocol):
     """Pages that hold the same tokens as entries of the cache, and follow what happens to these."""
 
     number: int  # of their group
-    window: int  # positions that a query sees
+    window: int  # positions that a query sees; 0 if that is not what bounds what is kept
+    gone: Lookup  # why a lookup ends before an entry that lacks its page here
     changes: int  # counts what changes what can be resumed from
     told: Callable[[bool, Index], None]  # is called with entries that have gained a page beside them, or lost
 
@@ -158,7 +159,7 @@ class PrefixCache:
         elif keys[at] in self._evicted:
             found = "evicted"
         elif self._beside and self.index.page_of(keys[at]) is not None:
-            found = "window_evicted"  # the pages of a window before it are gone
+            found = self._beside[0].gone  # what other layers need of the tokens before it is gone
         else:
             found = self.index.why_missed(tokens, salt, matched)
         self.lookups[found] += 1

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from kv_cache.page_keys import TokenIds
 from kv_cache.pages import Index
 
-Lookup = Literal["whole", "too_short", "other_salt", "evicted", "window_evicted", "unaligned", "unseen"]
+Lookup = Literal[
+    "whole", "too_short", "other_salt", "evicted", "window_evicted", "no_state", "unaligned", "unseen"
+]
 ROOT = 0  # serial number before a request's first page
 EMPTY: Index = np.empty(0, dtype=np.int64)
 
@@ -157,6 +159,10 @@ class PrefixIndex:
     def uses(self, keys: Sequence[bytes]) -> bool:
         """Whether any of these keys is in use, or two of them are equal."""
         return len(set(keys)) < len(keys) or not self._page_of.keys().isdisjoint(keys)
+
+    def goes_on(self, page: int) -> bool:
+        """Whether any page in the index continues this one."""
+        return bool(((self._parent == self._serial[page]) & (self._serial > 0)).any())
 
     def num_known(self, keys: Sequence[bytes]) -> int:
         """Estimate how many of a request's keys are in the index, by a binary search over a few of them."""

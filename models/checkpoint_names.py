@@ -24,8 +24,12 @@ TOWERS = (
 # How ERNIE's and Qwen's layers that predict further tokens are named, which lie beside their own and are not
 # read
 PREDICTION = ("model.mtp_", "mtp.")
-# Buffers that older checkpoints contain although they follow from config.json
-HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+# Tensors that change nothing here: buffers of older checkpoints, which follow from config.json, and the
+# rotations of index queries and keys, which cancel in the products of both unless keys are rounded to int8
+HARMLESS = re.compile(
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+    r"|model\.layers\.\d+\.self_attn\.indexer\.[qk]_rot(\.weight)?"
+)
 
 
 def alone(name: str) -> str:

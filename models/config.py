@@ -66,7 +66,35 @@ def needs_long_factors(config: RopeConfig, longest_tokens: int) -> bool:
 
 
 QUERY_NORM = "q_a_layernorm"  # the norm of compressed queries, in a checkpoint
-NORM_EPS = 1e-6  # eps of the norms of compressed queries and of latents, whatever the model's own is
+# Eps of the norms of compressed queries, of latents and of index keys, whatever the model's own is
+NORM_EPS = 1e-6
+
+
+INDEX_KEY_NORM = "indexer.k_norm"  # the norm of index keys, in a checkpoint; it has a bias
+
+
+@dataclass(frozen=True, slots=True)
+class IndexConfig:
+    """The indexer of sparse latent attention, which chooses the tokens that a query reads.
+
+    DeepSeek-V3.2-Exp has one in each layer; GLM-5 after it may share what one layer chose with the next ones.
+    """
+
+    num_heads: int
+    head_dim: int  # width of a head's query and of the index key of a token
+    top_k: int  # most tokens that a query reads
+    # Whether pairs that are rotated lie side by side in a checkpoint, and not halves apart
+    interleaved: bool = False
+
+    def first(self) -> tuple[str, str]:
+        """Return the linears that read the hidden state, which are multiplied as one."""
+        return "indexer.wk", "indexer.weights_proj"
+
+    def linears(self, hidden_size: int, query_rank: int) -> Iterator[tuple[str, int, int]]:
+        """Yield the checkpoint name, inputs and outputs of every linear; every rank computes all of them."""
+        yield "indexer.wq_b", query_rank, self.num_heads * self.head_dim
+        yield "indexer.wk", hidden_size, self.head_dim
+        yield "indexer.weights_proj", hidden_size, self.num_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +107,7 @@ class LatentConfig:
     rope_dim: int  # width of the part that does
     value_dim: int  # width of a head's value
     scale: float  # scale of the scores
+    index: IndexConfig | None = None  # the indexers of the layers that have one; None: all tokens are read
 
     @property
     def query_dim(self) -> int:
@@ -143,6 +172,7 @@ class RecurrentConfig:
     # Whether a checkpoint has the projections of kind "gated" joined, key head by key head
     is_interleaved: bool = False
     state_dtype: DType = "float32"
+    num_tail: int = 0  # drafts of a step whose inputs are kept beside the state, which they do not change
 
     @property
     def block(self) -> str:
@@ -216,10 +246,22 @@ class RecurrentConfig:
         return self.vector_size - self.value_dim
 
     def state(self, dtype: DType) -> LayerState:
-        """Return what a layer keeps of a request: the state of each head, and the convolution's inputs."""
+        """Return what a layer keeps of a request: the state of each head, and the convolution's inputs.
+
+        With drafts, these are followed by what the rule reads of the last drafts, before the convolution.
+        """
         state = self.num_value_heads, self.value_dim, self.key_dim
         inputs = self.conv_width - 1, self.num_channels
-        return LayerState((Plane("states", state, self.state_dtype), Plane("inputs", inputs, dtype)))
+        kept = Plane("states", state, self.state_dtype), Plane("inputs", inputs, dtype)
+        if not self.num_tail:
+            return LayerState(kept)
+        heads = self.num_tail, self.num_value_heads
+        tail = (
+            Plane("tail_inputs", (self.num_tail, self.num_channels), dtype),
+            Plane("tail_decays", (*heads, self.key_dim) if self.kind == "kimi" else heads, "float32"),
+            Plane("tail_betas", heads, dtype),
+        )
+        return LayerState((*kept, *tail))
 
 
 MLP_ROLES = ("gate_proj", "up_proj", "down_proj")
@@ -288,6 +330,8 @@ class MixtureConfig:
 
 
 Mixer = Literal["attention", "latent", "recurrent"]
+# Whether a layer with sparse attention chooses by an indexer of its own, or shares the last choice before it
+Choosing = Literal["own", "shared"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +346,7 @@ class LayerSpec:
     mixer: Mixer = "attention"
     window: int | None = None  # positions that a query sees, its own included; None: all
     mlp: Literal["dense", "experts"] = "dense"
+    index: Choosing | None = None  # None: all tokens are read
 
 
 def layer_specs(
@@ -419,9 +464,25 @@ class DecoderConfig:
         """The window of each layer that reads keys and values of its request, in place of a state."""
         return tuple(each.window for each in self.layers if each.mixer != "recurrent")
 
+    @property
+    def reaches(self) -> tuple[int | None, ...]:
+        """The most positions that a query of each such layer reads, by a window or by choice; None: all."""
+        top = self.latent.index.top_k if self.latent and self.latent.index else None
+        layers = (each for each in self.layers if each.mixer != "recurrent")
+        return tuple(each.window if each.index is None else top for each in layers)
+
+    @property
+    def num_indexers(self) -> int:
+        """Number of layers that choose by an indexer of their own."""
+        return sum(each.index == "own" for each in self.layers)
+
     def recurrent_of(self, layer: int) -> RecurrentConfig | None:
         """The sizes of a layer's recurrent state; None if it has none."""
         return self.recurrent if self.layers[layer].mixer == "recurrent" else None
+
+    def index_of(self, layer: int) -> IndexConfig | None:
+        """The sizes of a layer's own indexer; None if it has none."""
+        return self.latent.index if self.latent and self.layers[layer].index == "own" else None
 
     def layer_state(self, layer: int) -> LayerState | None:
         """Return what a layer keeps of each request; None for one that keeps something of each token."""
@@ -443,6 +504,8 @@ class DecoderConfig:
         if self.layers[layer].mixer == "latent":
             assert self.latent is not None, "latent attention has sizes"
             widths = {"latents": self.latent.rank, "rope_keys": self.latent.rope_dim}
+            if (index := self.index_of(layer)) is not None:
+                widths["index_keys"] = index.head_dim
         else:
             widths = {"keys": self.head_dim, "values": self.head_dim}
         stored = "int8" if self.int8_cache else self.dtype
@@ -523,6 +586,9 @@ class DecoderConfig:
         if self.layers[layer].mixer == "latent":
             assert self.latent is not None, "latent attention has sizes"
             yield from self.latent.linears(hidden, self.num_heads)
+            if (index := self.index_of(layer)) is not None:
+                assert self.latent.query_rank is not None, "an indexer reads compressed queries"
+                yield from index.linears(hidden, self.latent.query_rank)
             return
         yield "q_proj", hidden, self.num_heads * self.query_dim
         yield "k_proj", hidden, self.num_kv_heads * self.head_dim
@@ -533,7 +599,10 @@ class DecoderConfig:
         """Return the linears that read a layer's hidden state, in groups that are multiplied as one."""
         if (recurrent := self.recurrent_of(layer)) is not None:
             return recurrent.first()
-        return (FUSED if self.latent is None else self.latent.first(),)
+        if self.latent is None:
+            return (FUSED,)
+        index = self.index_of(layer)
+        return (self.latent.first(), *([] if index is None else [index.first()]))
 
     @property
     def query_dim(self) -> int:
@@ -626,17 +695,40 @@ class DecoderConfig:
     @property
     def kv_head_bytes(self) -> int:
         """Bytes that a layer keeps of one key-value head of a token."""
+        return max((each.token_bytes for each in self._of_one_head()), default=0)
+
+    @property
+    def attended_head_bytes(self) -> int:
+        """Bytes that attention reads of one key-value head of a token in a layer, index keys left out."""
+        return max((one.token_bytes - self._index_key_bytes(one) for one in self._of_one_head()), default=0)
+
+    @property
+    def index_key_bytes(self) -> int:
+        """Bytes of a token's index key in a layer with an indexer; 0 if there is none."""
+        return max(map(self._index_key_bytes, self._of_one_head()), default=0)
+
+    def _of_one_head(self) -> list[LayerCache]:
+        """Return what each layer keeps of each token, of one key-value head."""
         one = replace(self, num_kv_heads=1)
-        return max((one.layer_cache(layer).token_bytes for layer in range(self.num_layers)), default=0)
+        return [one.layer_cache(layer) for layer in range(self.num_layers)]
+
+    @staticmethod
+    def _index_key_bytes(cache: LayerCache) -> int:
+        return sum(each.token_bytes for each in cache.planes if each.name == "index_keys")
 
     @property
     def growing_kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that a step reads for each token of context, however long the context is.
 
-        Layers with a window are left out, because they read a bounded number of tokens.
+        Layers with a window are left out, because they read a bounded number of tokens. So do layers with
+        sparse attention, whose indexers read all index keys.
         """
-        growing = (layer for layer, window in enumerate(self.windows) if window is None)
-        return sum(self.layer_cache(layer).token_bytes for layer in growing)
+        total = 0
+        for layer, spec in enumerate(self.layers):
+            if spec.window is None:
+                cache = self.layer_cache(layer)
+                total += cache.token_bytes if spec.index is None else self._index_key_bytes(cache)
+        return total
 
     @property
     def step_weight_bytes(self) -> int:
@@ -711,6 +803,8 @@ class DecoderConfig:
         attention += self.attention_bias * (query_dim + 2 * kv_dim) + self.output_bias * self.hidden_size
         attention += sum(self.qk_norm_widths) + self.has_sinks * self.num_heads
         mixers += (self.num_layers - self.num_recurrent) * attention
+        indexes = map(self.index_of, range(self.num_layers))
+        mixers += sum(2 * index.head_dim for index in indexes if index is not None)  # norms of index keys
         mixers += 0 if self.recurrent is None else self.num_recurrent * self.recurrent.vector_size
         layer = sum(map(bool, self.norms)) * self.hidden_size
         mlp = 3 * self.hidden_size * self.intermediate_size

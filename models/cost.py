@@ -15,13 +15,15 @@ from typing import Literal
 
 from continuous_batching.step_time import UNKNOWN, Coefficients, StepCosts
 from devices.rates import DeviceRates
-from models.config import ROUTER_BYTES, DecoderConfig, Mixer
+from models.config import ROUTER_BYTES, Choosing, DecoderConfig, Mixer
 
 # Operators of a layer if fused: norms, products, rotary, write, attention, gate, residuals
 OPERATORS = 10
 # Operators of a layer with a recurrent state: norms, products, convolution, decays and betas, lengths of
 # queries and keys, the rule, its norm and gate, the MLP's gate, residuals
 RECURRENT_OPERATORS = 17
+# Further operators of a layer with an indexer: two products, norm, two rotations, write, scores and choice
+INDEX_OPERATORS = 7
 # Further operators of a layer with experts: the router, its choice, and the shared expert
 MIXTURE_OPERATORS = 10
 REDUCTIONS = 2  # sums over devices that share a layer
@@ -100,7 +102,8 @@ class Counts:
         of_layer = OPERATORS + (REDUCTIONS if self.tensor > 1 else 0)
         experts = round(self.share * self.config.num_mixtures) * MIXTURE_OPERATORS
         states = round(self.share * self.config.num_recurrent) * (RECURRENT_OPERATORS - OPERATORS)
-        return self.held.num_layers * of_layer + ENDS + experts + states
+        indexers = round(self.share * self.config.num_indexers) * INDEX_OPERATORS
+        return self.held.num_layers * of_layer + ENDS + experts + states + indexers
 
     def hidden_bytes(self, num_tokens: float) -> float:
         """Return the bytes of the hidden states of tokens at one place of a layer."""
@@ -163,13 +166,24 @@ class Counts:
         """Return the operations and the bytes of attention in all layers of the model.
 
         `context` is the number of tokens whose keys are read, `pairs` that of scores, both summed over the
-        layers; the keys and values of the step's own tokens are written.
+        layers; the keys and values of the step's own tokens are written. Of a token that several queries of
+        sparse attention read, each gathers its own copy.
         """
         config = self.config
         heads = -(-config.num_heads // self.tensor)
         kv_heads = -(-config.num_kv_heads // self.tensor)
-        moved = kv_heads * config.kv_head_bytes * (context + len(config.attention_windows) * num_tokens)
-        return heads * attention_operations(config, context, pairs), moved
+        read = config.attended_head_bytes * context
+        written = config.kv_head_bytes * len(config.attention_windows) * num_tokens
+        return heads * attention_operations(config, context, pairs), kv_heads * (read + written)
+
+    def indexers(self, context: float, pairs: float) -> tuple[float, float]:
+        """Return the operations and the bytes of the indexers of all layers of the model.
+
+        `context` and `pairs` are those of `attention`, summed over the layers with an indexer. Every device
+        computes all index heads.
+        """
+        config = self.config
+        return index_operations(config, pairs), config.index_key_bytes * context
 
     def state_bytes(self, num_spans: float) -> float:
         """Return the bytes of recurrent states that so many spans move: each is read and written."""
@@ -178,9 +192,9 @@ class Counts:
 
 def mixer_products(config: DecoderConfig) -> Iterator[tuple[int, tuple[LayerProduct, ...]]]:
     """Yield for each kind of mixer how many layers have it, and its products."""
-    layers: dict[Mixer, list[int]] = {}
+    layers: dict[tuple[Mixer, Choosing | None], list[int]] = {}
     for layer, spec in enumerate(config.layers):
-        layers.setdefault(spec.mixer, []).append(layer)
+        layers.setdefault((spec.mixer, spec.index), []).append(layer)
     for found in layers.values():
         yield len(found), attention_products(config, found[0])
 
@@ -198,6 +212,8 @@ def attention_products(config: DecoderConfig, layer: int) -> tuple[LayerProduct,
             LayerProduct(config.num_heads * config.head_dim, hidden, "inputs"),
         )
     whole, last = ("q_a_proj", "kv_a_proj_with_mqa", "f_a_proj", "g_a_proj"), ("o_proj", "out_proj")
+    index = config.index_of(layer)
+    whole += ("indexer.wq_b", *(() if index is None else index.first()))
     return tuple(
         LayerProduct(inputs, outputs, None if name in whole else "inputs" if name in last else "outputs")
         for name, inputs, outputs in config.mixer_linears(layer)
@@ -224,6 +240,12 @@ def attention_operations(config: DecoderConfig, context: float, pairs: float) ->
     return min(absorbed, expanded)
 
 
+def index_operations(config: DecoderConfig, pairs: float) -> float:
+    """Return the operations of all index heads for so many scores."""
+    index = None if config.latent is None else config.latent.index
+    return 0.0 if index is None else 2 * index.num_heads * index.head_dim * pairs
+
+
 def step_costs(
     counts: Counts, device: DeviceRates, most_decodes: int, most_tokens: int, *, graphs: int = 0
 ) -> StepCosts:
@@ -231,15 +253,19 @@ def step_costs(
 
     Steps of up to `graphs` decodes are captured graphs. The lines go through the times of two sizes: a step
     of one decode and one of `most_decodes`, drafts included; a chunk of SMALL_CHUNK and one of `most_tokens`.
-    Layers with a window read a bounded number of tokens, which is left out.
+    Layers with a window, or with sparse attention, read a bounded number of tokens, which is left out; the
+    indexers of the latter score all of them.
     """
     config = counts.config
     needed = {config.dtype, *(each.dtype for each in counts.products(1, 1))}
     if not needed <= set(device.tflop_per_s):
         return UNKNOWN
-    growing = counts.share * sum(window is None for window in config.attention_windows)
+    growing = counts.share * sum(reach is None for reach in config.reaches)
+    indexers = counts.share * config.num_indexers
     read_bytes = growing * -(-config.num_kv_heads // counts.tensor) * config.kv_head_bytes
+    read_bytes += indexers * config.index_key_bytes
     operations = growing * -(-config.num_heads // counts.tensor) * attention_operations(config, 1, 1)
+    operations += indexers * index_operations(config, 1)
     few, many = 1, max(2, most_decodes)
     decode_s, decodes_s = (_step_s(counts, device, each, each, graphs) for each in (few, many))
     token_s = max(0.0, (decodes_s - decode_s) / (many - few))
@@ -252,6 +278,7 @@ def step_costs(
     chunk_s, largest_s = (_step_s(counts, device, each, 1, 0) for each in (few, many))
     token_s = max(0.0, (largest_s - chunk_s) / (many - few))
     pair = growing * -(-config.num_heads // counts.tensor) * attention_operations(config, 0, 1)
+    pair += indexers * index_operations(config, 1)
     prompts = Coefficients(
         step_s=max(0.0, chunk_s - few * token_s),
         token_s=token_s,

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from attention.latent import LatentAttention
 from attention.recurrent import Recurrence
 from attention.reference import Attention, ChannelScales
+from attention.sparse import SparseAttention
 from models.config import FUSED, LAST_NORM, DecoderConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.latent import LatentSelfAttention, UpProjection
@@ -432,6 +433,7 @@ class Decoder(nn.Module):
         else:
             both = self.norm.new_empty(2, num_rows, self.config.hidden_size)
             x, residual = self.stages.receive(both).unbind()
+            self._receive_choice(step, num_rows)
         turns = [rope.cos_sin(positions, rope_lens, x.dtype) for rope in self.ropes]
         tapped = []
         for number, layer in enumerate(self.layers):
@@ -444,6 +446,7 @@ class Decoder(nn.Module):
         if not self.share.is_last:
             assert residual is not None, "a stage has a layer"
             self.stages.send(torch.stack((x, residual)))
+            self._send_choice(step)
             return x[:num_tokens]
         x = (x if residual is None else x + residual)[:num_tokens]
         if len(self.layers) in self._taps:
@@ -451,6 +454,27 @@ class Decoder(nn.Module):
         if self._take is not None:
             self._take(torch.cat(tapped, -1), step)
         return x
+
+    def _receive_choice(self, step: StepInputs, num_rows: int) -> None:
+        """Receive what the stage before chose in this step, if the first layer here shares it."""
+        attention = self.attention
+        if self.part.layers[0].index != "shared":
+            return
+        assert isinstance(attention, SparseAttention), "other layers share no choice"
+        if attention.is_sparse(step.metadata):
+            room = torch.empty(num_rows, attention.index.top_k, dtype=torch.int32, device=attention.device)
+            attention.choice_of(step.metadata).positions = self.stages.receive(room)
+
+    def _send_choice(self, step: StepInputs) -> None:
+        """Send on what was chosen last in this step, if the next stage's first layer shares it."""
+        attention = self.attention
+        if self.config.layers[self.share.layers(self.config).stop].index != "shared":
+            return
+        assert isinstance(attention, SparseAttention), "other layers share no choice"
+        if attention.is_sparse(step.metadata):
+            positions = attention.choice_of(step.metadata).positions
+            assert positions is not None, "a layer before has chosen"
+            self.stages.send(positions)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return hidden states [R, hidden] after the last norm, in the last stage."""

@@ -18,7 +18,7 @@ from typing import Any
 from borders.files import json_object
 from borders.numbers import integers
 from borders.refusal import abbreviate
-from models.config import LAST_NORM, QUERY_NORM, UP, DecoderConfig
+from models.config import INDEX_KEY_NORM, LAST_NORM, QUERY_NORM, UP, DecoderConfig
 from models.quantization import KEY, Quantization, Stored
 
 PATTERN = "quant_model_description*.json"
@@ -282,7 +282,7 @@ def _norm_biases(said: Mapping[str, Any], config: DecoderConfig) -> Iterator[str
     known = {f"model.layers.{layer}.{name}" for layer in layers for name in names} | {LAST_NORM}
     for key in said:
         name = key.removesuffix(".bias")
-        if name == key or not name.endswith("norm"):
+        if name == key or not name.endswith("norm") or name.endswith(INDEX_KEY_NORM):
             continue
         if name not in known:
             raise ValueError(

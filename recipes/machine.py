@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.latent import LatentAttention
+from attention.recurrent import Recurrence
 from attention.reference import Attention
-from devices.ascend_limits import PRODUCTS, answered, answers_file, buffer_mib, product
+from attention.sparse import latent_attention
+from devices.ascend_limits import PRODUCTS, WIDE_HEAD, answered, answers_file, buffer_mib, product
 from devices.compiled import LIMIT_S, CompileLimit, keep_results, missing_for_compiling
 from devices.cpu_threads import Threads, Way, barriers
 from devices.host_memory import host_memory_bytes
@@ -69,6 +70,10 @@ class Machine(ABC):
         The attention is plain torch where the recipe asks for it.
         """
 
+    def recurrence(self, state_dtype: str) -> Recurrence:
+        """Return what advances states of this type: the definition, or what the device does faster."""
+        return Recurrence(self.device)
+
     def join(self, group: Group) -> None:
         """Do what the ranks of an engine do together before its memory is measured."""
         return
@@ -114,6 +119,7 @@ class Cpu(Machine):
 
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
         from attention.cpu.attention import CpuAttention
+        from attention.cpu.decodes import decodes
         from models.ops.cpu.ops import CpuOps, keep_memory
 
         keep_memory()
@@ -128,9 +134,18 @@ class Cpu(Machine):
             log.info("products: oneDNN's, since %s", found)
         ops = CpuOps(compile=compiles, limit=limit, products=None if isinstance(found, str) else found)
         if shape.latent is not None:
-            return ops, LatentAttention(shape)
+            return ops, latent_attention(shape)
         plain = self.asked.attention == "reference"
-        return ops, Attention(shape) if plain else CpuAttention(shape, compile=compiles, limit=limit)
+        if plain:
+            return ops, Attention(shape)
+        read = decodes() if isinstance(found, Products) else found
+        source = None if isinstance(read, str) else read
+        return ops, CpuAttention(shape, compile=compiles, limit=limit, decodes=source)
+
+    def recurrence(self, state_dtype: str) -> Recurrence:
+        from attention.cpu.recurrent import CpuRecurrence
+
+        return super().recurrence(state_dtype) if self.asked.attention == "reference" else CpuRecurrence()
 
     def settle(self, runner: ModelRunner) -> None:
         self.threads.settle(decode_step(runner), runner.decoder)
@@ -211,7 +226,7 @@ class Cuda(Accelerator):
             groups_products=is_grouped and hasattr(torch.nn.functional, "grouped_mm"),
         )
         if shape.latent is not None:
-            return ops, LatentAttention(shape, self.device)
+            return ops, latent_attention(shape, self.device)
         if self.asked.attention == "reference":
             return ops, Attention(shape, self.device)
         return ops, CudaAttention(shape, self.device, batch_invariant=self.asked.batch_invariant)
@@ -273,6 +288,7 @@ class Npu(Accelerator):
         from attention.npu.fused_attention import FusedAttention
         from attention.npu.int8_attention import Int8FusedAttention
         from attention.npu.latent_attention import FusedLatentAttention
+        from attention.npu.single_queries import WideHeadAttention
         from models.ops.npu.ops import NpuOps, PlainNpuOps
 
         has_none = not (self.product.is_fused or self.product.is_atb)  # true for the first 910
@@ -280,14 +296,30 @@ class Npu(Accelerator):
         ops = PlainNpuOps(self.product) if has_none else NpuOps(self.product, takes_float32=wide)
         self.product.check_dtype(shape.dtype)
         if self.asked.attention == "reference":
-            plain = Attention if shape.latent is None else LatentAttention
-            return ops, plain(shape, self.device)
+            if shape.latent is not None:
+                return ops, latent_attention(shape, self.device)
+            return ops, Attention(shape, self.device)
         kind: type[AscendAttention] = AtbAttention if self.product.is_atb else FusedAttention
         if shape.latent is not None:
+            if shape.latent.index is not None:
+                raise RecipeError(
+                    "device.attention",
+                    "the model has sparse attention, which no fused attention here computes",
+                    "set it to reference",
+                    value="fused",
+                )
             kind = FusedLatentAttention
         elif shape.int8_pages:
             kind = Int8FusedAttention
+        elif self.product.is_fused and shape.head_dim == WIDE_HEAD:
+            kind = WideHeadAttention
         return ops, kind(shape, self.device, self.product, takes_float32=wide)
+
+    def recurrence(self, state_dtype: str) -> Recurrence:
+        from attention.npu.recurrent import FusedRecurrence
+
+        fuses = self.product.advances_states and self.asked.attention == "fused" and state_dtype == "bfloat16"
+        return FusedRecurrence(self.device) if fuses else super().recurrence(state_dtype)
 
 
 def start(asked: DeviceSection, learned: str = "") -> Machine:

@@ -17,10 +17,12 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
+from numpy.typing import NDArray
 
 from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
 from devices.rates import DeviceRates
+from kv_cache.pages import Index
 from models.config import DecoderConfig
 from models.cost import REDUCTIONS, Counts, ModelPart, StepProduct
 from simulation.fitted import non_negative
@@ -58,18 +60,24 @@ class Roofline:
     _sizes: dict[tuple[int, int, int], _Size] = field(default_factory=dict)
     # Window, and the number of layers that have it
     _windows: list[tuple[int | None, int]] = field(init=False)
+    # Most tokens that a query of sparse attention reads, and the number of layers that have it
+    _sparse: tuple[int, int] = (0, 0)
     _counts: Counts = field(init=False)
 
     def __post_init__(self) -> None:
         self._counts = Counts(self.config, self.tensor, self.stage)
-        self._windows = list(Counter(self.config.attention_windows).items())
+        layers = [each for each in self.config.layers if each.mixer != "recurrent"]
+        self._windows = list(Counter(each.window for each in layers if each.index is None).items())
+        if (latent := self.config.latent) is not None and latent.index is not None:
+            self._sparse = latent.index.top_k, sum(each.index is not None for each in layers)
 
     def step_s(self, batch: Batch, slots: SlotPool) -> float:
         """Return the seconds of the whole step, including the pages that are copied before it."""
         num_tokens = batch.num_tokens
         seen = self.seen(batch, num_tokens)
         captured = batch.num_spans + batch.num_drafts  # number of tokens of a step without prompts
-        taken_s = self.time_s(num_tokens, captured, len(batch.owners), *seen)
+        index_s = self._index_s(batch) if self.config.num_indexers else 0.0
+        taken_s = self.time_s(num_tokens, captured, len(batch.owners), *seen, index_s=index_s)
         return taken_s + self._copies_s(batch, slots) if batch.copies else taken_s
 
     def seen(self, batch: Batch, num_tokens: int) -> tuple[float, float]:
@@ -80,6 +88,13 @@ class Roofline:
             return float(self.config.num_layers * total), float(self.config.num_layers * total)
         lens = stops - starts
         context = pairs = 0.0
+        top, sparse = self._sparse
+        if sparse:
+            positions = self._near(starts, stops, top)
+            is_dense = stops <= top
+            # Of a span that sees more, each query gathers what it reads
+            context += sparse * float(np.where(is_dense, stops, positions).sum())
+            pairs += sparse * float(positions.sum())
         for window, count in self._windows:
             if window is None:
                 context += count * float(total)
@@ -87,16 +102,40 @@ class Roofline:
             else:
                 near = np.minimum(stops, window + lens)
                 context += count * float(near.sum())
-                # Positions where a window is not full yet
-                first, last = np.minimum(starts, window), np.minimum(stops, window)
-                growing = (last * (last + 1) - first * (first + 1)) / 2
-                pairs += count * float((growing + window * (lens - (last - first))).sum())
+                pairs += count * float(self._near(starts, stops, window).sum())
         return context, pairs
 
-    def time_s(self, num_tokens: int, captured: int, num_sampled: int, context: float, pairs: float) -> float:
+    @staticmethod
+    def _near(starts: Index, stops: Index, most: int) -> NDArray[np.float64]:
+        """Return the scores of each span whose queries read the tokens before them, at most so many."""
+        # Positions that have fewer tokens before them
+        first, last = np.minimum(starts, most), np.minimum(stops, most)
+        growing = (last * (last + 1) - first * (first + 1)) / 2
+        near: NDArray[np.float64] = growing + most * (stops - starts - (last - first))
+        return near
+
+    def _index_s(self, batch: Batch) -> float:
+        """Return the seconds of the indexers, which score all tokens where some are not read."""
+        chooses = batch.stops > self._sparse[0]
+        starts, stops = batch.starts[chooses], batch.stops[chooses]
+        pairs = float(((stops - starts) * (starts + stops + 1)).sum()) / 2
+        count = self.config.num_indexers
+        operations, moved = self._counts.indexers(count * float(stops.sum()), count * pairs)
+        return self._counts.share * self.device.operator_s(operations, self.config.dtype, moved)
+
+    def time_s(
+        self,
+        num_tokens: int,
+        captured: int,
+        num_sampled: int,
+        context: float,
+        pairs: float,
+        *,
+        index_s: float = 0.0,
+    ) -> float:
         """Return the seconds of a step of these sizes, which is a graph if all tokens are `captured` ones.
 
-        `context` and `pairs` are as `seen` returns them.
+        `context` and `pairs` are as `seen` returns them, and the indexers take `index_s`.
         """
         key = num_tokens, captured, num_sampled
         size = self._sizes.get(key)
@@ -105,7 +144,7 @@ class Roofline:
             if len(self._sizes) < MOST_SIZES:
                 self._sizes[key] = size
         busy_s = size.products_s + size.share * self._attention_s(num_tokens, context, pairs)
-        busy_s += size.activations_s
+        busy_s += size.activations_s + index_s
         busy_s += size.all_reduce_s
         busy_s += size.kernels_s
         host_s = 0.0 if self.hides_host else 1e-6 * (self.device.host_us + self.device.row_us * num_sampled)

@@ -485,6 +485,47 @@ def _joined_heads(draw: RandomInputs) -> dict[str, Any]:
     }
 
 
+def _delta_rule(draw: RandomInputs, lens: list[int], most_heads: int, widths: int) -> dict[str, Any]:
+    """Draw what both operators of the delta rule take, which is bfloat16 alone."""
+    draw.dtype = torch.bfloat16
+    tokens, key_heads = sum(lens), draw.one(1, 4, most_heads // 4)
+    heads, key_width, width = key_heads * draw.one(1, 2, 4), draw.one(128, widths), draw.one(128, widths)
+
+    def direction() -> Tensor:
+        drawn = draw.tensor(tokens, key_heads, key_width).float()
+        return torch.nn.functional.normalize(drawn, dim=-1).to(draw.dtype)
+
+    return {
+        "query": direction(),
+        "key": direction(),
+        "value": draw.tensor(tokens, heads, width),
+        "beta": torch.rand(tokens, heads, generator=draw.generator).to(draw.dtype),
+        "scale": key_width**-0.5,
+        "actual_seq_lengths": torch.tensor(lens, dtype=torch.int32),
+        "g": -torch.rand(tokens, heads, generator=draw.generator),
+    }
+
+
+def _recurrent_rule(draw: RandomInputs) -> dict[str, Any]:
+    """Draw decodes, whose states lie anywhere, with decays of heads or of channels."""
+    made = _delta_rule(draw, [1] * draw.number(1, 32), 16, 64)
+    tokens, heads, width = made["value"].shape
+    channels = -torch.rand(tokens, heads, made["key"].shape[2], generator=draw.generator)
+    return made | {
+        "state": draw.tensor(tokens + 4, heads, width, made["key"].shape[2]),
+        "ssm_state_indices": draw.order(tokens + 4)[:tokens].int(),
+        **draw.one({}, {"g": None, "gk": channels}),
+    }
+
+
+def _chunk_rule(draw: RandomInputs) -> dict[str, Any]:
+    """Draw spans of prompts, some of which go on from a state."""
+    lens = [draw.number(1, 200) for _ in range(draw.number(1, 4))]
+    made = _delta_rule(draw, lens, 16, 128)
+    initial = draw.tensor(len(lens), made["value"].shape[1], 128, 128)
+    return made | {"initial_state": draw.one(initial, torch.zeros_like(initial))}
+
+
 def _angles(draw: RandomInputs, tokens: int, dim: int) -> Tensor:
     """Draw angles [T, D], whose halves are alike."""
     angles = 10 * torch.rand(tokens, dim // 2, generator=draw.generator)
@@ -650,6 +691,8 @@ MAKERS: Mapping[str, Maker] = {
     "npu_add_rms_norm_dynamic_quant": _add_norm_quant,
     "npu_dequant_swiglu_quant": _swiglu_quant,
     "npu_grouped_matmul_swiglu_quant_v2": _gated_products,
+    "npu_recurrent_gated_delta_rule": _recurrent_rule,
+    "npu_chunk_gated_delta_rule": _chunk_rule,
     "npu_format_cast": _format_cast,
     "npu_prefetch": _prefetch,
 }
@@ -689,6 +732,7 @@ WRITTEN = {
     "npu_kv_rmsnorm_rope_cache": ("k_cache", "ckv_cache"),
     "npu_qkv_rms_norm_rope_cache": ("q_out", "k_cache", "v_cache"),
     "npu_mla_prolog_v3": ("kv_cache", "kr_cache"),
+    "npu_recurrent_gated_delta_rule": ("state",),
     "npu_prefetch": ("input",),  # the weight must stay as it is
     "_npu_paged_attention": ("out",),
     "_npu_paged_attention_splitfuse_v2": ("out",),

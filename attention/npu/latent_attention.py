@@ -137,7 +137,7 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         layer_latents: Tensor,
         layer_rope_keys: Tensor,
         metadata: AttentionMetadata,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """See LatentAttention.write_joined."""
         linears, more = prolog.linears, {}
         down, up, latent_down = linears.weights
@@ -166,7 +166,7 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
             cache_mode="PA_BSND",
             **more,
         )
-        return query, rope
+        return query, rope, None
 
     def attend_joined(
         self,

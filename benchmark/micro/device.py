@@ -13,21 +13,27 @@ import argparse
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from attention.latent import LatentAttention
 from attention.reference import Attention
+from attention.sparse import SparseAttention
 from benchmark.micro.kv import seconds
 from benchmark.options import markdown, verdict_line
 from continuous_batching.batch import Batch
 from kv_cache.pages import Index
 from models.config import DecoderConfig
 from models.cost import attention_operations
+from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
+from models.layers.latent import LatentSelfAttention
 from models.step.inputs import step_inputs
+from models.step_inputs import StepInputs
 from recipes.assembly import versions
 from recipes.assembly.engine import BuiltEngine, build
 from recipes.assembly.families import model_config
@@ -99,8 +105,10 @@ def read_bytes(config: DecoderConfig, load: StepLoad) -> int:
 
 def cached_bytes(config: DecoderConfig, load: StepLoad) -> int:
     """Return the bytes of keys and values that the spans of a step see, over all layers."""
-    seen = sum(min(stop, window or stop) for window in config.attention_windows for stop in load.stops)
-    return config.num_kv_heads * config.kv_head_bytes * seen
+    seen = sum(min(stop, reach or stop) for reach in config.reaches for stop in load.stops)
+    most = 0 if config.latent is None or config.latent.index is None else config.latent.index.top_k
+    scored = config.num_indexers * sum(stop for stop in load.stops if stop > most)
+    return config.num_kv_heads * config.attended_head_bytes * seen + config.index_key_bytes * scored
 
 
 def operations(config: DecoderConfig, load: StepLoad) -> int:
@@ -108,7 +116,7 @@ def operations(config: DecoderConfig, load: StepLoad) -> int:
     table = config.vocab_size * config.hidden_size
     linears = config.num_active_parameters - table * (1 if config.tie_embeddings else 2)
     pairs = 0
-    for window in config.attention_windows:
+    for window in config.reaches:
         for length, stop in zip(load.lens, load.stops):
             positions = np.arange(stop - length + 1, stop + 1)
             pairs += int(positions.sum() if window is None else np.minimum(positions, window).sum())
@@ -191,6 +199,9 @@ def attention_s(built: BuiltEngine, load: StepLoad, repeats: int) -> float:
     batch, runner = batch_of(built, load), built.runner
     attention, cache = runner.attention, runner.cache
     inputs = step_inputs(batch, runner.slots, runner.decoder, cache)
+    if isinstance(attention, LatentAttention):
+        of_latents = partial(_attend_latents, runner.decoder, attention, inputs, batch.num_tokens)
+        return median_s(of_latents, attention.device, repeats)
     heads = (runner.config.num_heads, runner.config.num_kv_heads, runner.config.num_kv_heads)
     query, key, value = (
         torch.randn(batch.num_tokens, count, runner.config.head_dim, device=attention.device).to(
@@ -214,6 +225,32 @@ def attention_s(built: BuiltEngine, load: StepLoad, repeats: int) -> float:
     with torch.cuda.graph(graph):
         layers()
     return median_s(graph.replay, attention.device, repeats)
+
+
+def _attend_latents(decoder: Decoder, attention: LatentAttention, inputs: StepInputs, tokens: int) -> None:
+    """Let all layers write and read the cache of latents, and those with an indexer choose what is read."""
+    config, shape, latent = decoder.config, attention.shape, attention.latent
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(tokens, *sizes, dtype=shape.dtype, device=attention.device)
+
+    heads = shape.num_heads
+    for number, layer in enumerate(decoder.layers):
+        mixer, (latents, rope_keys, *index_keys) = layer.attention, inputs.cache.of(number)
+        assert isinstance(mixer, LatentSelfAttention), "the layer has other attention"
+        assert mixer.up.packed is not None, "a decoder is packed when it is loaded"
+        attention.write(
+            random(1, config.head_dim), random(1, latent.rope_dim), latents, rope_keys, inputs.metadata
+        )
+        for plane in index_keys:  # of a layer with an indexer
+            assert isinstance(attention, SparseAttention), "other attention has no index keys"
+            index = attention.index
+            attention.write_index(random(index.head_dim), plane, inputs.metadata)
+            if attention.is_sparse(inputs.metadata):
+                queries, weights = random(index.num_heads, index.head_dim), random(index.num_heads)
+                attention.choose(queries, weights, plane, inputs.metadata)
+        nope, rope = random(heads, latent.nope_dim), random(heads, latent.rope_dim)
+        attention.attend_heads(nope, rope, mixer.up.packed, latents, rope_keys, inputs.metadata, number)
 
 
 def loads_of(options: argparse.Namespace) -> tuple[list[StepLoad], list[StepLoad]]:

@@ -80,10 +80,9 @@ def check_answered(name: str, records: Sequence[Record]) -> None:
 def cache_figures(built: BuiltEngine) -> dict[str, object]:
     """Return what the pools hold now, and what was moved in them since the engine was built."""
     memory = built.memory
-    of_windows = [each.page_bytes for each in memory.windows]
-    figures = asdict(usage(built.engine.scheduler, memory.page_bytes, of_windows))
-    if not of_windows:
-        figures = {name: value for name, value in figures.items() if not name.startswith("window_")}
+    figures = asdict(usage(built.engine.scheduler, memory.page_bytes, memory.further_page_bytes))
+    lacking = [name for name, has in (("window_", memory.windows), ("state_", memory.num_states)) if not has]
+    figures = {name: value for name, value in figures.items() if not name.startswith(tuple(lacking))}
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
 
 

@@ -180,7 +180,7 @@ class ChatDelta(msgspec.Struct):
     tool_calls: Any = None
 
 
-class Choice(msgspec.Struct):
+class AnswerChoice(msgspec.Struct):
     """One answer's part of a chunk; `text` of a completion, `delta` of a chat."""
 
     text: str | None = None
@@ -212,7 +212,7 @@ class TokenUsage(msgspec.Struct):
 class StreamChunk(msgspec.Struct):
     """One event's data. Other fields that servers send are ignored."""
 
-    choices: list[Choice] | None = None
+    choices: list[AnswerChoice] | None = None
     usage: TokenUsage | None = None
     error: Any = None
 

@@ -67,7 +67,9 @@ class Placement:
             for each in self.memory.windows
         )
         most = (num_pages, self.memory.num_host_pages, longest)
-        return SchedulerLimits.of(self.config, *most, windows=windows)
+        states = -(-(self.memory.num_states - 1) // parts) + 1 if self.memory.num_states else 0
+        states_of = states, self.memory.num_host_states
+        return SchedulerLimits.of(self.config, *most, windows=windows, num_states=states_of)
 
     def scheduler(self, **changes: Any) -> Scheduler:
         """Return an empty scheduler as `recipes.assembly.engine` makes it, with changes to its section."""

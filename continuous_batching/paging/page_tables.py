@@ -16,6 +16,7 @@ from continuous_batching.slots import SlotPool
 from kv_cache.groups import BesideGroup, FullGroup, PageGroup
 from kv_cache.pages import Index, PageCopy
 from kv_cache.prefix_cache import PrefixCache
+from kv_cache.states import StateGroup
 
 EMPTY: Index = np.empty(0, dtype=np.int64)
 
@@ -36,15 +37,23 @@ class PageTables:
         self.groups: tuple[PageGroup, ...] = (full, *beside)
         self.beside = beside
         self._freeing = [group for group in self.groups if group.gives_back]
+        self.states: StateGroup | None = None
+        for group in beside:
+            if isinstance(group, StateGroup):
+                self.states, slots.state_table = group, group.table
+        slots.window_tables = tuple(group.table for group in beside if not group.is_of_rows)
         self._copies: list[PageCopy] = []
         self.forked: set[int] = set()  # rows whose last page may be shared with the rows they forked from
         # Row of a beam that waits for its leader -> number of pages to share
         self.waiting_beams: dict[int, int] = {}
 
     @property
-    def gives_back(self) -> bool:
-        """Whether rows give pages of any group back while they run."""
-        return bool(self._freeing)
+    def must_stop_to_fork(self) -> bool:
+        """Whether a row must not have gone further than where another is to fork from it.
+
+        It would have given back pages, or have changed its state.
+        """
+        return bool(self._freeing) or self.states is not None
 
     def fitting(self, rows: Index, starts: Index, stops: Index) -> Index:
         """Return how far spans may go with the available pages (see `PageGroup.fitting`)."""
@@ -81,7 +90,10 @@ class PageTables:
         """Return how many pages busy rows will still need for their known tokens or their reservation."""
         slots, busy = self.slots, self.slots.busy
         tokens = np.maximum(slots.reserved[busy], slots.num_tokens[busy])
-        promised = int(group.promised(busy, tokens).sum()) + len(self.forked)
+        promised = int(group.promised(busy, tokens).sum())
+        if group.is_of_rows:
+            return promised
+        promised += len(self.forked)
         size = slots.page_size
         return promised - sum(group.needed(count * size) for count in self.waiting_beams.values())
 
@@ -113,11 +125,13 @@ class PageTables:
             counts = group.missing(rows, stops)
             total = int(counts.sum()) + (group.num_shared(*forked) if self.forked else 0)
             if total:
-                if total > group.num_available:
+                if total > group.pool.num_free and total > group.num_available:
                     return False
                 growing.append((group, counts))
         for group, counts in growing:
             self._copies += group.grow(rows, counts, *forked)
+        if self.states is not None:
+            self.states.give_up(rows)
         self.forked.difference_update(forked[0])
         return True
 

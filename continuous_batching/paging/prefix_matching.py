@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from continuous_batching.counters import Counters
+from continuous_batching.paging.checkpoints import Checkpoints
 from continuous_batching.paging.page_tables import EMPTY, PageTables
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
@@ -18,6 +19,8 @@ from kv_cache.page_keys import key_of_group, page_keys
 from kv_cache.pages import Index, PageCopy
 from kv_cache.prefix_cache import PrefixCache
 from kv_cache.tier.lookup import FoundPages, PageName, Sought, SoughtBeside
+
+MOST_FORESEEN = 64  # waiting requests for whose beginnings a new row looks
 
 
 class PrefixMatching:
@@ -45,6 +48,9 @@ class PrefixMatching:
         self._prefix_sharing = prefix_sharing
         self._max_shared_tokens = max_shared_tokens
         self._has_tier = has_tier
+        self.checkpoints: Checkpoints | None = None
+        if tables.states is not None:
+            self.checkpoints = Checkpoints(slots, tables.states, prefix, tables.copy, shares=prefix_sharing)
         self._blocked: dict[int, int] = {}  # row -> version of the prefix cache at its last lookup
 
     def keys(self, request: Request) -> list[bytes]:
@@ -113,6 +119,8 @@ class PrefixMatching:
         """Count the outcome of a new request's lookup, unless another row is computing its next page."""
         if self._prefix_sharing and not self._is_in_progress(request, len(matched)):
             keys = self._usable_keys(request)
+            if self.checkpoints is not None:
+                keys = keys[: self.checkpoints.usable(len(keys))]
             self._prefix.count_lookup(keys, request.tokens, request.cache_salt, matched)
 
     def start_from(self, row: int, pages: Index, *, comes_back: bool = False) -> None:
@@ -132,6 +140,29 @@ class PrefixMatching:
             request.num_cached_tokens += found
             self._counters.hit_tokens += found
             self._counters.host_hit_tokens += int((pages < 0).sum()) * slots.page_size
+
+    def begin(self, row: int) -> None:
+        """Block a row that has just entered while another row computes the page that it needs next.
+
+        Where layers keep states, say which of them are wanted of this row, and of rows that it waits for.
+        """
+        if self.checkpoints is not None:
+            request: Request = self._slots.requests[row]
+            keys = self._usable_keys(request)
+            self.checkpoints.enter(row, keys, self.find(request) if keys else EMPTY)
+            held = int(self._slots.num_pages[row])
+            self.checkpoints.ask_leader(request, keys, held, self._computing())
+        self.block_if_in_progress(row)
+
+    def arrives(self, request: Request) -> None:
+        """Have a running prompt leave the state from which a request that has just come can go on."""
+        if self.checkpoints is not None:
+            self.checkpoints.ask_leader(request, self._usable_keys(request), 0, self._computing())
+
+    def foresee(self, row: int, waiting: Sequence[Request]) -> None:
+        """Have a row leave the states from which the next of the waiting requests can go on."""
+        if self.checkpoints is not None:
+            self.checkpoints.foresee(row, [(each, self._usable_keys(each)) for each in waiting])
 
     def block_if_in_progress(self, row: int) -> None:
         """Block a row while another row computes the page that it needs next."""
@@ -195,6 +226,14 @@ class PrefixMatching:
     def leave(self, row: int) -> None:
         """Drop the row's wait: it is being freed."""
         self._blocked.pop(row, None)
+        if self.checkpoints is not None:
+            self.checkpoints.leave(row)
+
+    def _computing(self) -> list[int]:
+        """Return the rows that compute their prompts and wait for nobody."""
+        slots, busy = self._slots, self._slots.busy
+        rows = busy[slots.num_published[busy] < slots.num_shareable[busy]].tolist()
+        return [row for row in rows if row not in self._blocked]
 
     def _usable_keys(self, request: Request) -> list[bytes]:
         return request.page_keys[: request.num_findable // self._slots.page_size]
@@ -204,6 +243,8 @@ class PrefixMatching:
         keys, slots = self._usable_keys(request), self._slots
         if index >= len(keys):
             return False
+        if self.checkpoints is not None:  # pages alone are no use, and each is found with a state or not
+            return self.checkpoints.is_awaited(request, keys, index, self._computing())
         busy = slots.busy
         computing = busy[(slots.num_published[busy] <= index) & (index < slots.num_shareable[busy])]
         return any(

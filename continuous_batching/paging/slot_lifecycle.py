@@ -18,7 +18,7 @@ from continuous_batching.paging.page_tables import EMPTY, PageTables
 from continuous_batching.paging.prefix_matching import PrefixMatching
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
-from kv_cache.groups import FullGroup, PageGroup, WindowGroup
+from kv_cache.groups import BesideGroup, FullGroup, PageGroup
 from kv_cache.page_keys import TokenIds
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.prefix_cache import PrefixCache
@@ -32,6 +32,7 @@ class Swapped:
     parts: tuple[tuple[int, Index], ...]
     num_computed: int  # tokens computed in the shared and swapped pages together
     draft_lag: int  # copied from SlotPool.draft_lag
+    state_lag: int  # copied from SlotPool.state_lag
 
     @property
     def first(self) -> int:
@@ -60,9 +61,11 @@ class SwapTier:
         request: Request,
         parts: Sequence[tuple[int, Index]],
         num_computed: int,
-        draft_lag: int,
+        lags: tuple[int, int],
     ) -> Swapped | None:
         """Allocate host pages for `parts`, the pages of each group and the index of the first.
+
+        `lags` are the row's `draft_lag` and `state_lag`.
 
         Returns None if they do not fit, or if all of its pages can be found in the cache.
         """
@@ -73,7 +76,7 @@ class SwapTier:
             self._counters.refused_swaps += 1
             return None
         taken = tuple((at, group.swap_out(len(pages))) for group, (at, pages) in zip(groups, parts))
-        left = self._left[request.number] = Swapped(taken, num_computed, draft_lag)
+        left = self._left[request.number] = Swapped(taken, num_computed, *lags)
         return left
 
     def left(self, request: Request) -> Swapped | None:
@@ -113,7 +116,7 @@ class SlotLifecycle:
         max_shared_tokens: int | None,
         host: PagePool | None,
         has_tier: bool = False,
-        groups: Sequence[WindowGroup] = (),
+        groups: Sequence[BesideGroup] = (),
     ) -> None:
         assert host is not None or not has_tier, "pages come from a tier by way of the host's pool"
         self.slots = slots
@@ -181,7 +184,7 @@ class SlotLifecycle:
             else:
                 self._counters.broken_swaps += 1
             self.swap.forget(request)
-        self.matching.block_if_in_progress(row)
+        self.matching.begin(row)
         return row
 
     def fork(self, source: int, request: Request) -> int:
@@ -277,7 +280,8 @@ class SlotLifecycle:
         request: Request = slots.requests[row]
         groups, num_computed = self.tables.groups, int(slots.num_computed[row])
         parts = [group.to_swap(row, int(slots.num_published[row]), num_computed) for group in groups]
-        left = self.swap.leave(request, parts, num_computed, int(slots.draft_lag[row]))
+        lags = int(slots.draft_lag[row]), int(slots.state_lag[row])
+        left = self.swap.leave(request, parts, num_computed, lags)
         if left is None:
             return None
         for group, (_, pages), (_, targets) in zip(groups, parts, left.parts):
@@ -300,3 +304,4 @@ class SlotLifecycle:
                 self.tables.copy(copy)
         slots.num_computed[row] = swapped.num_computed
         slots.draft_lag[row] = swapped.draft_lag
+        slots.state_lag[row] = swapped.state_lag

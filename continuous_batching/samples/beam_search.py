@@ -186,25 +186,27 @@ class BeamSearches:
             if self._slots.num_computed[leader] >= waiting[others[0]] * size:
                 for row in others:
                     self._lifecycle.start_beam(leader, row)
-                if self._lifecycle.tables.gives_back:  # it stopped here, too
+                if self._lifecycle.tables.must_stop_to_fork:  # it stopped here, too
                     self._lifecycle.matching.block_until_looked_up(leader)
 
     def most_found(self, request: Request) -> int | None:
         """Return the most cached pages from which a waiting request may go on; None: any number.
 
-        The leader of a resumed search must have what the windows of its other beams see when these start.
+        The leader of a resumed search must have what the windows of its other beams see when these start, and
+        the state that they start from.
         """
         search = self.by_number.get(request.number)
-        if search is None or not search.has_begun or not self._lifecycle.tables.gives_back:
+        if search is None or not search.has_begun or not self._lifecycle.tables.must_stop_to_fork:
             return None
         return search.num_shared(self._slots.page_size)
 
     def wait_for_beams(self, rows: Index, stops: Index) -> Index:
         """Stop leaders of resumed searches where their other beams start, and return the ends of the spans.
 
-        Behind that they would free what the windows of these beams see, and take pages that these need.
+        Behind that they would free what the windows of these beams see, take pages that these need, and
+        change the state that these start from.
         """
-        if not self._lifecycle.tables.gives_back:
+        if not self._lifecycle.tables.must_stop_to_fork:
             return stops
         waiting, stops = self._lifecycle.waiting_beams, stops.copy()
         for search in self._running():

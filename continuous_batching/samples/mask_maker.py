@@ -47,11 +47,12 @@ class MaskMaker:
 
     A step waits `patience_s` for those that were quick before, and for any of them if no row of the step
     would get a token otherwise. The mask of an answer's first token is always waited for: it was made when
-    the grammar was compiled, and other requests may share the pages of the prompt.
+    the grammar was compiled, and other requests may share the pages of the prompt. With `waits`, a step waits
+    for all masks: its row could not compute a token once more, because its state has taken it in already.
     """
 
-    def __init__(self, patience_s: float = PATIENCE_S) -> None:
-        self._patience_s = patience_s
+    def __init__(self, patience_s: float = PATIENCE_S, *, waits: bool = False) -> None:
+        self._patience_s, self._waits = patience_s, waits
         self._threads = ThreadPoolExecutor(MOST_THREADS, "masks")
         self._made = threading.Condition()
 
@@ -114,7 +115,7 @@ class MaskMaker:
 
     def _wait(self, places: Sequence[MaskPlace], *, is_alone: bool) -> None:
         jobs = [place.constraint.making for place in places if place.constraint.making is not None]
-        first = [job for job in jobs if not len(job.answer)]
+        first = [job for job in jobs if self._waits or not len(job.answer)]
         quick = [job for job in jobs if not (job.is_late or job.constraint.is_slow)]
         until_s = time.monotonic() + self._patience_s
         with self._made:

@@ -13,6 +13,7 @@ import numpy as np
 
 from continuous_batching.counters import Counters
 from continuous_batching.paging.page_tables import EMPTY
+from continuous_batching.paging.prefix_matching import MOST_FORESEEN
 from continuous_batching.paging.slot_lifecycle import SlotLifecycle
 from continuous_batching.policies.policy import Busy, Policy, Room, Waiting
 from continuous_batching.queueing import WaitingQueue
@@ -126,6 +127,8 @@ class Admission:
             lifecycle.matching.count_lookup(request, matched)
         self._waiting.remove(request)
         row = lifecycle.enter(request, matched, reserved)
+        if lifecycle.matching.checkpoints is not None:
+            lifecycle.matching.foresee(row, self._waiting.oldest(MOST_FORESEEN))
         if request.params.beam_width:
             self._beam_searches.take_rows(request, row, reserved)
         if first_time:

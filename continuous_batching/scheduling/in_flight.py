@@ -80,6 +80,7 @@ class InFlight:
         slots, batch = self._slots, self.last
         rows = batch.owners[~np.isin(batch.owners, list(self.outrun))] if self.outrun else batch.owners
         slots.num_computed[batch.slots] = batch.stops
+        slots.state_lag[batch.slots] = 0
         self._book_draft_model(batch)
         # Any legal token will do, because the device has the real one
         slots.token_ids[rows, slots.num_tokens[rows]] = 0
@@ -110,6 +111,7 @@ class InFlight:
         landed = self._batches.popleft()
         assert landed.batch is batch, "batches are committed in the order in which they were made"
         self._slots.num_computed[batch.slots] = batch.stops
+        self._slots.state_lag[batch.slots] = 0
         self._book_draft_model(batch)
         if len(self._unknown):
             self._slots.num_tokens[self._unknown] -= 1

@@ -8,10 +8,11 @@ scheduler owns them and their order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from continuous_batching.batch import LATE, NO_BATCH, Batch, Booked, Sampled
+from continuous_batching.batch import LATE, NO_BATCH, Batch, Booked, Sampled, StateCut
 from continuous_batching.counters import Counters
 from continuous_batching.paging.page_tables import EMPTY, Compaction
 from continuous_batching.paging.slot_lifecycle import SlotLifecycle
@@ -40,7 +41,7 @@ from continuous_batching.speculation.speculation import (
     yield_at_drafts,
 )
 from continuous_batching.step_time import StepTime
-from kv_cache.groups import WindowGroup
+from kv_cache.groups import BesideGroup
 from kv_cache.pages import Index, PagePool
 
 
@@ -61,7 +62,7 @@ class Scheduler:
     may share, it observes each step before them. Every `compact_every_steps` steps (0: never) held pages
     start to move to the low end, at most `compact_pages_per_step` of them in a step (0: all). `depth` batches
     are in flight at once (Orca's n_workers), each with its share of the rows. `groups` are the pages of
-    layers that see a window; `pool` and `host_pool` are those of all other layers.
+    layers that see a window and of those that keep a state; `pool` and `host_pool` are those of all others.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Scheduler:
         compact_pages_per_step: int = 0,
         seed: int = 0,
         depth: int = 1,
-        groups: Sequence[WindowGroup] = (),
+        groups: Sequence[BesideGroup] = (),
     ) -> None:
         check_budget(max_batch_tokens, policy, slots)
         self.slots, self.pool, self.host_pool = slots, pool, host_pool
@@ -102,8 +103,8 @@ class Scheduler:
             has_tier=has_tier,
             groups=groups,
         )
-        slots.window_tables = tuple(group.table for group in groups)
         self.prefix, self.tables = self.lifecycle.prefix, self.lifecycle.tables
+        self._checkpoints = self.lifecycle.matching.checkpoints
         self.waiting = WaitingQueue() if waiting is None else waiting
         self.in_flight = InFlight(slots, depth)
         self.max_batch_tokens = max_batch_tokens  # may be changed between steps
@@ -155,6 +156,7 @@ class Scheduler:
             self._parallel_samples.add(request)
         if request.params.beam_width:
             self._num_arrived += self._beam_searches.add(request)
+        self.lifecycle.matching.arrives(request)
         self.waiting.push(request)
 
     def page_keys(self, request: Request) -> list[bytes]:
@@ -264,9 +266,15 @@ class Scheduler:
         targets = stops[sampled]
         if num_drafts:
             sampled, owners, targets = yield_at_drafts(slots, sampled, owners, targets)
+        cuts: tuple[StateCut, ...] = ()
+        if self._checkpoints is not None:
+            known = np.minimum(stops, slots.num_tokens[rows]) if num_drafts else stops
+            cuts = self._checkpoints.cuts(rows, starts, known)
         copies, unknown = self.tables.take_copies(), self.in_flight.is_unknown(rows)
         drafter = () if self.speculation is None else self.speculation.draft_spans(rows, starts, stops)
         batch = Batch(rows, starts, stops, sampled, owners, targets, copies, unknown, num_drafts, *drafter)
+        if cuts:
+            batch = replace(batch, cuts=cuts)
         self.in_flight.launch(batch, involved, EMPTY if only_decodes else involved, now_s)
         return batch
 
@@ -280,7 +288,12 @@ class Scheduler:
         todo = self._policy.share(Busy(todo, starts, decodes), self.max_batch_tokens)
         granted = todo > 0
         rows, starts, todo = rows[granted], starts[granted], todo[granted]
-        return rows, starts, self.tables.fitting(rows, starts, starts + todo), False
+        stops = self.tables.fitting(rows, starts, starts + todo)
+        if self._checkpoints is not None:
+            stops = self._checkpoints.aligned(rows, starts, stops, self.max_batch_tokens)
+            kept = stops > starts
+            rows, starts, stops = rows[kept], starts[kept], stops[kept]
+        return rows, starts, stops, False
 
     def commit(self, batch: Batch, sampled: Sampled, now_s: float) -> Booked:
         """Book the device's answer to a batch.
@@ -346,14 +359,15 @@ class Scheduler:
     ) -> tuple[int, ...]:
         """Change the number of pages while serving; raises ValueError, with nothing changed, if impossible.
 
-        `window_pages` are the pages of each window, which keep their number if none are given. Held pages are
-        moved to the low end first. A smaller pool may need pages that are held now: `give_up` says whether
-        idle cached pages may be evicted ("cached"), and rows preempted ("running"), for it. Every accepted
-        request still fits. Returns the number of pages of each group.
+        `window_pages` are the pages of each window, and then the states; what is not given keeps its number.
+        Held pages are moved to the low end first. A smaller pool may need pages that are held now: `give_up`
+        says whether idle cached pages may be evicted ("cached"), and rows preempted ("running"), for it.
+        Every accepted request still fits. Returns the number of pages of each group.
         """
         assert not len(self.in_flight), "pages were cut off under a batch in flight"
         tables, slots = self.tables, self.slots
-        counts = (num_pages, *(window_pages or [group.pool.num_pages for group in tables.beside]))
+        own = [group.pool.num_pages for group in tables.beside]
+        counts = (num_pages, *window_pages, *own[len(window_pages) :])
         assert len(counts) == len(tables.groups), f"{len(counts)} numbers for {len(tables.groups)} pools"
         taken = [*self.waiting.requests, *slots.requests[slots.busy], *self._parallel_samples.requests]
         for group, count in zip(tables.groups, counts):

@@ -224,6 +224,9 @@ def book_drafts(slots: SlotPool, batch: Batch, sampled: Sampled, over: dict[int,
                 ended.add(row)
     counted = np.array(kept, dtype=np.int64)
     slots.num_computed[batch.owners[counted]] = batch.targets[counted]
+    if batch.num_drafts:  # a state stands behind the last token that was known
+        known = batch.stops - batch.drafts_by_span
+        slots.state_lag[batch.slots] = np.maximum(slots.num_computed[batch.slots] - known, 0)
     if batch.makes_drafts:
         rows = batch.slots
         slots.draft_lag[rows] = np.maximum(slots.num_computed[rows] - batch.draft_stops, 0)

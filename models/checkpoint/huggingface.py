@@ -21,6 +21,7 @@ from models.config import (
     NORMS,
     ROPE_KINDS,
     DecoderConfig,
+    IndexConfig,
     LatentConfig,
     LayerSpec,
     Mixer,
@@ -56,6 +57,11 @@ MOST = {
     "qk_nope_head_dim": 2**14,
     "qk_rope_head_dim": 2**14,
     "v_head_dim": 2**14,
+    "index_n_heads": 2**14,
+    "index_head_dim": 2**14,
+    "index_topk": 2**24,
+    "index_topk_freq": 2**12,
+    "index_skip_topk_offset": 2**12,
     "linear_num_key_heads": 2**14,
     "linear_num_value_heads": 2**14,
     "linear_key_head_dim": 2**14,
@@ -393,11 +399,11 @@ def layers_after_dense(hf: Mapping[str, Any], first_dense: int) -> tuple[bool, .
     return tuple(layer >= dense for layer in range(integer(hf, "num_hidden_layers")))
 
 
-def layers_by_mlp_type(hf: Mapping[str, Any]) -> tuple[bool, ...]:
+def layers_by_mlp_type(hf: Mapping[str, Any], first_dense: int = 1) -> tuple[bool, ...]:
     """Return which layers have experts: those that `mlp_layer_types` calls sparse, or all but the first."""
     types, num_layers = hf.get("mlp_layer_types"), integer(hf, "num_hidden_layers")
     if types is None:
-        return tuple(layer > 0 for layer in range(num_layers))
+        return tuple(layer >= first_dense for layer in range(num_layers))
     known = ("dense", "sparse")
     if not isinstance(types, list) or len(types) != num_layers or any(each not in known for each in types):
         raise refused(
@@ -458,6 +464,17 @@ def latent_config(hf: Mapping[str, Any]) -> LatentConfig:
     )
 
 
+def index_config(hf: Mapping[str, Any], *, interleaved: bool) -> IndexConfig:
+    """Return the indexer of sparse latent attention; `interleaved` is of the family."""
+    rope_dim, head_dim = integer(hf, "qk_rope_head_dim"), integer(hf, "index_head_dim")
+    if hf.get("q_lora_rank") is None:
+        raise refused("q_lora_rank", None, "an indexer reads compressed queries: give their width")
+    if head_dim < rope_dim:
+        fix = f"its first qk_rope_head_dim ({rope_dim}) channels are rotated: it must have as many"
+        raise refused("index_head_dim", head_dim, fix)
+    return IndexConfig(integer(hf, "index_n_heads"), head_dim, integer(hf, "index_topk"), interleaved)
+
+
 def gated_shared_experts(
     hf: Mapping[str, Any], *, normalizes: bool, may_be_stacked: bool = False
 ) -> MixtureConfig:
@@ -495,6 +512,7 @@ def gated_delta(hf: Mapping[str, Any], *, is_interleaved: bool = False) -> Recur
 
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+INDEXED = "indexed_attention"
 _CAUSAL = (
     "such a model, made for embeddings, attends to both sides, and this engine computes causal attention:"
     " use a causal checkpoint, or an engine for bidirectional models"
@@ -554,6 +572,8 @@ def hybrid_layers(
 def _layer_type(layer: LayerSpec) -> str:
     if layer.mixer == "recurrent":
         return LINEAR
+    if layer.index is not None:
+        return INDEXED
     return FULL if layer.window is None else SLIDING
 
 

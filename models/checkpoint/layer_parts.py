@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from models.config import QUERY_NORM, DecoderConfig
+from models.config import INDEX_KEY_NORM, QUERY_NORM, DecoderConfig
 from models.decoder import DecoderLayer, SelfAttention
 from models.layers.latent import LatentSelfAttention, UpProjection
 from models.layers.linear import Linear
@@ -53,6 +53,9 @@ class LayerParts:
             )
         if isinstance(attention, LatentSelfAttention):
             whole[f"{prefix}self_attn.{QUERY_NORM}.bias"] = attention.query_norm_bias
+            if attention.indexer is not None:
+                bias = f"{block}{INDEX_KEY_NORM}.bias"
+                whole[bias], orders[bias] = attention.indexer.key_norm_bias, attention.order(INDEX_KEY_NORM)
         if isinstance(attention, SelfAttention):
             whole[f"{prefix}self_attn.{SINKS}"] = attention.sinks
             scales = attention.key_scale, attention.value_scale

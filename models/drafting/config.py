@@ -88,7 +88,11 @@ def mtp_config(target: DecoderConfig, num_kept: int) -> MtpConfig:
         )
     values = {each.name: getattr(target, each.name) for each in fields(target)}
     mixture = target.mixture and replace(target.mixture, placement=())
-    layer = LayerSpec(target.layers[-1].mixer, mlp="dense" if mixture is None else "experts")
+    layer = LayerSpec(
+        target.layers[-1].mixer,
+        mlp="dense" if mixture is None else "experts",
+        index=None if target.layers[-1].index is None else "own",
+    )
     values |= {"family": "mtp", "layers": (layer,), "mixture": mixture}
     values |= {"tie_embeddings": True, "eos_token_ids": (), "num_unread_layers": 0, "window_groups": ()}
     values["int8_cache"] = has_int8_cache(target)

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from attention.latent import LatentAttention, LatentProlog, LatentUp
-from models.config import NORM_EPS, QUERY_NORM, DecoderConfig, Form
+from attention.sparse import SparseAttention
+from models.config import INDEX_KEY_NORM, NORM_EPS, QUERY_NORM, DecoderConfig, Form
 from models.layers.dtypes import TORCH_DTYPES
+from models.layers.indexer import Indexer
 from models.layers.linear import Linear, SplitLinear, SummedLinear, parameter
 from models.layers.rope import is_scaled
 from models.ops.operands import Int8Rows
@@ -112,6 +114,10 @@ class LatentSelfAttention(nn.Module):
                 ops, latent.query_rank, sum(queries), False, dtype, device, forms[1], outputs
             )
             self.qkv.in_parts = self.query_up.in_parts = self.joins
+        self.indexer: Indexer | None = None
+        if config.index_of(layer) is not None:
+            assert isinstance(attention, SparseAttention), "the device's operators are those of the model"
+            self.indexer = Indexer(config, layer, name, ops, attention)
         self.latent_norm = parameter(latent.rank, dtype=dtype, device=device)
         ups = heads * latent.nope_dim, heads * latent.value_dim
         self.up = UpProjection(ops, latent.rank, ups, heads, dtype, device, form("kv_b_proj"))
@@ -120,13 +126,16 @@ class LatentSelfAttention(nn.Module):
         )
 
     @property
-    def reader(self) -> Linear:
-        """The linear that alone reads the hidden state."""
-        return self.qkv
+    def reader(self) -> Linear | None:
+        """The linear that alone reads the hidden state; None if an indexer reads it, too."""
+        return self.qkv if self.indexer is None else None
 
     def norms(self) -> dict[str, nn.Parameter | None]:
         """Return its norms by their checkpoint names."""
-        return {QUERY_NORM: self.query_norm, "kv_a_layernorm": self.latent_norm}
+        found: dict[str, nn.Parameter | None] = {QUERY_NORM: self.query_norm}
+        if self.indexer is not None:
+            found[INDEX_KEY_NORM] = self.indexer.key_norm
+        return {**found, "kv_a_layernorm": self.latent_norm}
 
     def joined(self) -> list[tuple[tuple[str, ...], Linear | UpProjection]]:
         """Return its linears with the checkpoint's linears that each of them joins."""
@@ -134,6 +143,7 @@ class LatentSelfAttention(nn.Module):
         return [
             (self.latent.first(), self.qkv),
             *up,
+            *([] if self.indexer is None else self.indexer.joined()),
             (("kv_b_proj",), self.up),
             (("o_proj",), self.output),
         ]
@@ -145,6 +155,8 @@ class LatentSelfAttention(nn.Module):
         Fused linears take queries in that form.
         """
         latent = self.latent
+        if self.indexer is not None and name.startswith("indexer."):
+            return self.indexer.order(name)
         if name in ("q_proj", "q_b_proj") and not self.joins:
             rows = torch.arange(self.num_heads * latent.query_dim).unflatten(0, (self.num_heads, -1))
             nope, rope = rows.split((latent.nope_dim, latent.rope_dim), 1)
@@ -168,16 +180,19 @@ class LatentSelfAttention(nn.Module):
 
     def forward(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
         """Map [T, hidden] to [T, hidden], after writing the step's latents and rope keys to the cache."""
-        (latents, rope_keys), up = step.cache.of(self.layer), self.up.packed
+        (latents, rope_keys, *_), up = step.cache.of(self.layer), self.up.packed
         assert up is not None, "pack the decoder before its first step"
+        weights = self._write_index(x, cos, sin, step)
         if self.prolog is not None and self.attention.is_joined(step.metadata):
             rows, scale = self.rows(x)
-            query, rope = self.attention.write_joined(
+            query, rope, compressed = self.attention.write_joined(
                 rows, scale, self.prolog, cos, sin, latents, rope_keys, step.metadata
             )
+            self._choose(compressed, weights, cos, sin, step)
             attended = self.attention.attend_joined(query, rope, up, latents, rope_keys, step.metadata)
         else:
-            nope, rope = self.write(x, cos, sin, step)
+            nope, rope, compressed = self._write_latents(x, cos, sin, step)
+            self._choose(compressed, weights, cos, sin, step)
             attended = self.attention.attend_heads(
                 nope, rope, up, latents, rope_keys, step.metadata, self.layer
             )
@@ -199,12 +214,51 @@ class LatentSelfAttention(nn.Module):
         sin: Tensor,
         step: StepInputs,
         is_absent: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> None:
+        """Write what the cache keeps of the step's tokens, zeros for absent tokens [T]."""
+        self._write_index(x, cos, sin, step, is_absent)
+        self._write_latents(x, cos, sin, step, is_absent)
+
+    def _write_index(
+        self,
+        x: Tensor | Int8Rows,
+        cos: Tensor,
+        sin: Tensor,
+        step: StepInputs,
+        is_absent: Tensor | None = None,
+    ) -> Tensor | None:
+        """Write the step's index keys to the cache; return the weights of the index heads.
+
+        None if the layer has no indexer.
+        """
+        if self.indexer is None:
+            return None
+        assert isinstance(x, Tensor), "an indexer reads no rows in int8"
+        return self.indexer.write(x, cos, sin, step, is_absent)
+
+    def _choose(
+        self, compressed: Tensor | None, weights: Tensor | None, cos: Tensor, sin: Tensor, step: StepInputs
+    ) -> None:
+        """Choose what the step's queries read, if the layer has an indexer and some tokens are not read."""
+        if self.indexer is not None:
+            assert compressed is not None, "an indexer reads compressed queries"
+            assert weights is not None, "they were computed with the index keys"
+            self.indexer.choose(compressed, weights, cos, sin, step)
+
+    def _write_latents(
+        self,
+        x: Tensor | Int8Rows,
+        cos: Tensor,
+        sin: Tensor,
+        step: StepInputs,
+        is_absent: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Write the step's latents and rope keys to the cache, zeros for absent tokens [T].
 
-        Returns its queries [T, H, N] and [T, H, R].
+        Returns its queries [T, H, N] and [T, H, R], and the normed compressed queries, if it has these.
         """
         *queries, kv = self.qkv(x)
+        normed: Tensor | None = None
         if is_absent is not None:
             kv = kv.masked_fill(is_absent[:, None], 0)
         if self.query_up is not None and self.query_norm is not None:
@@ -217,8 +271,8 @@ class LatentSelfAttention(nn.Module):
             nope, rope = nope.contiguous(), torch.cat((pairs[..., ::2], pairs[..., 1::2]), -1)
         else:
             nope, rope = (each.unflatten(-1, (-1, width)) for each, width in zip(queries, widths))
-        latents, rope_keys = step.cache.of(self.layer)
-        return nope, self._write(kv, rope, cos, sin, latents, rope_keys, step)
+        latents, rope_keys, *_ = step.cache.of(self.layer)
+        return nope, self._write(kv, rope, cos, sin, latents, rope_keys, step), normed
 
     def _write(
         self,

@@ -11,6 +11,7 @@ Legend: T tokens of the step, J key heads, H value heads, K width of a key, V wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention.recurrent import Recurrence
+from attention.recurrent import Recurrence, Tails
 from models.config import DecoderConfig, Form, LayerState, RecurrentConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear, SplitLinear, SummedLinear, parameter
@@ -134,15 +135,21 @@ class RecurrentMixer(nn.Module):
         assert step.states is not None, "a step of this decoder says which states it advances"
         assert self._taps is not None, "pack the decoder before its first step"
         assert self._rate is not None, "pack the decoder before its first step"
-        states, pasts = step.cache.of(self.layer)
+        states, pasts, *kept = step.cache.of(self.layer)
         num_tokens, num_rows = len(step.token_ids), len(x)
         made = self.projected(x[:num_tokens], self._rate)
-        mixed = self.recurrence.convolve(made.mixed, self._taps, pasts, step.states)
+        inputs, tails = (made.mixed, made.decay, made.beta), step.states.tails
+        if tails is not None:
+            inputs = _with_tails(inputs, kept, tails)
+        convolved, decay, beta = inputs
+        mixed = self.recurrence.convolve(convolved, self._taps, pasts, step.states)
         sizes = self.sizes
         widths = (sizes.key_dim, sizes.key_dim, sizes.value_dim)
         parts = zip(mixed.split(sizes.widths, -1), widths)
         query, key, value = (each.unflatten(-1, (-1, width)) for each, width in parts)
-        read = self.recurrence.advance(query, key, value, made.decay, made.beta, states, step.states)
+        read = self.recurrence.advance(query, key, value, decay, beta, states, step.states)
+        if tails is not None:
+            read = read[tails.own]
         read = self.ops.gated_rms_norm(read, made.gate, self.norm, self.eps, self.activation).flatten(1)
         y: Tensor = self.output(F.pad(read, (0, 0, 0, num_rows - num_tokens)))
         return y
@@ -238,6 +245,19 @@ class KimiDelta(RecurrentMixer):
         decay = decay.unflatten(-1, (-1, self.sizes.key_dim)) * rate[:, None]
         gate = self.gate_up(gate).unflatten(-1, (-1, self.sizes.value_dim))
         return Projected(mixed, decay, beta.sigmoid(), gate)
+
+
+def _with_tails(
+    inputs: tuple[Tensor, Tensor, Tensor], planes: Sequence[Tensor], tails: Tails
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put what is read again before the inputs [T, ...] of each span, and keep the inputs of drafts."""
+    mixed, decay, beta = (
+        torch.cat((plane[tails.pages, tails.places].to(each.dtype), each))[tails.order]
+        for plane, each in zip(planes, inputs)
+    )
+    for plane, each in zip(planes, inputs):
+        plane[tails.draft_pages, tails.draft_places] = each[tails.drafts].to(plane.dtype)
+    return mixed, decay, beta
 
 
 def new_states(state: LayerState, count: int, device: torch.device) -> tuple[Tensor, ...]:

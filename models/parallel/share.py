@@ -178,7 +178,7 @@ class Share:
             case "kv_b_proj" if config.latent is not None:
                 width = config.latent.nope_dim + config.latent.value_dim
                 return (_equal(config.num_heads * width, rank, ranks),)
-            case "q_a_proj" | "kv_a_proj_with_mqa" | "eh_proj":
+            case "q_a_proj" | "kv_a_proj_with_mqa" | "eh_proj" | "wq_b" | "wk" | "weights_proj":
                 return ()
             case "k_proj" | "v_proj":
                 return (self._kv_heads(config),)
@@ -281,12 +281,12 @@ def check_experts(config: DecoderConfig, tensors: int, count: int) -> None:
 def most_contexts(config: DecoderConfig, tensors: int) -> int:
     """Return how many neighbours of the tensor ranks hold the same keys and values of a layer: all latents.
 
-    It is 1 as well where a layer keeps what is not divided: a window, a state, or sinks beside its scores.
+    It is 1 as well where a layer keeps what is not divided: a window, a state, index keys, or sinks.
     """
     if config.recurrent is not None or config.has_sinks or any(each is not None for each in config.windows):
         return 1
     if config.latent is not None:
-        return tensors
+        return tensors if config.latent.index is None else 1
     return max(1, tensors // config.num_kv_heads)
 
 
@@ -300,6 +300,7 @@ def check_contexts(config: DecoderConfig, tensors: int, count: int) -> None:
     for has, what in (
         (config.recurrent is not None, "recurrent states"),
         (config.has_sinks, "attention sinks"),
+        (config.latent is not None and config.latent.index is not None, "index keys of sparse attention"),
         (any(each is not None for each in config.windows), "sliding windows"),
     ):
         why = f"the model has {what}, which are not divided" if has else why

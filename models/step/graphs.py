@@ -161,6 +161,9 @@ class DecodeGraphs:
         self.decoder, self.cache, self.attention, self.slots = decoder, cache, attention, slots
         self.sampler, self.width = sampler, width
         self._num_windows = len(decoder.group_windows) - 1
+        self._num_states = int(isinstance(decoder, Decoder) and decoder.config.num_recurrent > 0)
+        if self._num_states:  # steps of spans would compute drafts that are not to change a state
+            width = self.width = 1
         self._joins = isinstance(decoder, Decoder) and decoder.share.tensors > 1 and sampler.reads_logits
         self.sizes, self.span_rows = captured_sizes(attention, most, width, most_layers, joins=self._joins)
         wanted = ladder(most, slots.page_size)
@@ -178,7 +181,8 @@ class DecodeGraphs:
         # The tokens that the step before chose [N], then what this step is sent, so that one gather reads
         # either
         self._first_sent = -(-max(slots.num_slots, self.sizes[-1]) // ALIGNED) * ALIGNED
-        sent = max(num_values(*step, slots.max_pages, self._num_windows) for step in self._all())
+        further = self._num_windows, self._num_states
+        sent = max(num_values(*step, slots.max_pages, *further) for step in self._all())
         self._table = torch.zeros(self._first_sent + sent, dtype=torch.int32, device=attention.device)
         self._held: Tensor | None = None  # the tokens with which the table begins
 
@@ -193,7 +197,13 @@ class DecodeGraphs:
 
     def takes(self, batch: Batch) -> bool:
         """Whether a batch consists of decodes only, with or without drafts, and is not too large."""
+        if self._num_states and (batch.num_drafts or batch.cuts or not self._goes_on(batch)):
+            return False
         return batch.num_tokens == batch.num_spans + batch.num_drafts and batch.num_tokens <= self.sizes[-1]
+
+    def _goes_on(self, batch: Batch) -> bool:
+        """Whether each row goes on from a state that has taken in all of its tokens."""
+        return bool(batch.starts.all()) and not self.slots.state_lag[batch.slots].any()
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -267,14 +277,13 @@ class DecodeGraphs:
         return StepOutputs(logits, best, drawn)
 
     def _captured(self, rows: int, width: int, pool: Any, scratch: CacheLayers) -> CapturedStep:
-        size = num_values(rows, width, self.slots.max_pages, self._num_windows)
+        further = self._num_windows, self._num_states
+        size = num_values(rows, width, self.slots.max_pages, *further)
         pinned = torch.zeros(self._num_inputs, size, dtype=torch.int32, pin_memory=True)
-        inputs = [
-            GraphInputs(each, rows, width, self.slots, self._first_sent, self._num_windows) for each in pinned
-        ]
+        inputs = [GraphInputs(each, rows, width, self.slots, self._first_sent, *further) for each in pinned]
         sent = self._table[self._first_sent :][:size]
         sent.copy_(pinned[0])
-        parts_sent = split(sent, rows, width, self._num_windows)
+        parts_sent = split(sent, rows, width, *further)
         columns = parts_sent[0]
         # Operators compile and allocate in their first run, which is not allowed in a capture
         logits, best, _ = self._step(*parts_sent, scratch)
@@ -305,7 +314,12 @@ class DecodeGraphs:
         return CapturedStep(graph, inputs, sent, metadata, logits, best, joins, draw, drawn)
 
     def _step(
-        self, columns: Tensor, pages: Tensor, windows: list[tuple[Tensor, Tensor]], cache: CacheLayers
+        self,
+        columns: Tensor,
+        pages: Tensor,
+        windows: list[tuple[Tensor, Tensor]],
+        states: Tensor,
+        cache: CacheLayers,
     ) -> tuple[Tensor, Best, tuple[AttentionMetadata, ...]]:
         _, positions, write_index, kv_lens, rope_lens, source, adapters = columns[: DRAW.start]
         # A row that failed has no token: its request ends, and this step's result for it is dropped
@@ -329,6 +343,8 @@ class DecodeGraphs:
             step = replace(step, is_asked=(write_index >= self.slots.page_size).int())
         if isinstance(self.decoder, Decoder) and self.decoder.adapters is not None:
             step = replace(step, adapters=adapters)
+        if isinstance(self.decoder, Decoder) and self._num_states:
+            step = replace(step, states=self.decoder.recurrence.plan_static(states))
         if isinstance(self.decoder, Head):
             step = replace(step, before_index=_before_index(positions, page_table, self.slots.page_size))
         hidden = self.decoder(step)

@@ -10,15 +10,18 @@ device.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from continuous_batching.batch import Batch
+from attention.recurrent import StateMetadata, Tails
+from continuous_batching.batch import Batch, ragged_ranges
 from continuous_batching.slots import SlotPool
 from kv_cache.device.storage import CacheLayers
 from kv_cache.device.transfer import to_device
-from kv_cache.pages import Index
+from kv_cache.pages import NULL_PAGE, Index
 from models.decoder import Decoder
 from models.head import Head
 from models.step_inputs import StepInputs
@@ -55,7 +58,51 @@ def step_inputs(batch: Batch, slots: SlotPool, decoder: Decoder | Head, cache: C
         before_index,
         adapters=adapters,
         window_metadata=tuple(of_windows),
+        states=state_spans(batch, slots, decoder) if isinstance(decoder, Decoder) else None,
     )
+
+
+def state_spans(batch: Batch, slots: SlotPool, decoder: Decoder) -> StateMetadata | None:
+    """Return which states the spans of a batch go on from and leave; None if no layer keeps one.
+
+    A state stands before the drafts that were accepted last, and is left before those of this batch.
+    """
+    table = slots.state_table
+    if table is None or not decoder.config.num_recurrent:
+        return None
+    pages, lags = table[batch.slots, 0].astype(np.int64), slots.state_lag[batch.slots]
+    starts, stops, sources, targets = batch.starts - lags, batch.stops, pages, pages
+    drafts = batch.drafts_by_span if batch.num_drafts else np.zeros_like(lags)
+    stops, num_parts = stops - drafts, np.ones_like(pages)
+    if batch.cuts:  # a span in parts, each of which goes on from where the one before has left its state
+        spans = np.array([cut.span for cut in batch.cuts])
+        ends, left = (np.array([getattr(cut, name) for cut in batch.cuts]) for name in ("position", "page"))
+        starts, stops = np.insert(starts, spans + 1, ends), np.insert(stops, spans, ends)
+        sources, targets = np.insert(pages, spans + 1, left), np.insert(pages, spans, left)
+        num_parts += np.bincount(spans, minlength=len(pages))
+    if batch.num_drafts:  # drafts are parts whose state goes nowhere
+        having = np.flatnonzero(drafts)
+        behind, known = np.cumsum(num_parts)[having], (batch.stops - drafts)[having]
+        starts, stops = np.insert(starts, behind, known), np.insert(stops, behind, batch.stops[having])
+        sources, targets = np.insert(sources, behind, pages[having]), np.insert(targets, behind, NULL_PAGE)
+    planned = decoder.recurrence.plan(starts, stops, sources, targets)
+    if not batch.num_drafts and not lags.any():
+        return planned
+    return replace(planned, tails=_tails(batch, pages, lags, drafts, decoder.attention.device))
+
+
+def _tails(batch: Batch, pages: Index, lags: Index, drafts: Index, device: torch.device) -> Tails:
+    """Return what spans read again of so many accepted drafts, and keep of so many new ones."""
+    lens, num_read = batch.stops - batch.starts, int(lags.sum())
+    zeros, totals = np.zeros_like(lags), lags + lens
+    is_read = ragged_ranges(zeros, totals) < np.repeat(lags, totals)
+    order = np.where(is_read, np.cumsum(is_read) - 1, num_read + np.cumsum(~is_read) - 1)
+    ends = np.cumsum(lens)
+    arrays = (
+        *(np.repeat(pages, lags), ragged_ranges(zeros, lags), order, np.flatnonzero(~is_read)),
+        *(ragged_ranges(ends - drafts, ends), np.repeat(pages, drafts), ragged_ranges(zeros, drafts)),
+    )
+    return Tails(*(to_device(each.astype(np.int64), device) for each in arrays))
 
 
 class LastTokens:

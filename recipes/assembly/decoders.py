@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from attention.divided import DividedAttention, DividedLatentAttention, check_divided, shapes_of
 from attention.reference import Attention
+from attention.sparse import SparseAttention
 from continuous_batching.slots import SlotPool
-from devices.shapes import AttentionShape, LatentShape
+from devices.shapes import AttentionShape, IndexShape, LatentShape
 from kv_cache.device.storage import KVCache, LayerPages
 from models.checkpoint import weights
 from models.checkpoint.modelslim import rotation_of
-from models.config import DecoderConfig, HeadConfig
+from models.config import DecoderConfig, HeadConfig, LatentConfig, LayerState
 from models.decoder import Decoder
 from models.drafting import eagle as head_weights
 from models.drafting import mtp as mtp_weights
@@ -23,6 +25,7 @@ from models.drafting.eagle import Eagle3
 from models.drafting.mtp import Mtp
 from models.head import FIRST_KEY, FeaturePages, Head
 from models.layers.dtypes import TORCH_DTYPES
+from models.layers.recurrent import new_states
 from models.ops.reference import Ops
 from models.parallel.group import Group, dividing_pages
 from models.parallel.share import Share
@@ -36,7 +39,6 @@ from recipes.schema.speculation_section import DRAFTERS
 
 def shape_of(page_size: int, config: DecoderConfig) -> AttentionShape:
     """Return what this decoder needs of the attention operators, in pages of `page_size` tokens."""
-    latent = config.latent
     return AttentionShape(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -49,7 +51,7 @@ def shape_of(page_size: int, config: DecoderConfig) -> AttentionShape:
         first_key=FIRST_KEY if isinstance(config, HeadConfig) else 0,
         score_cap=config.score_cap,
         has_sinks=config.has_sinks,
-        latent=None if latent is None else LatentShape(latent.rope_dim, latent.nope_dim, latent.value_dim),
+        latent=None if config.latent is None else latent_shape(config.latent),
     )
 
 
@@ -68,6 +70,13 @@ def operators_of(
     (ops, parts), (_, whole) = machine.operators(of_parts), machine.operators(of_whole)
     kind = DividedAttention if shape.latent is None else DividedLatentAttention
     return ops, kind(shape, parts, whole, dividing_pages(group, count))
+
+
+def latent_shape(latent: LatentConfig) -> LatentShape:
+    """Return what latent attention adds to a shape."""
+    index = latent.index
+    of_index = None if index is None else IndexShape(index.num_heads, index.head_dim, index.top_k)
+    return LatentShape(latent.rope_dim, latent.nope_dim, latent.value_dim, of_index)
 
 
 def draft_decoder(
@@ -123,7 +132,16 @@ def _own_layer(recipe: Recipe, config: MtpConfig, machine: Machine, group: Group
 def layers_of(decoder: Decoder | Head) -> list[LayerPages]:
     """Return what the cache holds for a decoder, layer by layer; the features that a head reads come last."""
     config, attention = decoder.part, decoder.attention
-    layers = [LayerPages(attention.new_planes, config.group_of(layer)) for layer in range(config.num_layers)]
+    layers: list[LayerPages] = []
+    made: dict[LayerState, partial[tuple[torch.Tensor, ...]]] = {}
+    for layer, spec in enumerate(config.layers):
+        state = config.layer_state(layer)
+        if state is None:
+            planes = new_planes(attention, spec.index == "shared")
+            layers.append(LayerPages(planes, config.group_of(layer)))
+        else:  # one function for all layers that make equal planes
+            new = made.setdefault(state, partial(new_states, state, device=attention.device))
+            layers.append(LayerPages(new, 1 + len(config.window_groups)))
     if isinstance(config, HeadConfig):
         shape, dtype = (config.num_kept, config.hidden_size), TORCH_DTYPES[config.dtype]
         layers.append(
@@ -132,13 +150,21 @@ def layers_of(decoder: Decoder | Head) -> list[LayerPages]:
     return layers
 
 
+def new_planes(attention: Attention, shares_choice: bool) -> Callable[[int], tuple[torch.Tensor, ...]]:
+    """Return what makes the planes of a layer; without an indexer of its own it keeps no index keys."""
+    if not shares_choice:
+        return attention.new_planes
+    assert isinstance(attention, SparseAttention), "the device's operators are those of the model"
+    return attention.new_shared_planes
+
+
 def cache_of(decoders: Sequence[Decoder | Head], recipe: Recipe, memory: MemoryPlan) -> KVCache:
     """Return the cache of a decoder, and of the draft model or head after it, in as many pages as planned."""
     return KVCache(
         [layer for decoder in decoders for layer in layers_of(decoder)],
         recipe.cache.page_size,
-        [memory.num_pages, *(each.num_pages for each in memory.windows)],
-        [memory.num_host_pages, *(each.num_host_pages for each in memory.windows)],
+        [memory.num_pages, *memory.further_pools],
+        [memory.num_host_pages, *(each.num_host_pages for each in memory.windows), memory.num_host_states],
         indexed=decoders[0].attention.indexed,
     )
 

@@ -16,6 +16,7 @@ from borders.files import in_one_line
 from borders.start_report import LOADING, StartReport, repeated
 from continuous_batching.engine import Engine
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
+from continuous_batching.samples.mask_maker import MaskMaker
 from devices.compiled import LIMIT_S
 from models.checkpoint import weights
 from models.checkpoint.adapter_files import look_at
@@ -156,12 +157,11 @@ def assemble(
     cache = cache_of([decoder] if draft is None else [decoder, draft], recipe, memory)
     drafts = None if draft is None else draft.config
     most = (memory.num_pages, memory.num_host_pages, memory.longest_tokens)
-    limits = SchedulerLimits.of(config, *most, drafts, memory.window_pools)
+    states = memory.num_states, memory.num_host_states
+    limits = SchedulerLimits.of(config, *most, drafts, memory.window_pools, states)
     depth, costs = recipe.parallel.pipeline, costs_of(recipe, config, machine, world)
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
-    sampler: RowSampler = FollowerSampler()
-    if world.rank == 0:
-        sampler = Sampler(config.eos_token_ids, config.vocab_size, decoder.ops)
+    sampler = FollowerSampler() if world.rank else _sampler(decoder)
     drafter = None
     if draft is not None:
         most_tokens = scheduler.max_batch_tokens
@@ -182,12 +182,19 @@ def assemble(
         experts.restart()
     _log(recipe, config, memory, decoder)
     limits = replace(limits, num_pages=memory.num_pages, windows=memory.window_pools)
+    limits = replace(limits, num_states=memory.num_states)
     facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
     return BuiltEngine(
         *(engine, runner, config, memory, machine.name, largest_step_s, facts, experts),
         adapters=adapters,
         learned=lambda: machine.learned,
     )
+
+
+def _sampler(decoder: Decoder) -> RowSampler:
+    config = decoder.config
+    masks = MaskMaker(waits=config.num_recurrent > 0)  # a state that has taken a token in keeps it
+    return Sampler(config.eos_token_ids, config.vocab_size, decoder.ops, masks)
 
 
 def _loaded(
@@ -212,7 +219,8 @@ def _loaded(
         most_layers = share.most_layers(config)
         # This refuses sizes that cannot be captured before weights are loaded.
         captured_sizes(attention, *_captured(recipe), most_layers, joins=share.tensors > 1)
-    decoder = Decoder(config, ops, attention, group, share, stages)
+    recurrence = None if config.recurrent is None else machine.recurrence(config.recurrent.state_dtype)
+    decoder = Decoder(config, ops, attention, group, share, stages, recurrence)
     if recipe.model.weights == "random":
         weights.random(decoder, recipe.model.seed)
     else:
@@ -238,7 +246,9 @@ def _adapters(recipe: Recipe, decoder: Decoder) -> Adapters | None:
     adapters = Adapters(decoder, asked.most, asked.rank)
     for number, (name, folder) in enumerate((asked.folders or {}).items(), 1):
         try:
-            adapters.put(number, adapters.read(look_at(ROOT / folder, asked.rank)))
+            files = look_at(ROOT / folder, asked.rank)
+            adapters.put(number, adapters.read(files))
+            adapters.digests[number] = files.digest
         except (ValueError, OSError) as error:
             raise RecipeError(
                 f"adapters.folders.{name}", in_one_line(error), "correct it, or leave it out"
@@ -265,7 +275,17 @@ def _least(
         )
         for each in memory.windows
     )
-    if (pages, host_pages, windows) == (memory.num_pages, memory.num_host_pages, memory.windows):
+    kept = world.least(memory.num_kept_states, machine.device)
+    host_states = world.least(memory.num_host_states, machine.device)
+    least = replace(
+        memory,
+        num_pages=pages,
+        num_host_pages=host_pages,
+        windows=windows,
+        num_kept_states=kept,
+        num_host_states=host_states,
+    )
+    if least == memory:
         return memory
     cache = replace(recipe.cache, num_pages=pages, memory_gib=None, memory_fraction=None)
     activation_bytes = memory.activation_bytes if memory.is_measured else None
@@ -276,6 +296,8 @@ def _least(
         activation_bytes,
         num_host_pages=host_pages,
         windows=windows,
+        num_host_states=host_states,
+        num_kept_states=kept,
         share=share,
     )
 
@@ -337,13 +359,14 @@ def _measure(
             measured + captured_bytes,
             num_host_pages=estimated.num_host_pages,  # these are allocated already, and stay
             window_host_pages=[each.num_host_pages for each in estimated.windows],
+            num_host_states=estimated.num_host_states,
             share=runner.decoder.share,
         )
         memory = replace(memory, host_because=estimated.host_because)
     memory = _least(recipe, config, memory, world, runner.decoder.share, machine)
-    window_pages = [each.num_pages for each in memory.windows]
-    if (memory.num_pages, window_pages) != (estimated.num_pages, [e.num_pages for e in estimated.windows]):
-        engine.resize(memory.num_pages, window_pages=window_pages)
+    further = memory.further_pools
+    if (memory.num_pages, further) != (estimated.num_pages, estimated.further_pools):
+        engine.resize(memory.num_pages, window_pages=further)
         warm_up(runner, budget)
     return memory, step_s
 

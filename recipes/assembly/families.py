@@ -10,6 +10,7 @@ from typing import Any, Literal
 from borders.files import is_there, json_object
 from borders.refusal import abbreviate
 from kv_cache.groups import DType
+from kv_cache.states import GRID
 from models.checkpoint.files import tensor_names
 from models.checkpoint.huggingface import check_attended, refused
 from models.checkpoint.int4 import check_groups, kept_int4
@@ -28,6 +29,7 @@ from recipes.gemma3 import model as gemma3
 from recipes.glm4 import model as glm4
 from recipes.glm4_moe import model as glm4_moe
 from recipes.glm4_moe_lite import model as glm4_moe_lite
+from recipes.glm_moe_dsa import model as glm_moe_dsa
 from recipes.gpt_oss import model as gpt_oss
 from recipes.hunyuan import model as hunyuan
 from recipes.hy_v3 import model as hy_v3
@@ -54,12 +56,16 @@ from recipes.seed_oss import model as seed_oss
 Auto = Literal["auto"]
 # Keys that a configuration may have beside its text_config
 _OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
-WITH_MTP = "deepseek_v3", "glm4_moe"  # families whose layer for further tokens is known
+# Families whose layer for further tokens is known
+WITH_MTP = "deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa"
+# Drafts of a step beside a recurrent state: with the known token as many as advance token by token
+MOST_DRAFTS = 7
 MOST_UNKNOWN = 20  # fields that one message lists
 GPTQ_FILE, AWQ_FILE = "quantize_config.json", "quant_config.json"
 FAMILIES = {
     "deepseek_v2": deepseek.v2,
     "deepseek_v3": deepseek.v3,
+    "deepseek_v32": deepseek.v32,
     "ernie4_5": ernie4_5.dense,
     "ernie4_5_moe": ernie4_5.sparse,
     "gemma2": gemma2.config,
@@ -67,6 +73,7 @@ FAMILIES = {
     "glm4": glm4.config,
     "glm4_moe": glm4_moe.config,
     "glm4_moe_lite": glm4_moe_lite.config,
+    "glm_moe_dsa": glm_moe_dsa.config,
     "gpt_oss": gpt_oss.config,
     "hunyuan_v1_dense": hunyuan.dense,
     "hunyuan_v1_moe": hunyuan.sparse,
@@ -94,6 +101,7 @@ FAMILIES = {
 FIELDS = {
     "deepseek_v2": deepseek.V2_FIELDS,
     "deepseek_v3": deepseek.V3_FIELDS,
+    "deepseek_v32": deepseek.V32_FIELDS,
     "ernie4_5": ernie4_5.DENSE_FIELDS,
     "ernie4_5_moe": ernie4_5.SPARSE_FIELDS,
     "gemma2": gemma2.FIELDS,
@@ -101,6 +109,7 @@ FIELDS = {
     "glm4": glm4.FIELDS,
     "glm4_moe": glm4_moe.FIELDS,
     "glm4_moe_lite": glm4_moe_lite.FIELDS,
+    "glm_moe_dsa": glm_moe_dsa.FIELDS,
     "gpt_oss": gpt_oss.FIELDS,
     "hunyuan_v1_dense": hunyuan.DENSE_FIELDS,
     "hunyuan_v1_moe": hunyuan.SPARSE_FIELDS,
@@ -133,11 +142,7 @@ NESTED = {
     "qwen3_5": (("qwen3_5_text",), False),
     "qwen3_5_moe": (("qwen3_5_moe_text",), False),
 }
-# Families whose layers keep recurrent states: their decoders are computed, and no engine has a pool of states
-WITH_STATES = frozenset(
-    ("kimi_linear", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-)
-SUPPORTED = sorted({*FAMILIES, *NESTED} - WITH_STATES)
+SUPPORTED = sorted({*FAMILIES, *NESTED})
 
 
 def model_config(recipe: Recipe) -> DecoderConfig:
@@ -148,18 +153,43 @@ def model_config(recipe: Recipe) -> DecoderConfig:
     else:
         assert model.config is not None, "a recipe has a model.path or a model.config"
         config = decoder_config(model.config)
-    if config.num_recurrent:
-        raise RecipeError(
-            "model.path" if model.path is not None else "model.config",
-            f"{config.num_recurrent} of the {config.num_layers} layers of a {config.family} keep a recurrent"
-            " state, and the engine has no pool of states yet",
-            "choose a model whose layers all attend to keys and values",
-            value=model.path or config.family,
-        )
+    if config.recurrent is not None:
+        check_states(recipe, config)
+        drafts = recipe.speculation.max_tokens if recipe.speculation.kind != "none" else 0
+        kept = replace(config.recurrent, state_dtype=recipe.cache.state_dtype, num_tail=drafts)
+        config = replace(config, recurrent=kept)
     config = _as_asked(config, recipe, model.quantization, model.dtype)
     if model.weights == "random" and config.quantization is not None:
         config = replace(config, quantization=replace(config.quantization, is_stored=False))
     return replace(config, window_groups=window_groups(recipe, config))
+
+
+def check_states(recipe: Recipe, config: DecoderConfig) -> None:
+    """Raise RecipeError for what a model whose layers keep a recurrent state cannot do here."""
+    cache, server, scheduler = recipe.cache, recipe.server, recipe.scheduler
+    drafts = recipe.speculation.max_tokens if recipe.speculation.kind != "none" else 0
+    most_drafts = drafts if drafts > MOST_DRAFTS else None
+    refused = (
+        ("cache.tier", cache.tier, "no tier below the host's memory takes states"),
+        ("cache.events", cache.events, "no event tells which of its pages can be resumed from"),
+        ("server.pages_at", server.pages_at, "its states are not sent to other engines"),
+        ("server.prompt_replicas", server.prompt_replicas, "its states are not fetched from other engines"),
+        ("speculation.max_tokens", most_drafts, f"at most {MOST_DRAFTS} drafts follow one"),
+    )
+    for name, value, problem in refused:
+        if value:
+            problem = f"a {config.family} keeps recurrent states, and {problem}"
+            raise RecipeError(name, problem, "leave it out", value=value)
+    budget = scheduler.max_batch_tokens
+    if budget is not None and budget - scheduler.num_slots < GRID:
+        raise RecipeError(
+            ("scheduler.max_batch_tokens", "scheduler.num_slots"),
+            f"{budget} tokens for {scheduler.num_slots} slots may leave a prompt less than {GRID} in a step,"
+            f" and prompts of a {config.family} are cut at multiples of {GRID}",
+            f"raise it to {scheduler.num_slots + GRID} or more",
+            value=budget,
+            limit=scheduler.num_slots + GRID,
+        )
 
 
 def overridden_fields(recipe: Recipe) -> list[str]:
@@ -232,6 +262,13 @@ def draft_config(recipe: Recipe, config: DecoderConfig) -> DecoderConfig | None:
             "name a smaller model of the same family and tokenizer",
             value=asked.draft_path,
             limit=config.vocab_size,
+        )
+    if draft.num_recurrent:
+        raise RecipeError(
+            name,
+            f"layers of {place} keep recurrent states, of which an engine has those of its model alone",
+            "name a draft model whose layers all attend to keys and values",
+            value=asked.draft_path,
         )
     dtype = recipe.model.dtype if asked.draft_dtype == "auto" else asked.draft_dtype
     return _as_asked(draft, recipe, asked.draft_quantization, dtype, is_draft=True)

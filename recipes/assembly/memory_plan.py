@@ -34,30 +34,56 @@ class WindowPages:
         return min(-(-num_tokens // page_size), self.most_of_a_request)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What a recipe needs of the machine's memory, and what that leaves for a request."""
+    """What a recipe needs of the machine's memory, and what that leaves for a request.
+
+    What has a default is filled in as the plan is made.
+    """
 
     num_parameters: int
     weight_bytes: int
     adapter_bytes: int  # bytes of the places for adapters
     page_bytes: int  # bytes of one page: keys and values of all layers but those of `windows`
     windows: tuple[WindowPages, ...]
-    num_pages: int  # allocated pages, including the null page
-    num_pages_fitting: int  # pages that would fit beside everything else
+    num_pages: int = 0  # allocated pages, including the null page
+    num_pages_fitting: int = 0  # pages that would fit beside everything else
     num_host_pages: int  # pages of the host tier, including the null page; 0: no host tier
-    host_because: str  # what bounds the host tier below `cache.host_gib`; empty: nothing
+    host_because: str = ""  # what bounds the host tier below `cache.host_gib`; empty: nothing
     host_is_device: bool  # the host tier lies in the device's memory, as on a CPU
-    cache_tokens: int  # the longest request that the cache alone would allow
+    cache_tokens: int = 0  # the longest request that the cache alone would allow
     longest_tokens: int  # a request's prompt and answer
-    longest_because: str  # the reason for this limit
+    longest_because: str = ""  # the reason for this limit
     slot_bytes: int
     state_bytes: int  # bytes of the recurrent states of one request, over all layers that have one
-    num_states: int  # allocated states: one for each slot, and the null state; 0: no layer has one
+    num_slot_states: int  # states of running requests: one for each slot, and the null state; 0: none has one
+    num_kept_states: int  # states from which later requests go on
+    num_host_states: int  # states in the host tier, including the null one; 0: no host tier
     activation_bytes: int  # bytes of activations in the largest step
     is_measured: bool  # the largest step has been run; otherwise its bytes are estimated
     reserve_bytes: int
     memory_bytes: int
+
+    @property
+    def num_states(self) -> int:
+        """The allocated states."""
+        return self.num_slot_states + self.num_kept_states
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of states from which later requests go on."""
+        return self.num_kept_states * self.state_bytes
+
+    @property
+    def further_pools(self) -> list[int]:
+        """The number of pages of each window, followed by that of states, if there are any."""
+        return [*(each.num_pages for each in self.windows), *([self.num_states] if self.num_states else [])]
+
+    @property
+    def further_page_bytes(self) -> tuple[int, ...]:
+        """The bytes of a page of each of these."""
+        states = (self.state_bytes,) if self.num_states else ()
+        return (*(each.page_bytes for each in self.windows), *states)
 
     @property
     def window_pools(self) -> tuple[tuple[int, int, int], ...]:
@@ -71,12 +97,12 @@ class MemoryPlan:
 
     @property
     def cache_bytes(self) -> int:
-        return self.num_pages * self.page_bytes + self.window_bytes
+        return self.num_pages * self.page_bytes + self.window_bytes + self.kept_bytes
 
     @property
     def host_bytes(self) -> int:
         of_windows = sum(each.num_host_pages * each.page_bytes for each in self.windows)
-        return self.num_host_pages * self.page_bytes + of_windows
+        return self.num_host_pages * self.page_bytes + of_windows + self.num_host_states * self.state_bytes
 
     @property
     def host_beside_bytes(self) -> int:
@@ -87,7 +113,7 @@ class MemoryPlan:
     def beside_bytes(self) -> int:
         """Everything on the device except the pages of the cache."""
         parts = (self.slot_bytes, self.activation_bytes, self.reserve_bytes, self.host_beside_bytes)
-        return self.weight_bytes + self.adapter_bytes + self.num_states * self.state_bytes + sum(parts)
+        return self.weight_bytes + self.adapter_bytes + self.num_slot_states * self.state_bytes + sum(parts)
 
     @property
     def total_bytes(self) -> int:
@@ -169,7 +195,9 @@ def _states(config: DecoderConfig, sizing: MemoryPlan, share: Share) -> list[tup
         return []
     num_layers = sum(config.layers[layer].mixer == "recurrent" for layer in share.layers(config))
     all_bytes, one = sizing.num_states * sizing.state_bytes, in_gib(sizing.state_bytes)
-    return [("states", f"{sizing.num_states:,}, {one} each over {num_layers} layers: {in_gib(all_bytes)}")]
+    whose = f"{sizing.num_slot_states - 1:,} of slots, {sizing.num_kept_states:,} kept for later requests"
+    size = f"{one} each over {num_layers} layers: {in_gib(all_bytes)}"
+    return [("states", f"{sizing.num_states:,} ({whose}), {size}")]
 
 
 def _longest(sizing: MemoryPlan, page_size: int, num_pages: int) -> list[tuple[str, str]]:

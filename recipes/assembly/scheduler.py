@@ -29,8 +29,9 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from continuous_batching.step_time import UNKNOWN, Coefficients, StepCosts, StepTime
 from devices.rates import DeviceRates, named, names
-from kv_cache.groups import WindowGroup
+from kv_cache.groups import BesideGroup, WindowGroup
 from kv_cache.pages import PagePool
+from kv_cache.states import StateGroup
 from models import cost
 from models.config import DecoderConfig
 from recipes.assembly.speculation import speculation_of
@@ -67,6 +68,8 @@ class SchedulerLimits:
     max_shared_tokens: int | None  # most tokens of a prompt that shares pages (see Scheduler)
     # For each group of layers with a window: its size, its pages, and its pages in the host's memory
     windows: tuple[tuple[int, int, int], ...] = ()
+    num_states: int = 0  # recurrent states, including the null one; 0: the model has none
+    num_host_states: int = 0
 
     @classmethod
     def of(
@@ -77,8 +80,12 @@ class SchedulerLimits:
         longest_tokens: int,
         draft: DecoderConfig | None = None,
         windows: tuple[tuple[int, int, int], ...] = (),
+        num_states: tuple[int, int] = (0, 0),
     ) -> SchedulerLimits:
-        """Return the limits for this model, with the draft model beside it, and a cache of this size."""
+        """Return the limits for this model, with the draft model beside it, and a cache of this size.
+
+        `num_states` are those on the device and on the host.
+        """
         shared = [config.max_shared_positions, None if draft is None else draft.max_shared_positions]
         return cls(
             num_pages=num_pages,
@@ -88,6 +95,8 @@ class SchedulerLimits:
             eos_token_ids=config.eos_token_ids,
             max_shared_tokens=min((each for each in shared if each is not None), default=None),
             windows=windows,
+            num_states=num_states[0],
+            num_host_states=num_states[1],
         )
 
 
@@ -133,21 +142,22 @@ def scheduler_of(
         compact_pages_per_step=cache.compact_pages_per_step,
         seed=asked.seed,
         depth=depth,
-        groups=[
-            WindowGroup(
-                number,
-                window,
-                slots.page_size,
-                slots.num_slots,
-                slots.max_pages,
-                PagePool(num_pages),
-                PagePool(num_host_pages) if num_host_pages else None,
-                limits.num_pages,
-                limits.num_host_pages,
-            )
-            for number, (window, num_pages, num_host_pages) in enumerate(limits.windows, 1)
-        ],
+        groups=_groups(limits, slots),
     )
+
+
+def _groups(limits: SchedulerLimits, slots: SlotPool) -> list[BesideGroup]:
+    """Return the groups of layers that see a window, and then that of layers with a state."""
+    entries, size, num_rows = (limits.num_pages, limits.num_host_pages), slots.page_size, slots.num_slots
+    groups: list[BesideGroup] = []
+    for number, (window, num_pages, num_host_pages) in enumerate(limits.windows, 1):
+        pools = PagePool(num_pages), PagePool(num_host_pages) if num_host_pages else None
+        groups.append(WindowGroup(number, window, size, num_rows, slots.max_pages, *pools, *entries))
+    if limits.num_states:
+        host = PagePool(limits.num_host_states) if limits.num_host_states else None
+        pool = PagePool(limits.num_states)
+        groups.append(StateGroup(len(groups) + 1, size, num_rows, pool, host, *entries))
+    return groups
 
 
 def costs_of(recipe: Recipe, config: DecoderConfig, machine: Machine, world: Group) -> StepCosts:

@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.latent import LatentAttention
 from attention.reference import Attention
+from attention.sparse import latent_attention
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
 from devices.host_memory import host_memory_bytes
-from kv_cache.device.storage import KVCache, LayerPages
+from kv_cache.device.storage import KVCache
 from kv_cache.groups import DType
 from models.checkpoint import weights
 from models.decoder import Decoder
 from models.ops.cpu.ops import CpuOps
 from models.step_inputs import StepInputs
-from recipes.assembly.decoders import shape_of
+from recipes.assembly.decoders import layers_of, shape_of
 from recipes.assembly.families import config_in
 from recipes.assembly.memory_plan import in_gib
 
@@ -92,7 +92,7 @@ def score(
     config = config_in(path)
     config = replace(config, dtype=dtype or config.dtype, int8_cache=int8_cache)
     shape = shape_of(PAGE_SIZE, config)
-    decoder = Decoder(config, CpuOps(), Attention(shape) if shape.latent is None else LatentAttention(shape))
+    decoder = Decoder(config, CpuOps(), Attention(shape) if shape.latent is None else latent_attention(shape))
     weights.load(decoder, path)
     decoder.tabulate(max(map(len, lines), default=1))
     parts = [_score(decoder, tokens) for tokens in lines if len(tokens) > 1]
@@ -117,10 +117,9 @@ def comparison(before: Score, after: Score) -> str:
 
 def _score(decoder: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Score a line as one span over pages of its own."""
-    config, num_tokens = decoder.config, len(tokens)
+    num_tokens = len(tokens)
     num_pages = -(-num_tokens // PAGE_SIZE)
-    layers = [LayerPages(decoder.attention.new_planes)] * config.num_layers
-    cache = KVCache(layers, PAGE_SIZE, [1 + num_pages])
+    cache = KVCache(layers_of(decoder), PAGE_SIZE, [1 + num_pages])
     slots = SlotPool(1, num_tokens, PAGE_SIZE)
     row = np.array([slots.take(Request("line", np.array(tokens)))])
     slots.page_table[row, :num_pages] = np.arange(1, 1 + num_pages)

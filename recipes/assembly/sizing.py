@@ -9,7 +9,7 @@ from dataclasses import replace
 from devices.ascend_limits import MOST_GATHERED, PAGE_STEP, PRODUCTS
 from devices.host_memory import host_memory_bytes
 from kv_cache.groups import ITEM_BYTES, most_pages
-from models.config import DTYPE_BYTES, DecoderConfig, HeadConfig, bytes_of_adapters
+from models.config import DTYPE_BYTES, DecoderConfig, HeadConfig, IndexConfig, bytes_of_adapters
 from models.drafting.config import MtpConfig
 from models.packing import WIDENED_ROWS
 from models.parallel.share import Share, most_contexts
@@ -23,6 +23,9 @@ from recipes.schema.scheduler_defaults import completed, longest_request
 FLOAT32_BYTES = DTYPE_BYTES["float32"]
 MOST_PAGES = 2**31 - 1
 SCORED_ROWS = 256  # queries whose scores are in memory at once
+INDEX_ROWS, INDEX_KEYS = 64, 1024  # rows and keys whose index scores of each head are in memory at once
+INDEX_SCORE_BYTES = 32  # bytes of each score of these rows: float32, masks, and what choosing takes
+GATHERED_BYTES = 2**27  # gathered latents in both types, their scores, and queries in the space of latents
 # Bytes per logit beside the logits: float32 scores, weights, and what choosing from them takes.
 LOGIT_BYTES = 16
 STEP_BYTES = 16 * 2**20  # bytes that operators keep however small a step is
@@ -41,6 +44,8 @@ def plan_memory(
     num_host_pages: int | None = None,
     windows: tuple[WindowPages, ...] | None = None,
     window_host_pages: Sequence[int] = (),
+    num_host_states: int = 0,
+    num_kept_states: int | None = None,
 ) -> MemoryPlan:
     """Return the plan of a recipe.
 
@@ -48,10 +53,11 @@ def plan_memory(
 
     With `memory_bytes` None, the memory is that of the recipe's device; with `activation_bytes` None, it is
     estimated; with `host_memory` None, it is that of this machine; with `num_host_pages` None, it follows
-    from the recipe, as the pages of `windows` do where these are None. `window_host_pages` are the windows'
-    pages of the host tier beside `num_host_pages`. The model lies on `stages` groups of `tensor` devices that
-    share each layer, all with this memory; then the sizing is that of all devices together, and so is what
-    the cache may take. With a `share`, it is that of one rank's device.
+    from the recipe, as the pages of `windows` and the states kept for later requests do where these are None.
+    `window_host_pages` and `num_host_states` are those of the host tier beside `num_host_pages`. The model
+    lies on `stages` groups of `tensor` devices that share each layer, all with this memory; then the sizing
+    is that of all devices together, and so is what the cache may take. With a `share`, it is that of one
+    rank's device.
     """
     cache, num_devices = recipe.cache, tensor * stages
     both = _decoders(recipe, config, share)
@@ -63,17 +69,14 @@ def plan_memory(
         adapter_bytes=_adapter_bytes(recipe, both[0]),
         page_bytes=_page_bytes(recipe, both, tensor),
         windows=_windows(recipe, both[0], tensor, window_host_pages) if windows is None else windows,
-        num_pages=0,
-        num_pages_fitting=0,
         num_host_pages=num_host_pages or 0,
-        host_because="",
         host_is_device=recipe.device.kind == "cpu",
-        cache_tokens=0,
         longest_tokens=most_tokens,
-        longest_because="",
         slot_bytes=num_devices * _slot_bytes(recipe, both, most_tokens),
         state_bytes=both[0].state_bytes,
-        num_states=1 + recipe.scheduler.num_slots if both[0].state_bytes else 0,
+        num_slot_states=1 + recipe.scheduler.num_slots if config.num_recurrent else 0,
+        num_kept_states=num_kept_states or 0,
+        num_host_states=num_host_states,
         activation_bytes=stages * _estimate(recipe, both, config.vocab_size)
         if activation_bytes is None
         else activation_bytes,
@@ -81,12 +84,12 @@ def plan_memory(
         reserve_bytes=num_devices * int(cache.reserve_gib * GIB),
         memory_bytes=num_devices * (_device_bytes(recipe) if memory_bytes is None else memory_bytes),
     )
-    if windows is None:
-        sizing = _with_windows(recipe, sizing, num_devices)
+    derived = windows is None, num_kept_states is None
+    sizing = _with_further_pools(recipe, sizing, num_devices, *derived)
     if num_host_pages is None:
         sizing = _with_host_tier(recipe, sizing, host_bytes, num_devices)
-        if windows is None and sizing.host_beside_bytes:  # the host tier takes memory of the windows' pages
-            sizing = _with_windows(recipe, sizing, num_devices)
+        if sizing.host_beside_bytes:  # the host tier takes memory of their pages
+            sizing = _with_further_pools(recipe, sizing, num_devices, *derived)
     return _with_pages(recipe, both, sizing, num_devices)
 
 
@@ -143,7 +146,7 @@ def _with_pages(
         longest_because=longest_because,
         slot_bytes=num_devices * _slot_bytes(recipe, both, longest_tokens),
     )
-    spare_bytes = sizing.memory_bytes - sizing.beside_bytes - sizing.window_bytes
+    spare_bytes = sizing.memory_bytes - sizing.beside_bytes - sizing.window_bytes - sizing.kept_bytes
     fitting = spare_bytes // sizing.page_bytes if sizing.page_bytes else MOST_PAGES * (spare_bytes >= 0)
     sizing = replace(sizing, num_pages_fitting=max(0, fitting))
     check_fits(recipe, sizing)
@@ -174,7 +177,12 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     seen = min(num_tokens, max_positions(config))
     if is_plain:  # a span may attend to more of its request's keys and values than it computes
         seen = max(seen, _longest_cached(recipe, config))
+    index = None if config.latent is None else config.latent.index
+    most_read = max_positions(config) if index is None else index.top_k  # tokens that one token may read
+    seen = min(seen, most_read)
     scores = config.num_heads * min(num_tokens, SCORED_ROWS) * seen * (8 + config.dtype_bytes)
+    if index is not None:
+        scores += _index_bytes(index, num_tokens, _longest_cached(recipe, config), is_plain=is_plain)
     item_bytes = config.dtype_bytes
     if recipe.device.kind == "cpu" and _multiplied_bytes(config) != item_bytes:
         item_bytes += FLOAT32_BYTES  # rows are widened to float32, and their results lie beside them
@@ -186,7 +194,7 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
         longest = _longest_cached(recipe, config)
         if config.int8_cache and not is_plain:
             longest = max(longest, MOST_GATHERED)
-        read += _read_bytes(config, longest, in_float32=is_plain)
+        read += _read_bytes(config, min(longest, most_read), in_float32=is_plain)
     widened = 0
     if (
         config.kept_form is not None and not is_npu
@@ -194,6 +202,22 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
         most = max(config.hidden_size, heads, inner)
         widened = WIDENED_ROWS * most * (2 * FLOAT32_BYTES + 2 + item_bytes)
     return STEP_BYTES + num_tokens * widths * item_bytes + scores + read + logits + widened
+
+
+def _index_bytes(index: IndexConfig, num_tokens: int, longest: int, *, is_plain: bool) -> int:
+    """Return the bytes of choosing among `longest` tokens, and of attention to the gathered ones.
+
+    The positions that are chosen are int32. Plain attention holds the scores of some rows, what choosing from
+    them takes, the products of each index head for some keys, and all index keys of one request; operators of
+    an NPU keep the scores to themselves.
+    """
+    num_bytes = 4 * num_tokens * index.top_k
+    if is_plain:
+        num_bytes += INDEX_ROWS * (
+            longest * INDEX_SCORE_BYTES + 2 * index.num_heads * INDEX_KEYS * FLOAT32_BYTES
+        )
+        num_bytes += 2 * longest * index.head_dim * FLOAT32_BYTES + GATHERED_BYTES
+    return num_bytes
 
 
 def _read_bytes(config: DecoderConfig, num_tokens: int, *, in_float32: bool) -> int:
@@ -280,9 +304,9 @@ def _kept_bytes(device: DeviceSection, config: DecoderConfig) -> int:
     """Return the bytes of a number in the type in which this CPU keeps the model's weights."""
     if config.dtype == "float32":
         return FLOAT32_BYTES
-    from models.ops.cpu.products import missing_for_products  # imported here because it imports torch
+    from devices.cpp_sources import missing_for_sources  # imported here because it imports torch
 
-    if device.compile is not False and device.attention == "fused" and missing_for_products() is None:
+    if device.compile is not False and device.attention == "fused" and missing_for_sources() is None:
         return config.dtype_bytes
     return _multiplied_bytes(config)
 
@@ -407,6 +431,42 @@ def _with_windows(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> Memor
     return replace(sizing, windows=tuple(placed))
 
 
+def _with_further_pools(
+    recipe: Recipe, sizing: MemoryPlan, num_devices: int, has_windows: bool, has_states: bool
+) -> MemoryPlan:
+    """Return the plan with the numbers that follow from the recipe: of kept states, and windows' pages."""
+    if has_states:
+        sizing = _with_kept_states(recipe, sizing, num_devices)
+    return _with_windows(recipe, sizing, num_devices) if has_windows else sizing
+
+
+def _with_kept_states(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> MemoryPlan:
+    """Return the plan with the number of states that are kept for later requests."""
+    asked, least = recipe.cache.num_states, sizing.num_slot_states
+    if asked is not None and not least:
+        raise RecipeError(
+            "cache.num_states",
+            "is read for models whose layers keep a recurrent state",
+            "leave it out",
+            value=asked,
+        )
+    if asked is not None and asked < least:
+        raise RecipeError(
+            ("cache.num_states", "scheduler.num_slots"),
+            f"{least - 1} slots need a state each, and the first one stays empty",
+            f"raise it to {least} or more",
+            value=asked,
+            limit=least,
+        )
+    if asked is None and (not recipe.cache.prefix_sharing or not least):
+        return sizing
+    budget = _cache_bytes(recipe, sizing, num_devices)
+    kept = least - 1 if asked is None else asked - least
+    if asked is None and budget is not None:
+        kept = int(recipe.cache.state_fraction * max(0, budget) / max(1, sizing.state_bytes))
+    return replace(sizing, num_kept_states=min(kept, MOST_PAGES - least))
+
+
 def _cache_bytes(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int | None:
     """Return the memory for all pages; None if their number is given."""
     cache = recipe.cache
@@ -425,13 +485,14 @@ def _num_pages(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int:
     if budget is None:
         assert cache.num_pages is not None, "the number of pages is given"
         return cache.num_pages
-    left, least = budget - sizing.window_bytes, 2 * page_bytes
+    beside = sizing.window_bytes + sizing.kept_bytes
+    left, least = budget - beside, 2 * page_bytes
     if left < least and cache.memory_fraction is not None:
         raise too_small_a_part(recipe, sizing, least - left)
     if left < least:
         assert cache.memory_gib is not None, "a recipe says how many pages there are"
         num_pages = max(0, left) // max(1, page_bytes)
-        raise too_few_pages("cache.memory_gib", cache.memory_gib, num_pages, page_bytes, sizing.window_bytes)
+        raise too_few_pages("cache.memory_gib", cache.memory_gib, num_pages, page_bytes, beside)
     if not page_bytes:  # all layers have a window: such pages only name what windows hold
         return 1 + 2 * recipe.scheduler.num_slots * -(-sizing.longest_tokens // cache.page_size)
     return min(left // page_bytes, MOST_PAGES)
@@ -446,7 +507,8 @@ def _with_host_tier(recipe: Recipe, sizing: MemoryPlan, host_bytes: int, num_dev
     num_pages = _num_pages(recipe, sizing, num_devices)
     shares = [each.num_pages / num_pages for each in sizing.windows]
     of_windows = sum(part * each.page_bytes for part, each in zip(shares, sizing.windows))
-    page_bytes = sizing.page_bytes + of_windows
+    states = sizing.num_states / num_pages
+    page_bytes = sizing.page_bytes + of_windows + states * sizing.state_bytes
 
     def with_host_pages(count: int, because: str = "") -> MemoryPlan:
         counts = [max(2, int(part * count)) if count else 0 for part in shares]
@@ -457,7 +519,9 @@ def _with_host_tier(recipe: Recipe, sizing: MemoryPlan, host_bytes: int, num_dev
         if count and left >= 2:
             counts, count = least, left
         windows = tuple(replace(each, num_host_pages=at) for at, each in zip(counts, sizing.windows))
-        return replace(sizing, num_host_pages=count, windows=windows, host_because=because)
+        num_states = max(2, int(states * count)) if states and count else 0
+        sized = replace(sizing, num_host_pages=count, num_host_states=num_states)
+        return replace(sized, windows=windows, host_because=because)
 
     wanted = int(host_gib * GIB / page_bytes)
     if wanted < 2:
@@ -484,7 +548,8 @@ def _left_for_the_host(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> 
     if fraction is not None:
         return int(fraction * sizing.memory_bytes) - sizing.beside_bytes
     num_pages = _num_pages(recipe, sizing, num_devices)
-    return sizing.memory_bytes - sizing.beside_bytes - sizing.window_bytes - num_pages * sizing.page_bytes
+    of_cache = sizing.window_bytes + sizing.kept_bytes + num_pages * sizing.page_bytes
+    return sizing.memory_bytes - sizing.beside_bytes - of_cache
 
 
 def _longest(recipe: Recipe, decoders: list[DecoderConfig], cache_tokens: int) -> tuple[int, str]:

@@ -174,6 +174,25 @@ class CacheSection:
         least=2,
         most=2**31 - 1,
     )
+    num_states: int | None = key(
+        "recurrent states of a model that keeps any, one for each slot among them; the others are copies from"
+        " which later requests go on; the first one stays empty; null: by `cache.state_fraction`, or two for"
+        " each slot where `cache.num_pages` is given",
+        default=None,
+        least=2,
+        most=2**31 - 1,
+    )
+    state_fraction: float = key(
+        "share of the cache's memory for recurrent states that are kept for later requests, beside one for"
+        " each slot; read with `cache.memory_gib` and `cache.memory_fraction`",
+        default=0.3,
+        least=0.0,
+        most=0.9,
+    )
+    state_dtype: Literal["float32", "bfloat16", "float16"] = key(
+        "type of recurrent states; with 16 bits tokens are not those of the model in float32",
+        default="float32",
+    )
     memory_gib: float | None = key(
         "in place of `cache.num_pages`: as many pages as fit into this much memory",
         default=None,
@@ -304,7 +323,6 @@ class Recipe:
             self.server,
             is_sharing=self.cache.prefix_sharing,
             ranks=self.parallel.ranks,
-            speculation=self.speculation.kind,
         )
         yield from answer_contradictions(self.server.tool_format, self.server.reasoning)
         yield from tier_contradictions(

@@ -31,7 +31,7 @@ def facts_of(built: BuiltEngine, *, prefix_sharing: bool) -> EngineFacts:
         num_pages=memory.num_pages,
         page_size=engine.slots.page_size,
         page_bytes=memory.page_bytes,
-        window_page_bytes=tuple(each.page_bytes for each in memory.windows),
+        further_page_bytes=memory.further_page_bytes,
         num_host_pages=memory.num_host_pages,
         device=built.device_name,
         parameters=config.num_parameters,

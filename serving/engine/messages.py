@@ -155,7 +155,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     max_shared_tokens: int | None  # most tokens of a prompt that shares pages; None: any
     expected_step_s: float  # duration that a normal step may reach
     hidden_size: int  # length of an embedding
-    window_page_bytes: tuple[int, ...] = ()  # bytes of a page over the layers of each window
+    further_page_bytes: tuple[int, ...] = ()  # bytes of a page of each window, and of a state
 
 
 class Starting(Message, frozen=True):

@@ -186,6 +186,17 @@ PAGES = (
         "Pages of windows, in the prefix cache alone",
         lambda t: t.gauges.window_idle_pages,
     ),
+    Metric("states_free", "gauge", "Recurrent states that nobody holds", lambda t: t.gauges.state_free_pages),
+    Metric("states_used", "gauge", "States of running samples", lambda t: t.gauges.state_held_pages),
+    Metric(
+        "states_cached",
+        "gauge",
+        "States that prompts go on from",
+        lambda t: t.gauges.state_idle_pages,
+    ),
+    Metric("states_taken_total", "counter", "States kept for prompts", lambda t: t.gauges.state_taken_pages),
+    Metric("states_hit_total", "counter", "Kept states found", lambda t: t.gauges.state_hit_pages),
+    Metric("states_evicted_total", "counter", "Kept states evicted", lambda t: t.gauges.state_evicted_pages),
     Metric("kv_pages_shared", "gauge", "Used pages, of several samples", lambda t: t.shared_pages),
     Metric(
         "kv_fragmentation", "gauge", "Free pages below the highest held", lambda t: t.gauges.fragmentation

@@ -37,7 +37,7 @@ ABORTS = ("disconnect", "slow_reader", "asked", "shutdown", "engine_lost", "time
 ENDS = ("stop", "length", "abort", "timeout", "error", "refused", "engine_lost")
 RESPONSES = ("200", "400", "401", "404", "413", "429", "499", "500", "503")
 HELD_BACK = ("slots", "tokens", "policy", "pages", "tier")
-LOOKUPS = ("whole", "too_short", "other_salt", "evicted", "window_evicted", "unaligned", "unseen")
+LOOKUPS = ("whole", "too_short", "other_salt", "evicted", "window_evicted", "no_state", "unaligned", "unseen")
 
 
 # The bounds are in seconds and are vLLM's, with finer ones where a small model needs them.

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention.cpu.recurrent import CpuRecurrence
-from attention.recurrent import GRID, SHORT, Recurrence
+from attention.recurrent import SHORT, Recurrence
+from kv_cache.states import GRID
 from tests.lazy import LazyModule
 from tests.thorough import cases
 

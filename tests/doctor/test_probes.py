@@ -138,6 +138,14 @@ def test_attention_that_is_wrong_in_float16_is_found(npu: Npu, wrong: Any) -> No
     assert not ask("packs_float16", npu)
 
 
+def test_wide_heads_that_are_read_wrong_are_found_and_followed(npu: Npu, wrong: Any) -> None:
+    wrong(f"npu::{ATTENTION}", attending(dict, npu, 1.1))
+    assert not ask("reads_wide_heads", npu)
+    narrow = replace(npu.product, reads_wide_heads=False)
+    with pytest.raises(ValueError, match="head_dim is 256; fused attention of the 910B takes 64 or 128"):
+        narrow.check(shape(head_dim=256, windows=(None,), dtype=torch.bfloat16))
+
+
 def maskless_wrong(
     name: str, lens_seen: Callable[[int, list[int]], list[int]]
 ) -> Callable[..., tuple[Tensor, Tensor]]:

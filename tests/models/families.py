@@ -53,6 +53,8 @@ CLASSES = {
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM"),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM"),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
     "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
@@ -129,7 +131,7 @@ def _fill(model: Any, seed: int, norm: float) -> None:
                 gain = 2.0 if name.startswith(("lm_head", "model.embed")) else 1.2
                 weight.copy_(noise * gain / math.sqrt(weight.shape[-1]))
             else:
-                weight.copy_(noise * 0.3 + (norm if "norm" in name else 0))
+                weight.copy_(noise * 0.3 + (norm if name.endswith("norm.weight") else 0))
         for name, correction in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 correction.copy_(torch.randn(correction.shape, generator=generator) * 0.3)

@@ -17,13 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models.families import VARIANTS, Variant, fresh_rope, make, wide
+from tests.models.sparse_variants import SPARSE_VARIANTS
 
 DENSE, NUM_LAYERS = 1, 3  # layers without experts, and all; the layer that predicts has experts
 
 
 def target_of(name: str, root: Path, *, is_wide: bool = False, **more: Any) -> tuple[Any, Path]:
     """A checkpoint with such a layer behind its own; wide enough for fused attention, if asked."""
-    variant = next(each for each in VARIANTS if each.name == name)
+    variant = next(each for each in [*VARIANTS, *SPARSE_VARIANTS] if each.name == name)
     options = {"first_k_dense_replace": DENSE, "num_hidden_layers": NUM_LAYERS}
     variant = replace(variant, options=variant.options | options | more, shard_size="5GB")
     return with_layer(wide(variant) if is_wide else variant, root)
@@ -110,7 +111,8 @@ class Further:
         mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
         positions = torch.arange(count)[None]
         angles = model.rotary_emb(x, positions)
-        x = self._layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+        made = self._layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+        x = made[0] if isinstance(made, tuple) else made  # beside what a sparse layer chose
         return self._norm(x[0, -len(tokens) :], "shared_head.norm")
 
     def _norm(self, x: Tensor, name: str) -> Tensor:

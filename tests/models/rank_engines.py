@@ -103,7 +103,9 @@ def _served(asked: Asked, group: Group, folder: Path) -> Served:
 
 
 def _assembled(asked: Asked, group: Group) -> tuple[BuiltEngine, Witness]:
-    recipe = load(ROOT / "recipes/any/cpu.yaml", [*asked.settings, f"parallel.tensor={group.size}"])
+    in_stages = any(each.startswith("parallel.pipeline=") for each in asked.settings)
+    spread = [] if in_stages else [f"parallel.tensor={group.size}"]
+    recipe = load(ROOT / "recipes/any/cpu.yaml", [*asked.settings, *spread])
     built = assemble(recipe, group)
     witness = Witness(built.runner.sampler)
     built.runner.sampler = witness

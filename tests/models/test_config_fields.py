@@ -15,10 +15,12 @@ from recipes.assembly.families import FAMILIES, decoder_config, read
 from tests.lazy import transformers
 from tests.models.families import VARIANTS, VOCABULARY, Variant, expected_logprobs, make
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
+from tests.models.sparse_variants import SPARSE_VARIANTS
 from tests.models.test_decoder import make_decoder, run_in_chunks
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-OF_FAMILY = {each.family: each for each in reversed([*VARIANTS, *RECURRENT_VARIANTS])}  # the first of each
+# The first of each
+OF_FAMILY = {each.family: each for each in reversed([*VARIANTS, *RECURRENT_VARIANTS, *SPARSE_VARIANTS])}
 PROMPT = np.random.default_rng(7).integers(0, VOCABULARY, 96).tolist()
 FACTORS = {"short_factor": [1.0, 1.1, 1.4, 2.0, 2.1, 2.3], "long_factor": [1.1, 2.9, 4.5, 7.5, 8.0, 9.0]}
 LINEAR = {"type": "linear", "factor": 4.0}

@@ -104,7 +104,7 @@ def test_each_draft_takes_a_row_of_a_step_of_one_token_each():
     assert write_index == [33, 34, 35, 22, 0]
     assert kv_lens == inputs.kv_lens() == [6, 7, 8, 3, 1]
     assert sources == [100, 101, 102, 3, 104]
-    _, pages, _ = split(inputs.values, 5, 1)
+    _, pages, *_ = split(inputs.values, 5, 1)
     assert pages.t().tolist() == [[7, 8, 0]] * 3 + [[5, 0, 0], [0, 0, 0]]
 
 
@@ -118,7 +118,7 @@ def test_each_group_of_windows_has_addresses_and_pages_of_its_own(width):
     values = torch.full((num_values(5, width, slots.max_pages, 2),), 77, dtype=torch.int32)
     inputs = GraphInputs(values, 5, width, slots, 100, 2)
     inputs.fill(drafted(slots))
-    _, pages, windows = split(values, 5, width, 2)
+    _, pages, windows, _ = split(values, 5, width, 2)
     (first, second) = ((places.view(5, width).tolist(), table.t().tolist()) for places, table in windows)
     if width == 1:
         assert first == ([[13], [14], [15], [38], [0]], [[0, 3, 0]] * 3 + [[9, 0, 0], [0, 0, 0]])
@@ -129,6 +129,18 @@ def test_each_group_of_windows_has_addresses_and_pages_of_its_own(width):
         assert first == ([[0, 13, 14, 15], [0, 1, 2, 38], *padding], [[0, 3, 0], [9, 0, 0], *[[0] * 3] * 3])
         assert second == ([[0, 25, 26, 27], [0, 1, 2, 18], *padding], [[2, 6, 0], [4, 0, 0], *[[0] * 3] * 3])
         assert pages.t().tolist() == [[7, 8, 0], [5, 0, 0], *[[0] * 3] * 3]
+
+
+def test_padding_writes_no_state_of_a_row():
+    slots = slots_of_two()
+    slots.state_table = np.array([[0], [6], [0], [4]], dtype=np.int32)
+    values = torch.full((num_values(5, 1, slots.max_pages, 0, 1),), 77, dtype=torch.int32)
+    inputs = GraphInputs(values, 5, 1, slots, 100, num_states=1)
+    both, one = (Batch(np.array(rows), *[np.array([2])] * 5) for rows in ([1, 3], [3]))
+    for batch, wanted in ((both, [6, 4, 0, 0, 0]), (one, [4, 0, 0, 0, 0])):
+        count = len(batch.slots)
+        inputs.fill(replace(batch, starts=np.full(count, 1), stops=np.full(count, 2)))
+        assert split(values, 5, 1, 0, 1)[3].tolist() == wanted
 
 
 def test_tokens_stand_at_the_end_of_a_row_of_several():
@@ -144,7 +156,7 @@ def test_tokens_stand_at_the_end_of_a_row_of_several():
     assert inputs.kv_lens() == [8, 3, 4]
     assert sources[7] == 3
     assert inputs.columns[PLACE, :4].tolist() == [1, 2, 3, 7]
-    _, pages, _ = split(inputs.values, 3, 4)
+    _, pages, *_ = split(inputs.values, 3, 4)
     assert pages.t().tolist() == [[7, 8, 0], [5, 0, 0], [0, 0, 0]]
 
 

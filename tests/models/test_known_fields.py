@@ -20,9 +20,12 @@ from recipes.schema.reader import load
 from tests.lazy import transformers
 from tests.models.families import CLASSES, VARIANTS, expected_logprobs, make
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
+from tests.models.sparse_variants import SPARSE_VARIANTS
 
-OF_FAMILY = {each.family: each for each in reversed([*VARIANTS, *RECURRENT_VARIANTS])}  # the first of each
-SHARED_BY_HEADS = ("deepseek_v3", "glm4_moe_lite", "kimi_linear")  # latents, and no number of key-value heads
+# The first of each
+OF_FAMILY = {each.family: each for each in reversed([*VARIANTS, *RECURRENT_VARIANTS, *SPARSE_VARIANTS])}
+# Latents, and no number of key-value heads
+SHARED_BY_HEADS = ("deepseek_v3", "glm4_moe_lite", "kimi_linear", "deepseek_v32", "glm_moe_dsa")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
@@ -64,6 +67,8 @@ def test_what_a_family_reads_changes_its_decoder_or_is_refused(family: str, tmp_
     for name in fields.read:
         is_of_layers = any(part in name for part in ("layer", "pattern", "interval", "first_k"))
         each = hf | {"layer_types": None, "mlp_layer_types": None} if is_of_layers else hf
+        if name.startswith("index_"):  # behind a list of what each layer has
+            each = each | {"indexer_types": None}
         if name in ("qkv_bias", "bias"):  # a second name of another field
             each = {key: value for key, value in each.items() if key not in ("attention_bias", "mlp_bias")}
         assert outcome(each | {name: {"no": "value"}}) != outcome(each), f"{name} is not read"

@@ -47,6 +47,8 @@ def engine_of(target: Path, kind: Kind, most: int = 0, **more: Any) -> Engine:
         ("deepseek_v3", 4, {"scheduler.overlap": "true"}),
         ("glm4_moe", 3, {"cache.page_size": 8, "cache.num_pages": 28}),
         ("glm4_moe", 20, {"scheduler.overlap": "true"}),  # above a page of 16
+        ("v32", 2, {}),
+        ("glm_5_shared", 3, {"scheduler.overlap": "true"}),
     ],
 )
 def test_a_layer_changes_no_token_and_says_what_the_published_one_does(

@@ -15,16 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attention.recurrent import GRID
+from kv_cache.states import GRID
 from models.checkpoint import weights
 from models.checkpoint.files import tensor_names
 from models.ops.cpu.ops import CpuOps
 from models.parallel.group import Alone, StageLinks
 from models.quantization import Quantization
 from recipes.assembly.engine import build
-from recipes.assembly.families import FAMILIES, NESTED, WITH_STATES
 from recipes.schema.reader import load
-from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import Way
 from tests.lazy import transformers
 from tests.models.families import VOCABULARY, _fill, expected_logprobs, generated, make
@@ -281,14 +279,6 @@ def test_ranks_that_cannot_share_the_heads_are_refused(case_named: Callable[[str
         on_ranks(4, lambda group: empty_decoder(case_named("qwen3_5")[1], group=group))
 
 
-def test_the_engine_refuses_states_by_their_family(case_named: Callable[[str], Case]) -> None:
-    path = case_named("kimi_linear")[1]
-    with pytest.raises(
-        RecipeError, match=r"model\.path: 4 of the 5 layers of a kimi_linear keep a recurrent state"
-    ):
-        build(load("recipes/any/cpu.yaml", [f"model.path={path}"]))
-
-
 def test_a_checkpoint_lacks_no_tensor_of_a_state(case_named: Callable[[str], Case], tmp_path: Path) -> None:
     """Each that is missing, or has another shape, is named."""
     for name, lost in (("qwen3_5", "linear_attn.A_log"), ("kimi_linear", "self_attn.k_conv1d.weight")):
@@ -365,11 +355,10 @@ def test_the_text_is_read_of_a_checkpoint_that_reads_images(kind: str, tmp_path:
         decoder_of(tmp_path)
 
 
-def test_families_with_states_are_not_called_supported(tmp_path: Path) -> None:
-    having = {each.family for each in RECURRENT_VARIANTS}
-    assert having == WITH_STATES & FAMILIES.keys()
-    assert WITH_STATES - FAMILIES.keys() == {"qwen3_5", "qwen3_5_moe"} <= NESTED.keys()
-    for kind, count in (("", 3), ("Moe", 3)):
+def test_an_engine_reads_the_text_of_a_checkpoint_that_reads_images(tmp_path: Path) -> None:
+    for kind in ("", "Moe"):
         with_images(kind, tmp_path / kind)
-        with pytest.raises(RecipeError, match=f"{count} of the 4 layers of a qwen3_5.* recurrent state"):
-            build(load("recipes/any/cpu.yaml", [f"model.path={tmp_path / kind}"]))
+        recipe = load("recipes/any/cpu.yaml", [f"model.path={tmp_path / kind}", "scheduler.num_slots=2"])
+        built_one = build(recipe)
+        assert built_one.config.num_recurrent == 3
+        assert built_one.memory.num_states > 3

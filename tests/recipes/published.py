@@ -236,6 +236,23 @@ MINISTRAL_3_8B = {
 GPT_OSS_120B = GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128}
 IGNORED = ("lm_head", ROUTERS, UP_PROJECTIONS)  # by python -m scripts.quantize
 DEEPSEEK_W8A8 = DEEPSEEK_V3 | {"quantization_config": Quantization(IGNORED).in_json()}
+# Shapes of the text models as published; what is left out is the family's default
+QWEN3_NEXT_80B = {
+    "model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48,
+    "num_attention_heads": 16, "vocab_size": 151936, "dtype": "bfloat16", "max_position_embeddings": 262144,
+}  # fmt: skip
+QWEN3_5_9B = {
+    "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+    "num_attention_heads": 16, "vocab_size": 248320, "dtype": "bfloat16",
+}  # fmt: skip
+QWEN3_5_27B = QWEN3_5_9B | {
+    "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
+    "linear_num_value_heads": 48,
+}  # fmt: skip
+QWEN3_5_35B_A3B = {
+    "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40,
+    "num_attention_heads": 16, "vocab_size": 248320, "dtype": "bfloat16",
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-2-7b-hf": LLAMA2_7B,
     "MiniMax-M2": MINIMAX_M2,
@@ -249,6 +266,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "Mistral-Small-3.2-24B-Instruct-2506": MISTRAL_SMALL_3_2,
     "Qwen2.5-7B-Instruct": QWEN2_5_7B,
     "Qwen3-8B": QWEN3_8B,
+    "Qwen3-Next-80B-A3B": QWEN3_NEXT_80B,
+    "Qwen3.5-9B": QWEN3_5_9B,
+    "Qwen3.5-27B": QWEN3_5_27B,
+    "Qwen3.6-27B": QWEN3_5_27B,
+    "Qwen3.5-35B-A3B": QWEN3_5_35B_A3B,
     "Llama-2-13b-hf": LLAMA2_13B,
     "Llama-3.3-70B-Instruct": LLAMA3_3_70B,
     "Qwen2.5-32B-Instruct": QWEN2_5_32B,

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.families import VARIANTS, make, wide
+from tests.models.families import VARIANTS, Variant, make, wide
+from tests.models.sparse_variants import SPARSE_VARIANTS
 from tests.test_imports import ROOT
 from tests.thorough import cases
 
@@ -72,10 +73,15 @@ class Asked:
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Asked:
     (llama,) = (each for each in VARIANTS if each.name == "llama_biased")
-    options = llama.options | {"vocab_size": VOCABULARY, "num_hidden_layers": NUM_LAYERS}
-    options |= {"hidden_size": 64, "intermediate_size": 128}
+    options = llama.options | {"hidden_size": 64, "intermediate_size": 128}
     variant = replace(llama, options=options, saved_as=torch.float32, shard_size="5GB")
-    model, path = make(wide(variant), tmp_path_factory.mktemp("checkpoint"))
+    return asked_of(wide(variant), tmp_path_factory.mktemp("checkpoint"))
+
+
+def asked_of(variant: Variant, folder: Path) -> Asked:
+    """Prompts for such a checkpoint, of three layers."""
+    more = {"vocab_size": VOCABULARY, "num_hidden_layers": NUM_LAYERS}
+    model, path = make(replace(variant, options=variant.options | more), folder)
     random = np.random.default_rng(17)
     shared = random.integers(0, VOCABULARY, 40).tolist()
     prompts, answers = [], []
@@ -116,7 +122,20 @@ def spread(asked: Asked, folder: Path, *changes: str) -> dict[str, Any]:
 def test_answers_over_ranks_are_those_of_transformers(
     kind: str, way: str, asked: Asked, tmp_path: Path
 ) -> None:
-    found = spread(asked, tmp_path, *SETTINGS[kind], *SPREAD[way])
+    check(asked, tmp_path, kind, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "way"), [("v32", "TP 2"), ("glm_5_shared", "PP 2")])
+def test_ranks_choose_alike(name: str, way: str, tmp_path: Path) -> None:
+    """The second stage begins with a layer that shares the choice of the first."""
+    (variant,) = (each for each in SPARSE_VARIANTS if each.name == name)
+    check(asked_of(replace(variant, saved_as=torch.float32), tmp_path), tmp_path, "cpu", way)
+
+
+def check(asked: Asked, folder: Path, kind: str, way: str) -> None:
+    """Answers are those of transformers, and what is meant to happen has."""
+    found = spread(asked, folder, *SETTINGS[kind], *SPREAD[way])
     answers = {int(name): answer for name, answer in found["answers"].items() if name.isdigit()}
     assert len(answers) > NUM_REQUESTS // 2
     assert answers == {number: asked.answers[number] for number in answers}

@@ -20,24 +20,9 @@ from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Rec
 from tests.models.families import make
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.models.state_steps import empty_decoder
+from tests.recipes.published import QWEN3_5_9B, QWEN3_5_27B, QWEN3_5_35B_A3B, QWEN3_NEXT_80B
 
-# Shapes of the text models as published; what is left out is the family's default
-NEXT_80B = {
-    "model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48,
-    "num_attention_heads": 16, "vocab_size": 151936, "dtype": "bfloat16", "max_position_embeddings": 262144,
-}  # fmt: skip
-DENSE_9B = {
-    "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
-    "num_attention_heads": 16, "vocab_size": 248320, "dtype": "bfloat16",
-}  # fmt: skip
-DENSE_27B = DENSE_9B | {
-    "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
-    "linear_num_value_heads": 48,
-}  # fmt: skip
-SPARSE_35B = {
-    "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40,
-    "num_attention_heads": 16, "vocab_size": 248320, "dtype": "bfloat16",
-}  # fmt: skip
+# Shapes of a text model as published; what is left out is the family's default
 KIMI_48B = {
     "model_type": "kimi_linear", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27,
     "num_attention_heads": 32, "vocab_size": 163840, "dtype": "bfloat16",
@@ -53,10 +38,10 @@ MIB = 2**20
 @pytest.mark.parametrize(
     ("hf", "layers", "kv_kib", "state_mib", "conv_mib", "billions", "active"),
     [
-        (NEXT_80B, (12, 36), 24, 72, 1.7, 79.7, 3.9),
-        (DENSE_9B, (8, 24), 32, 48, 1.1, 9.0, 9.0),
-        (DENSE_27B, (16, 48), 64, 144, 2.8, 26.9, 26.9),
-        (SPARSE_35B, (10, 30), 20, 60, 1.4, 34.7, 3.5),
+        (QWEN3_NEXT_80B, (12, 36), 24, 72, 1.7, 79.7, 3.9),
+        (QWEN3_5_9B, (8, 24), 32, 48, 1.1, 9.0, 9.0),
+        (QWEN3_5_27B, (16, 48), 64, 144, 2.8, 26.9, 26.9),
+        (QWEN3_5_35B_A3B, (10, 30), 20, 60, 1.4, 34.7, 3.5),
         (KIMI_48B, (7, 20), 7.9, 40, 1.4, 49.1, 3.5),
     ],
     ids=["80B-A3B", "9B", "27B", "35B-A3B", "48B-A3B"],
@@ -105,34 +90,38 @@ def test_the_plan_equals_what_is_allocated(variant: Any, dtype: Any, tmp_path: A
 
 
 def test_each_slot_has_a_state_beside_the_cache() -> None:
-    config = decoder_config(NEXT_80B)
+    config = decoder_config(QWEN3_NEXT_80B)
     recipe = Recipe(
-        model=ModelSection(config=NEXT_80B, weights="random"),
+        model=ModelSection(config=QWEN3_NEXT_80B, weights="random"),
         device=DeviceSection(kind="cpu"),
-        cache=CacheSection(page_size=128, num_pages=100),
+        cache=CacheSection(page_size=128, num_pages=100, num_states=20),
         scheduler=SchedulerSection(num_slots=16, max_batch_tokens=256, max_request_tokens=4096),
     )
     plan = plan_memory(recipe, config, 512 * GIB)
-    plain = plan_memory(recipe, replace(config, recurrent=None, layers=config.layers[3:4] * 12), 512 * GIB)
-    assert (plan.num_states, plan.state_bytes) == (17, config.state_bytes)
+    alone = replace(recipe, cache=replace(recipe.cache, num_states=None))
+    assert plan_memory(alone, config, 512 * GIB).num_states == 33, "as many are kept as there are slots"
+    plain = plan_memory(alone, replace(config, recurrent=None, layers=config.layers[3:4] * 12), 512 * GIB)
+    assert (plan.num_states, plan.num_kept_states, plan.state_bytes) == (20, 3, config.state_bytes)
     assert (plain.num_states, plain.state_bytes) == (0, 0)
     assert plan.page_bytes == plain.page_bytes
     known = plan.weight_bytes + plan.slot_bytes + plan.activation_bytes + plan.reserve_bytes
     assert plan.beside_bytes == known + 17 * config.state_bytes
     rows = dict(report(recipe, config, plan))
-    assert rows["states"] == "17, 73.7 MiB each over 36 layers: 1.22 GiB"
+    assert rows["states"] == (
+        "20 (16 of slots, 3 kept for later requests), 73.7 MiB each over 36 layers: 1.44 GiB"
+    )
     assert rows["a page"].endswith("over 12 layers")
     assert "states" not in dict(report(recipe, replace(config, layers=config.layers[3:4] * 12), plain))
 
 
 def test_ranks_and_stages_divide_the_states() -> None:
-    config = decoder_config(DENSE_27B)
+    config = decoder_config(QWEN3_5_27B)
     assert Share(1, 4).part(config).state_bytes == config.state_bytes / 4
     assert Share(0, 1, 0, 2).part(config).state_bytes == config.state_bytes / 2
 
 
 def test_launches_and_bytes_of_a_step_count_the_states() -> None:
-    config = decoder_config(SPARSE_35B)
+    config = decoder_config(QWEN3_5_35B_A3B)
     counts, halves = Counts(config), Counts(config, tensor=2)
     own = 10 * OPERATORS + 30 * RECURRENT_OPERATORS + 40 * MIXTURE_OPERATORS + ENDS
     assert counts.num_operators == own

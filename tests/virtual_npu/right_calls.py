@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.virtual_npu import (
+    delta_rule_calls,
     dispatch_calls,
     right_int4_calls,
     right_latent_calls,
@@ -513,6 +514,8 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "npu_dynamic_quant": dynamic_quant,
     "npu_quantize": quantize,
     "npu_format_cast": format_cast,
+    "npu_recurrent_gated_delta_rule": delta_rule_calls.recurrent,
+    "npu_chunk_gated_delta_rule": delta_rule_calls.chunk,
     "npu_top_k_top_p": top_k_top_p,
     "npu_prefetch": prefetch,
 }

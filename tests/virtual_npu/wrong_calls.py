@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.virtual_npu import dispatch_calls, summed_calls, wrong_int8_calls, wrong_latent_calls
+from tests.virtual_npu import (
+    delta_rule_calls,
+    dispatch_calls,
+    summed_calls,
+    wrong_int8_calls,
+    wrong_latent_calls,
+)
 from tests.virtual_npu.right_calls import compressed, hidden
 from tests.virtual_npu.right_mixture_calls import Arguments
 from tests.virtual_npu.wrong import Change, Wrong, cut, pages_but, put, spoil, strided, to
@@ -506,6 +512,8 @@ FAMILIES = {
     "npu_moe_token_unpermute": COMBINING,
     "_npu_moe_token_unpermute": COMBINING,
     "npu_format_cast": FORMAT,
+    "npu_recurrent_gated_delta_rule": delta_rule_calls.RECURRENT,
+    "npu_chunk_gated_delta_rule": delta_rule_calls.CHUNK,
     "npu_top_k_top_p": SAMPLING,
     "npu_prefetch": PREFETCH,
 }
@@ -529,6 +537,10 @@ WANTED = {
     "npu_qkv_rms_norm_rope_cache": lambda call: (
         call["qkv_size"][0] == 1 < call["head_nums"][1] and (call["index"] >= 0).sum() > 1
     ),
+    "npu_recurrent_gated_delta_rule": lambda call: (
+        call["num_accepted_tokens"] is not None and len(call["value"]) > 1
+    ),
+    "npu_chunk_gated_delta_rule": lambda call: call["g"] is not None,
     "npu_moe_gating_top_k": lambda call: call["group_count"] > 2 and call["bias"] is not None,
     "npu_moe_init_routing_v2": lambda call: call["expert_num"] > 2,
     "npu_top_k_top_p": lambda call: {"p", "k"} <= set(call) and call["logits"].shape[1] > 1024,

@@ -8,6 +8,7 @@ from virtual_npu.operators import (
     atb,
     attention,
     cache,
+    delta_rule,
     dispatch,
     grouped_matmul,
     int8_fusions,
@@ -29,7 +30,7 @@ OPERATORS: tuple[Operator, ...] = tuple(
     for room in (
         *(attention, atb, cache, latent, latent_prolog, norm, rotary, joined_heads, activation, matmul),
         *(grouped_matmul, summed_matmul, weight_quant, mixture, dispatch, int8_fusions),
-        *(sampling, prefetch),
+        *(delta_rule, sampling, prefetch),
     )
     for operator in room.OPERATORS
 )

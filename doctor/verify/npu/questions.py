@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attention.reference import Attention, StaticDecodes
+from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
-from devices.ascend_limits import FRACTAL_NZ, AscendProduct
+from devices.ascend_limits import FRACTAL_NZ, WIDE_HEAD, AscendProduct
+from devices.shapes import AttentionShape
 from models.layers.dtypes import TORCH_DTYPES
 from models.ops.reference import Ops
 from models.sampling.sampler import Sampler
@@ -73,6 +76,43 @@ def packs_float16(machine: Npu) -> Found:
         for kv_heads in (HEADS, 2)
     )
     return furthest <= NEAR[torch.float16], f"{furthest:.2g} from float32"
+
+
+def reads_wide_heads(machine: Npu) -> Found:
+    """Ask whether attention by wide heads is right for prompts, chunks, drafts and decodes of one step.
+
+    It is compared with plain torch on the host, in float32 over the same pages. Decodes are asked for in a
+    graph, too, whose replay has other lengths than its capture.
+    """
+    from attention.npu.single_queries import WideHeadAttention
+
+    npu, dtype = torch.get_device_module("npu"), TORCH_DTYPES[machine.product.dtypes[0]]
+    stops, lens = np.array([300, 500, 260, 131, 64]), np.array([300, 40, 1, 3, 1])
+    table = 1 + np.arange(4 * len(stops), dtype=np.int32).reshape(len(stops), 4)
+    apart = []
+    for heads, kv_heads in ((16, 2), (8, 8)):
+        shape = AttentionShape(heads, kv_heads, WIDE_HEAD, PAGE, 1 / math.sqrt(WIDE_HEAD), dtype, (None,))
+        wide = WideHeadAttention(shape, machine.device, machine.product)
+        plain = Attention(replace(shape, dtype=torch.float32))
+        keys, values = (torch.randn(1 + table.size, PAGE, kv_heads, WIDE_HEAD).to(dtype) for _ in range(2))
+        for some in (slice(None), slice(4, 5)):
+            spans = np.arange(len(stops))[some], (stops - lens)[some], stops[some]
+            batch = Batch(*spans, *(np.empty(0, np.int64),) * 3)
+            unwritten = np.zeros(int(lens[some].sum()), np.int64)
+            query = torch.randn(len(unwritten), heads, WIDE_HEAD).to(dtype)
+            metadata = plain.plan(batch, table, unwritten)
+            wanted = plain.attend(query.float(), keys.float(), values.float(), metadata, 0)
+            sent = query.to(machine.device), keys.to(machine.device), values.to(machine.device)
+            found = wide.attend(*sent, wide.plan(batch, table, unwritten), 0)
+            apart.append(float((found.cpu().float() - wanted).abs().max()))
+        place = torch.zeros(1, dtype=torch.int32, device=machine.device)
+        last = torch.from_numpy(table[4:]).to(machine.device)  # that of the decode alone
+        static, graph = wide.plan_static(StaticDecodes(place, last, place)), npu.NPUGraph()
+        with npu.graph(graph):
+            captured = wide.attend(*sent, static, 0)
+        wide.replay(graph, [static], [64])
+        apart.append(float((captured.cpu().float() - wanted).abs().max()))
+    return max(apart) <= NEAR[dtype], f"{max(apart):.2g} from float32"
 
 
 def tiles_weights(machine: Npu) -> Found:
@@ -240,6 +280,12 @@ def fused(product: AscendProduct) -> bool:
 QUESTIONS = (
     Probe("keeps_nan", "is the maximum of a row with a NaN NaN?", lambda _: True, keeps_nan),
     Probe("packs_float16", "is packed attention right in float16?", fused, packs_float16),
+    Probe(
+        "reads_wide_heads",
+        "is attention by heads of 256 right for single queries, also in a graph, and for longer spans?",
+        lambda product: product.name in ("910B", "910C"),
+        reads_wide_heads,
+    ),
     Probe(
         "tiles_weights",
         "are 16-bit weights in FRACTAL_NZ right and faster?",

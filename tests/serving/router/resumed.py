@@ -64,6 +64,12 @@ def asked(num_tokens: int) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
+def lasting(count: int) -> list[tuple[str, dict[str, Any]]]:
+    """Streams that go on when those of `asked` have ended, so that a kill has something to hit."""
+    text = {"max_tokens": 400, "temperature": 0, "stream": True, **LONG}
+    return [(COMPLETIONS, text | {"prompt": f"Of {number} foxes, "}) for number in range(count)]
+
+
 @dataclass(slots=True)
 class Outcome:
     """What a client got: its status, and events (one, if it is no stream) without what is random."""

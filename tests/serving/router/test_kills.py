@@ -106,7 +106,7 @@ def test_a_router_is_killed(replicas: list[Server], whole: dict[str, str]) -> No
             wait(lambda each=each: not figure(each, "vllm:num_requests_waiting"))  # type: ignore[misc]
     check(tally, RUNS)
     assert tally.outcomes["broken"] > 0
-    assert sum(figure(each, "cb_aborts_total") for each in replicas) > aborted
+    wait(lambda: sum(figure(each, "cb_aborts_total") for each in replicas) > aborted)
 
 
 def test_all_replicas_are_restarted_in_turn(replicas: list[Server], whole: dict[str, str]) -> None:

@@ -1,0 +1,186 @@
+"""Choose where prompts are cut, and at which positions recurrent states are kept for later requests.
+
+A state is kept where a prompt ends, because its conversation goes on there; where prompts with one beginning
+were found to part; where a request that waits for a running prompt parts from it; and, if there is room, at
+the last page of an answer. Pages and holders of states are those of `kv_cache/states.py`. Everything here
+follows from what the scheduler knows, so that all ranks decide the same.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from continuous_batching.batch import StateCut
+from continuous_batching.request import Request
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import NULL_PAGE, Index, PageCopy
+from kv_cache.prefix_cache import PrefixCache
+from kv_cache.states import GRID, StateGroup
+
+MOST_WANTED = 4  # states of a row at which it stops to look for more
+NEVER = np.iinfo(np.int64).max
+
+
+class Checkpoints:
+    """The positions at which rows are to leave states behind, and the ends of their spans.
+
+    Without `shares` no state is kept. `copy` is told of copies that make room for one.
+    """
+
+    def __init__(
+        self,
+        slots: SlotPool,
+        group: StateGroup,
+        prefix: PrefixCache,
+        copy: Callable[[PageCopy], None],
+        *,
+        shares: bool,
+    ) -> None:
+        self._slots, self._group, self._prefix, self._shares = slots, group, prefix, shares
+        self._copy = copy
+        self.every = group.every_pages * slots.page_size  # tokens between positions where states are kept
+        self._wanted: dict[int, list[int]] = {}  # ascending, by row
+        self._next = np.full(slots.num_slots, NEVER, dtype=np.int64)  # the first of these
+
+    def usable(self, num_pages: int) -> int:
+        """Return how many of a prefix's pages precede its last position where a state may be kept."""
+        return num_pages // self._group.every_pages * self._group.every_pages
+
+    def enter(self, row: int, keys: Sequence[bytes], found: Index) -> None:
+        """Want the states of a row that has just been given what it starts from.
+
+        `keys` are those of the pages that it may share, and `found` the pages of these that are cached,
+        whether or not it could start behind them.
+        """
+        slots, size = self._slots, self._slots.page_size
+        if not self._shares or not len(keys):
+            return
+        # A prompt that comes again has to compute its last token
+        self.want(row, self.usable(int(min(slots.num_shareable[row], len(keys)))) * size)
+        if len(found) * size > slots.num_computed[row] and self._prefix.index.goes_on(int(found[-1])):
+            self.want(row, self.usable(len(found)) * size)
+
+    def want(self, row: int, position: int) -> None:
+        """Have a row leave its state at a position that it has not reached yet."""
+        wanted = self._wanted.get(row, [])
+        if position > self._slots.num_computed[row] and position not in wanted:
+            insort(wanted, position)
+            self._wanted[row], self._next[row] = wanted, wanted[0]
+
+    def leave(self, row: int) -> None:
+        """Forget what was wanted of a row."""
+        self._wanted.pop(row, None)
+        self._next[row] = NEVER
+
+    def aligned(self, rows: Index, starts: Index, stops: Index, most_tokens: int) -> Index:
+        """Return the ends of spans, each on the grid unless all known tokens of its row end there.
+
+        A span that would not reach the grid is left out, which its empty length says. If no prompt goes on
+        then, the oldest takes as much of its block as the step's tokens allow.
+        """
+        known = self._slots.num_tokens[rows]
+        aligned: Index = np.where(stops < known, stops // GRID * GRID, stops)
+        aligned = np.maximum(aligned, starts)
+        cut = np.flatnonzero(stops < known)
+        if len(cut) and not (aligned[cut] > starts[cut]).any():
+            at = cut[0]
+            end = min(int(known[at]), int(starts[at]) // GRID * GRID + GRID)
+            left = most_tokens - int((aligned - starts).sum())
+            if end - starts[at] <= left:
+                aligned[at] = end
+        return aligned
+
+    def cuts(self, rows: Index, starts: Index, stops: Index) -> tuple[StateCut, ...]:
+        """Keep the states that are wanted of these spans, whose rows have their pages, without their drafts.
+
+        Returns the cuts within spans; a state at the end of a span needs none.
+        """
+        if not self._shares:
+            return ()
+        made: list[StateCut] = []
+        if self._wanted:
+            for at in np.flatnonzero(self._next[rows] <= stops).tolist():
+                made += self._cuts_of(at, int(rows[at]), int(starts[at]), int(stops[at]))
+        at_end = stops % self.every == 0
+        if at_end.any():
+            self._keep_answers(rows[at_end], stops[at_end])
+        return tuple(made)
+
+    def _cuts_of(self, span: int, row: int, start: int, stop: int) -> list[StateCut]:
+        made, wanted, group = [], self._wanted[row], self._group
+        for position in [each for each in wanted if each <= stop]:
+            wanted.remove(position)
+            if position == stop:
+                group.keep(row, position)
+            elif position > start:
+                page, copies = group.take_one(row, position)
+                for each in copies:
+                    self._copy(each)
+                if page != NULL_PAGE:
+                    made.append(StateCut(span, position, page))
+        if wanted:
+            self._next[row] = wanted[0]
+        else:
+            self.leave(row)
+        return made
+
+    def _keep_answers(self, rows: Index, stops: Index) -> None:
+        """Keep states at the ends of pages of answers, as far as pages are free."""
+        slots = self._slots
+        kept = (
+            (stops > slots.num_prompt[rows]) & (slots.beam_width[rows] == 0) & (slots.num_shareable[rows] > 0)
+        )
+        if kept.any():
+            self._group.try_to_keep(rows[kept], stops[kept])
+
+    def ask_leader(self, request: Request, keys: Sequence[bytes], num_held: int, rows: Sequence[int]) -> None:
+        """Have the row that computes the most of a request's prefix leave a state where the two part."""
+        if not self._shares:
+            return
+        best, leader, slots = 0, -1, self._slots
+        for row in rows:
+            other: Request = slots.requests[row]
+            count = self.usable(_num_equal(keys, other.page_keys[: slots.num_shareable[row]]))
+            if other is not request and count > best and count * slots.page_size > slots.num_computed[row]:
+                best, leader = count, row
+        if best > num_held:
+            self.want(leader, best * slots.page_size)
+
+    def foresee(self, row: int, waiting: Sequence[tuple[Request, Sequence[bytes]]]) -> None:
+        """Want states of a new row where waiting requests, given with their keys, part from it."""
+        own: Request = self._slots.requests[row]
+        shareable = own.page_keys[: self._slots.num_shareable[row]]
+        if not self._shares or not shareable:
+            return
+        for request, keys in waiting:
+            if len(self._wanted.get(row, ())) >= MOST_WANTED:
+                break
+            if request is not own and keys[:1] == shareable[:1]:
+                self.want(row, self.usable(_num_equal(keys, shareable)) * self._slots.page_size)
+
+    def is_awaited(self, request: Request, keys: Sequence[bytes], num_held: int, rows: Sequence[int]) -> bool:
+        """Whether any of these rows will leave a state within a request's prefix, beyond what it has."""
+        slots, size = self._slots, self._slots.page_size
+        for row in rows:
+            other: Request = slots.requests[row]
+            for position in (*self._wanted.get(row, ()), *self._group.is_left(row)):
+                count = position // size
+                is_within = num_held < count <= len(keys) and other is not request
+                if is_within and other.page_keys[count - 1] == keys[count - 1]:
+                    return True
+        return False
+
+
+def _num_equal(keys: Sequence[bytes], others: Sequence[bytes]) -> int:
+    """Return how many keys two prefixes have in common; each key names all tokens before it, too."""
+    low, high = 0, min(len(keys), len(others))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if keys[middle - 1] == others[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,359 @@
+"""Keep the recurrent states of requests as pages of one group, and copies of them to go on from.
+
+A page of this group is the state of all recurrent layers of one request. A row has one such page, its live
+state, which stands at the position up to which the row has been computed, and which every step of the row
+writes. A state that a step leaves behind at the end of a page of tokens is a *checkpoint*: once that page is
+published, the checkpoint lies beside its entry of the prefix cache, and a request with the same beginning can
+go on from there. Whoever writes to a state that others hold copies it first.
+
+What is kept for sharing never stands in the way of what runs: each row needs one state and no more, and a
+pool of one state for each row serves them all. Where none is left to copy to, the cache gives up the state
+that is about to be written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_cache.groups import BesideGroup
+from kv_cache.pages import NULL_PAGE, Index, PageCopy, PagePool
+
+GRID = 64  # positions at whose multiples spans of prompts may be cut (see attention/recurrent.py)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A state that a row's step leaves at a position of its prompt, until its page of tokens is published."""
+
+    position: int
+    page: int
+
+
+class StateGroup(BesideGroup):
+    """The states of all layers that keep one; `table` [N, 1] has the live state of each row.
+
+    A prefix can be resumed from only where a state lies beside its last page. States are kept at the ends of
+    every `every_pages` pages, which lie on the grid at which spans end.
+    """
+
+    name = "states"
+    is_of_rows = True
+    gone = "no_state"
+    window = 0
+
+    def __init__(
+        self,
+        number: int,
+        page_size: int,
+        num_rows: int,
+        pool: PagePool,
+        host: PagePool | None,
+        num_entries: int,
+        num_host_entries: int,
+    ) -> None:
+        assert pool.num_pages > num_rows, f"{pool.num_pages - 1} states for {num_rows} rows"
+        super().__init__(number, page_size, num_rows, 1, pool, host, num_entries, num_host_entries)
+        self.every_pages = math.lcm(page_size, GRID) // page_size
+        self._left: dict[int, list[Checkpoint]] = {}  # by row
+        # [N] the last state that each row has left in its answer, and its position; it is on trial: it gives
+        # way first, and is the first to be evicted until a request has found it
+        self._trial_page, self._trial_position = np.zeros_like(self.stop), np.zeros_like(self.stop)
+        # Checkpoints of each page that cannot be found yet: those in `_left`, and those on trial
+        self._num_left = np.zeros(pool.num_pages, dtype=np.int32)
+        self._is_crowded = False  # whether states are about to be written that checkpoints hold
+        self.num_taken = self.num_hits = 0  # checkpoints since the start
+
+    @property
+    def num_available(self) -> int:
+        return self.pool.num_free + len(self._idle) + len(self._loose())
+
+    def first_seen(self, positions: Index) -> Index:
+        return np.zeros_like(positions)
+
+    def needed(self, num_tokens: int) -> int:
+        return min(num_tokens, 1)
+
+    def promised(self, rows: Index, num_tokens: Index) -> Index:
+        """See `PageGroup.promised`: rows that share a state will need all but one of its copies."""
+        promised = np.ones_like(rows)
+        pages, first = np.unique(self.table[rows, 0], return_index=True)
+        promised[first[pages != NULL_PAGE]] = 0
+        return promised
+
+    def missing(self, rows: Index, stops: Index) -> Index:
+        """Return 1 for each row that needs another page to write its state to.
+
+        A state that only checkpoints share is copied where pages are available, and given up otherwise.
+        """
+        pages = self.table[rows, 0]
+        shared = self.pool.holders[pages] > 1
+        missing: Index = (pages == NULL_PAGE).astype(np.int64)
+        self._is_crowded = False
+        if shared.any():
+            missing[self._copying(pages, np.flatnonzero(shared), int(missing.sum()))] = 1
+        return missing
+
+    def _copying(self, pages: NDArray[np.int32], shared: Index, num_taken: int) -> Index:
+        """Return which of the writers at `shared` write to a copy, beside so many new pages."""
+        others = self.pool.holders[pages[shared]] - self._num_left[pages[shared]]
+        by_one = others == 1  # which are held by one row, and by what it has just left
+        if by_one.all() and num_taken + len(shared) <= self.pool.num_free:
+            return shared
+        may, must = shared[by_one], []
+        left: dict[int, int] = {}  # rows that hold a page
+        for at in shared[~by_one].tolist():
+            page = int(pages[at])
+            kept = int(self._num_left[page]) + (page in self._entry_of)
+            left.setdefault(page, int(self.pool.holders[page]) - kept)
+            if left[page] > 1:  # another row goes on with it
+                left[page] -= 1
+                must.append(at)
+            elif kept:
+                may = np.append(may, at)
+        room = max(0, self.num_available - num_taken - len(must))
+        self._is_crowded = room < len(may)
+        return np.concatenate([np.array(must, dtype=np.int64), may[:room]])
+
+    def least(self, rows: Index, stops: Index) -> Index:
+        """See `PageGroup.least`: there is always one state for each row."""
+        return np.zeros_like(rows)
+
+    def num_shared(self, rows: Sequence[int], indexes: Sequence[int]) -> int:
+        """See `PageGroup.num_shared`: copies are among what is `missing`, whatever was forked."""
+        return 0
+
+    def grow(
+        self,
+        rows: Index,
+        counts: Index,
+        forked: Sequence[int] = (),
+        indexes: Sequence[int] = (),
+    ) -> list[PageCopy]:
+        growing = rows[counts > 0]
+        copies = self._made_free(len(growing))
+        old, new = self.table[growing, 0].astype(np.int64), self.pool.take(len(growing))
+        self.table[growing, 0], self.stop[growing] = new, 1
+        copied = old != NULL_PAGE
+        if copied.any():
+            copies.append(PageCopy(old[copied], new[copied], group=self.number))
+            self.counts.copied_pages += int(copied.sum())
+            for pages in _distinct(old[copied]):
+                self._release(pages)
+        return copies
+
+    def give_up(self, rows: Index) -> None:
+        """Let no checkpoint hold the states that these rows are about to write; they have been grown."""
+        if not self._is_crowded:
+            return
+        pages = self.table[rows, 0]
+        for page in pages[self.pool.holders[pages] > 1].tolist():
+            if page in self._entry_of:
+                self._forget(np.array([page]))
+            for row, left in list(self._left.items()):
+                for each in [each for each in left if each.page == page]:
+                    self._drop(row, each)
+            self._end_trials(np.flatnonzero(self._trial_page == page))
+
+    def resumable(
+        self, entries: Index, held: int = 0, first_held: int = 0, *, rests: bool = True
+    ) -> NDArray[np.bool_]:
+        able = np.zeros(held + len(entries) + 1, dtype=np.bool_)
+        beside = self.beside[entries]
+        able[held + 1 :] = beside != 0 if rests else beside > 0
+        able[[0, held]] = True
+        return able
+
+    def wanted(self, entries: Index, num_tokens: int, *, comes_back: bool = False) -> int:
+        return 1
+
+    def resume(self, row: int, entries: Index, *, comes_back: bool = False) -> list[PageCopy]:
+        """See `PageGroup.resume`: the row shares the state beside the last of these entries."""
+        if comes_back or not len(entries):
+            return []
+        page = int(self.beside[entries[-1]])
+        assert page != 0, f"row {row} resumes where no state is"
+        self.num_hits += 1
+        copies = []
+        if page > 0:
+            self._share(np.array([page]))
+            self.clear(row)
+        else:
+            self.clear(row)
+            del self._resting[page]  # it is kept while room is made
+            copies = self._made_free(1)
+            source, target = np.array([page]), self.pool.take(1)
+            copies.append(PageCopy(-source, target, "from_host", group=self.number))
+            self._rename_pages(source, target)
+            self.pool.share(target)  # by the row, beside the prefix cache
+            assert self.host is not None, "pages rest in a host pool"
+            self.host.release(-source)
+            self.counts.promoted_pages += 1
+            page = int(target[0])
+        self.table[row, 0], self.stop[row] = page, 1
+        return copies
+
+    def to_swap(self, row: int, num_published: int, num_computed: int) -> tuple[int, Index]:
+        """See `PageGroup.to_swap`: a row takes its live state along."""
+        return 0, self.table[row, : int(self.stop[row])].astype(np.int64)
+
+    def come_back(self, row: int, first: int, host_pages: Index) -> list[PageCopy]:
+        copies = self._made_free(1)
+        target = self.pool.take(1)
+        self.table[row, 0], self.stop[row] = target[0], 1
+        self.counts.swapped_in_pages += 1
+        return [*copies, PageCopy(host_pages, target, "from_host", group=self.number)]
+
+    def keep(self, row: int, position: int) -> None:
+        """Keep the row's live state, which the next batch leaves at `position`, as a checkpoint."""
+        page = int(self.table[row, 0])
+        self._share(np.array([page]))
+        self._add(row, Checkpoint(position, page))
+
+    def try_to_keep(self, rows: Index, positions: Index) -> None:
+        """Keep the live states that the next batch leaves in answers of rows, as far as pages are free.
+
+        Each takes the place of the row's last one. Each of these rows is the only one that holds its state.
+        """
+        rows, positions = rows[: self.pool.num_free], positions[: self.pool.num_free]
+        self._end_trials(rows)
+        pages = self.table[rows, 0].astype(np.int64)
+        self.pool.share(pages)
+        self._num_left[pages] += 1
+        self._trial_page[rows], self._trial_position[rows] = pages, positions
+
+    def _end_trials(self, rows: Index) -> None:
+        rows = rows[self._trial_page[rows] != NULL_PAGE]
+        if len(rows):
+            pages = self._trial_page[rows]
+            self._num_left[pages] -= 1
+            self._trial_page[rows] = NULL_PAGE
+            self._release(pages)
+
+    def take_one(self, row: int, position: int) -> tuple[int, list[PageCopy]]:
+        """Take a page for the state that the next batch leaves at `position` within a span of the row.
+
+        Returns the page, and the copy that makes room for it. Returns page 0 if there is none: nobody is
+        preempted for a checkpoint.
+        """
+        if not self.pool.num_free + len(self._idle):
+            return NULL_PAGE, []
+        copies = self._made_free(1)
+        (page,) = self.pool.take(1).tolist()
+        self._add(row, Checkpoint(position, page))
+        return page, copies
+
+    def is_left(self, row: int) -> list[int]:
+        """Return the positions in its prompt at which a row leaves states that cannot be found yet."""
+        return [each.position for each in self._left.get(row, ())]
+
+    def publish(
+        self, row: int, first: int, entries: Index, is_cached: NDArray[np.bool_]
+    ) -> tuple[Index, Index]:
+        """See `PageGroup.publish`: checkpoints at the ends of these pages lie beside them from now on."""
+        new: dict[int, int] = {}
+        trial = Checkpoint(int(self._trial_position[row]), int(self._trial_page[row]))
+        if trial.page != NULL_PAGE:  # it is among the others from here on
+            self._trial_page[row] = NULL_PAGE
+            self._left.setdefault(row, []).append(trial)
+        for each in list(self._left.get(row, ())):
+            at = each.position // self.page_size - 1 - first
+            if not 0 <= at < len(entries):
+                continue
+            name = int(entries[at])
+            if not is_cached[at] or self.beside[name] or each.page in self._entry_of:
+                self._drop(row, each)
+                continue
+            self._remove(row, each)
+            self.beside[name], self._entry_of[each.page] = each.page, name
+            new[at] = each.page
+            if self.pool.holders[each.page] == 1:
+                self._idle[each.page] = None
+                self._idle.move_to_end(each.page, last=each is not trial)
+        if new:
+            self.num_taken += len(new)
+            self.changes += 1
+            self.told(True, entries[list(new)])
+        return np.array(list(new), dtype=np.int64), np.array(list(new.values()), dtype=np.int64)
+
+    def clear(self, row: int) -> None:
+        for each in list(self._left.get(row, ())):
+            self._drop(row, each)
+        self._end_trials(np.array([row]))
+        super().clear(row)
+
+    def evict(self, count: int) -> PageCopy | None:
+        """See `PageGroup.evict`: states of running answers go first, those about to be published last."""
+        tried = np.flatnonzero(self._trial_page)
+        loose = tried[np.isin(self._trial_page[tried], self._loose())][:count]
+        self._end_trials(loose)
+        count -= len(loose)
+        num_idle = min(count, len(self._idle))
+        copy = super().evict(num_idle) if num_idle else None
+        self._drop_loose(count - num_idle)
+        return copy
+
+    def resize(self, num_pages: int) -> None:
+        super().resize(num_pages)
+        self._num_left = np.resize(self._num_left, num_pages)
+
+    def users(self, rows: Index) -> Index:
+        users: Index = super().users(rows) + self._num_left
+        return users
+
+    def _loose(self) -> Index:
+        """Return the pages that only checkpoints hold which cannot be found yet."""
+        pages = np.flatnonzero(self._num_left)
+        others = self.pool.holders[pages] - self._num_left[pages]
+        near = others == 1
+        if near.any():
+            others[near] -= [page in self._entry_of for page in pages[near].tolist()]
+        loose: Index = pages[others == 0]
+        return loose
+
+    def _drop_loose(self, count: int) -> None:
+        """Drop checkpoints that cannot be found yet until `count` more pages are free."""
+        if count <= 0:
+            return
+        wanted, loose = self.pool.num_free + count, set(self._loose().tolist())
+        for row, left in list(self._left.items()):
+            for each in list(left):
+                if self.pool.num_free < wanted and each.page in loose:
+                    self._drop(row, each)
+
+    def _add(self, row: int, checkpoint: Checkpoint) -> None:
+        self._left.setdefault(row, []).append(checkpoint)
+        self._num_left[checkpoint.page] += 1
+
+    def _remove(self, row: int, checkpoint: Checkpoint) -> None:
+        left = self._left[row]
+        left.remove(checkpoint)
+        if not left:
+            del self._left[row]
+        self._num_left[checkpoint.page] -= 1
+
+    def _drop(self, row: int, checkpoint: Checkpoint) -> None:
+        self._remove(row, checkpoint)
+        self._release(np.array([checkpoint.page]))
+
+    def _follow(self, sources: Index, targets: Index) -> None:
+        super()._follow(sources, targets)
+        target_of = dict(zip(sources.tolist(), targets.tolist()))
+        for left in self._left.values():
+            left[:] = [replace(each, page=target_of.get(each.page, each.page)) for each in left]
+        for source, target in zip(sources.tolist(), targets.tolist()):
+            self._trial_page[self._trial_page == source] = target
+        self._num_left[targets] = self._num_left[sources]
+        self._num_left[sources] = 0
+
+
+def _distinct(pages: Index) -> Iterator[Index]:
+    """Yield the pages in parts without a page that stands twice, as `PagePool` takes them."""
+    while len(pages):
+        _, first = np.unique(pages, return_index=True)
+        yield pages[first]
+        pages = np.delete(pages, first)

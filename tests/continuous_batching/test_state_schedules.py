@@ -1,0 +1,253 @@
+"""Recurrent states in random schedules: each step goes on from the state of exactly its request's tokens.
+
+The device here keeps of a state what it stands for, a position and the key of all tokens before it, and
+asserts both wherever a span goes on from one. So a state that is dropped, copied late, shared while it is
+written or found behind other tokens is noticed at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.engine import Engine
+from continuous_batching.inspection import recount
+from continuous_batching.policies.batching import StallFree
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from continuous_batching.speculation.lengths import Fixed
+from continuous_batching.speculation.proposer import Guesses
+from continuous_batching.speculation.speculation import Speculation
+from kv_cache.pages import Index, PageCopy, PagePool
+from kv_cache.states import GRID, StateGroup
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, Free, alone
+from tests.thorough import cases
+
+LARGEST, NUM_REQUESTS, NUM_SLOTS = 300, 14, 4
+STORY = np.random.default_rng(5).integers(0, VOCAB_SIZE, LARGEST)
+NOTHING = (-1, 0)  # what a free page holds
+
+
+class StateRunner(ChecksumRunner):
+    """Computes batches as its parent does, and advances what states stand for."""
+
+    def __init__(self, slots: SlotPool, pool: PagePool, host: PagePool | None, group: StateGroup) -> None:
+        super().__init__(slots, pool, host)
+        self.group = group
+        self.states = [NOTHING] * group.pool.num_pages  # a position, and the key of the token before it
+        self.on_host = [NOTHING] * (group.host.num_pages if group.host else 0)
+
+    def run(self, batch: Batch, free: Free | None = None) -> Sampled:
+        gone = self.group.pool.free_pages
+        sampled = super().run(batch, free)
+        slots, drafts = self.slots, batch.drafts_by_span
+        spans = zip(batch.slots.tolist(), batch.starts.tolist(), (batch.stops - drafts).tolist())
+        for at, (row, start, stop) in enumerate(spans):
+            page, begin = int(self.group.table[row, 0]), start - int(slots.state_lag[row])
+            assert page > 0, f"row {row} has no state"
+            assert stop % GRID == 0 or stop == slots.num_tokens[row] or slots.beam_width[row]
+            if begin:
+                assert self.states[page] == (begin, self._key(row, begin)), f"row {row} at {begin}"
+            for cut in batch.cuts:
+                if cut.span == at:
+                    assert begin < cut.position < stop
+                    self.states[cut.page] = cut.position, self._key(row, cut.position)
+            self.states[page] = stop, self._key(row, stop)
+        for page in gone.tolist():
+            self.states[page] = NOTHING
+        return sampled
+
+    def _key(self, row: int, position: int) -> int:
+        page, offset = divmod(position - 1, self.slots.page_size)
+        return int(self.cache[int(self.slots.page_table[row, page]) * self.slots.page_size + offset])
+
+    def _copy(self, copies: tuple[PageCopy, ...], free: Free) -> None:
+        for copy in copies:
+            if copy.group != self.group.number:
+                continue
+            source, target = {
+                "within": (self.states, self.states),
+                "to_host": (self.states, self.on_host),
+                "from_host": (self.on_host, self.states),
+            }[copy.way]
+            read = [source[page] for page in copy.sources.tolist()]
+            for page, state in zip(copy.targets.tolist(), read):
+                target[page] = state
+        super()._copy(copies, free)
+
+
+class Prophet:
+    """Proposes what each row will answer; every third token is wrong."""
+
+    def __init__(self, slots: SlotPool) -> None:
+        self._slots, self._known = slots, dict[str, list[int]]()
+
+    def guess(self, rows: Index, most: int) -> Guesses:
+        """Proposals for rows that decode."""
+        tokens = np.zeros((len(rows), most), dtype=np.int32)
+        for at, row in enumerate(rows.tolist()):
+            request = self._slots.requests[row]
+            if request.id not in self._known:
+                self._known[request.id] = alone(request.prompt.tolist(), 55)
+            first = int(self._slots.num_tokens[row] - self._slots.num_prompt[row])
+            right = np.array(self._known[request.id][first : first + most])
+            tokens[at, : len(right)] = np.where((first + np.arange(len(right))) % 3, right, right + 1)
+        return Guesses(tokens % VOCAB_SIZE, np.full(len(rows), most))
+
+
+def engine_of(
+    num_pages: int, num_states: int, host_pages: int = 0, host_states: int = 0, size: int = 16, **options: int
+) -> Engine:
+    """Pages of `size` tokens, and steps of little more than a block of the grid by default."""
+    slots, pool = SlotPool(NUM_SLOTS, LARGEST, size), PagePool(1 + num_pages)
+    host = PagePool(1 + host_pages) if host_pages else None
+    entries = pool.num_pages, 0 if host is None else host.num_pages
+    state_host = PagePool(1 + host_states) if host_states else None
+    group = StateGroup(1, size, NUM_SLOTS, PagePool(1 + num_states), state_host, *entries)
+    drafts, overlap = options.pop("drafts", 0), bool(options.pop("overlap", 0))
+    scheduler = Scheduler(
+        slots,
+        pool,
+        StallFree(),
+        max_batch_tokens=options.pop("max_batch_tokens", GRID + NUM_SLOTS),
+        vocab_size=VOCAB_SIZE,
+        host_pool=host,
+        speculation=Speculation(slots, Prophet(slots), Fixed(), drafts) if drafts else None,
+        groups=[group],
+        **options,
+    )
+    return Engine(scheduler, StateRunner(slots, pool, host, group), clock=lambda: 0.0, overlap=overlap)
+
+
+def states_of(engine: Engine) -> StateGroup:
+    states = engine.scheduler.tables.states
+    assert states is not None
+    return states
+
+
+def draw(random: np.random.Generator, number: int) -> Request:
+    """A prompt that begins as others do, sometimes with samples or beams."""
+    shared, own = int(random.choice([0, 64, 100, 128, 190, 200])), int(random.integers(1, 45))
+    prompt = np.concatenate([STORY[:shared], random.integers(0, VOCAB_SIZE, own)])
+    width = 2 if number % 5 == 3 else 0
+    params = SamplingParams(
+        max_tokens=int(random.integers(1, 38)), seed=None if width else 0, beam_width=width
+    )
+    request = Request(str(number), prompt, params)
+    if number % 5 == 0:
+        request.followers = [Request(f"{number}.{index}", prompt, params) for index in range(2)]
+    return request
+
+
+def storm(seed: int) -> Engine:
+    """Serve requests while some are aborted and some fail."""
+    random = np.random.default_rng(seed)
+    size = int(random.choice([16, 64, 48]))
+    longest = -(-LARGEST // size)
+    on_host = (2 * longest, int(random.integers(1, 9))) if seed % 3 else (0, 0)
+    engine = engine_of(
+        *(-(-430 // size) + seed % 3, NUM_SLOTS + int(random.choice([0, 1, 3, 12])), *on_host, size),
+        max_batch_tokens=int(random.choice([GRID + NUM_SLOTS, 2 * GRID + 30, 400])),
+        compact_every_steps=seed % 4,
+        overlap=seed % 2,
+        drafts=3 * (seed % 5 == 0),
+    )
+    made = [draw(random, number) for number in range(NUM_REQUESTS)]
+    asked = [each for leader in made for each in (leader, *leader.followers)]
+    assert isinstance(engine.runner, StateRunner)
+    engine.runner.fail = {each.id for each in made if random.random() < 0.1 and not each.params.beam_width}
+    waiting, steps = list(made), 0
+    while waiting or engine.has_work:
+        if waiting and random.random() < 0.5:
+            engine.add(waiting.pop(0))
+        if random.random() < 0.05:
+            engine.abort(str(random.integers(NUM_REQUESTS)))
+        engine.step()
+        assert not recount(engine.scheduler).wrong_pages
+        steps += 1
+        assert steps < 4_000, "no progress"
+    for request in asked:
+        if not request.params.beam_width:
+            want, got = alone(request.prompt.tolist(), request.params.max_tokens), request.answer.tolist()
+            assert got == (want if request.finish_reason == "length" else want[: len(got)])
+    states = states_of(engine)
+    assert states.num_available == states.pool.num_pages - 1, "states leaked"
+    assert not states._num_left.any(), "a row has left a state behind"
+    return engine
+
+
+def test_each_step_goes_on_from_the_state_of_its_tokens_whatever_happens() -> None:
+    counts = {"hits": 0, "swapped": 0, "evicted": 0, "accepted": 0, "promoted": 0}
+    for seed in range(cases(30, 400)):
+        engine = storm(seed)
+        states, counters = states_of(engine), engine.scheduler.counters
+        counts["hits"] += states.num_hits > 0
+        counts["swapped"] += states.counts.swapped_in_pages > 0
+        counts["promoted"] += states.counts.promoted_pages > 0
+        counts["evicted"] += states.counts.evicted_pages > 0
+        counts["accepted"] += counters.accepted_tokens > 0
+    print(counts)
+    assert min(counts.values()) >= 3
+
+
+def serve(engine: Engine, *prompts: np.ndarray, max_tokens: int = 4) -> list[int]:
+    """Serve prompts that come together; how many tokens of each were found."""
+    first = engine.scheduler.counters.prompt_tokens
+    made = [
+        Request(f"{first}.{at}", each, SamplingParams(max_tokens=max_tokens))
+        for at, each in enumerate(prompts)
+    ]
+    for request in made:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        assert not recount(engine.scheduler).wrong_pages
+    for request in made:
+        assert request.answer.tolist() == alone(request.prompt.tolist(), max_tokens)
+    return [request.num_cached_tokens for request in made]
+
+
+def after(shared: int, own: int) -> np.ndarray:
+    return np.concatenate([STORY[:shared], np.random.default_rng(own).integers(0, VOCAB_SIZE, own)])
+
+
+def test_hits_go_as_far_as_states_lie() -> None:
+    engine = engine_of(100, 12)
+    assert serve(engine, after(200, 5)) == [0]
+    assert serve(engine, after(200, 5)) == [192], "the same prompt goes on from its end"
+    assert serve(engine, after(200, 60)) == [192], "so does a conversation"
+    assert serve(engine, after(150, 9)) == [0], "prompts part where nobody left a state, and now one does"
+    assert serve(engine, after(150, 31)) == [128]
+    lookups = engine.scheduler.prefix.lookups
+    assert (lookups["whole"], lookups["no_state"]) == (2, 1)
+
+
+def test_prompts_that_come_together_wait_for_the_state_where_they_part() -> None:
+    for num_states in (NUM_SLOTS, 12):
+        engine = engine_of(100, num_states)
+        assert serve(engine, after(200, 5), after(130, 9), after(200, 31)) == [0, 128, 192]
+        assert engine.scheduler.counters.preemptions == 0
+
+
+def test_an_answer_leaves_a_state_for_the_next_turn() -> None:
+    engine = engine_of(100, 12)
+    answer = alone(STORY[:60].tolist(), 80)
+    assert serve(engine, STORY[:60], max_tokens=80) == [0]
+    turn = np.concatenate([STORY[:60], answer, STORY[:9]])
+    assert serve(engine, turn) == [128]
+
+
+def test_as_many_states_as_slots_neither_block_nor_preempt() -> None:
+    engine, most = engine_of(200, NUM_SLOTS), 0
+    for number in range(12):
+        engine.add(Request(str(number), after(64 * (number % 4), 20 + number), SamplingParams(max_tokens=30)))
+    while engine.has_work:
+        engine.step()
+        assert engine.scheduler.held_back in (None, "slots", "tokens")
+        most = max(most, len(engine.slots.busy))
+    assert most == NUM_SLOTS
+    assert engine.scheduler.counters.preemptions == 0
+    with pytest.raises(AssertionError, match="3 states for 4 rows"):
+        engine_of(200, NUM_SLOTS - 1)

@@ -1,0 +1,217 @@
+"""An engine whose layers keep states gives transformers' tokens, whatever is shared, preempted or forked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from continuous_batching.engine import Engine
+from continuous_batching.inspection import recount
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.slots import SlotPool
+from continuous_batching.speculation.proposer import Guesses, Proposer
+from kv_cache.pages import Index
+from kv_cache.states import GRID, StateGroup
+from recipes.assembly.engine import BuiltEngine, build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from tests.device_kinds import settings, stand_in_alone
+from tests.models.families import VOCABULARY, expected_logprobs, make, wide
+from tests.models.recurrent_variants import RECURRENT_VARIANTS
+from tests.thorough import cases
+
+VARIANTS = {each.name: each for each in RECURRENT_VARIANTS}
+NUM_NEW, NUM_SLOTS, NEAR = 12, 4, 1e-3
+Case = tuple[Any, Path]
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "states of the slots alone": {"cache.num_states": 1 + NUM_SLOTS},
+    "nothing shared": {"cache.prefix_sharing": "false"},
+    "preempted": {"cache.num_pages": 16},
+    "swapped": {"cache.num_pages": 16, "cache.host_gib": 0.01},
+    "one slot": {"scheduler.num_slots": 1, "cache.num_states": 2},
+    "compacted": {"cache.compact_every_steps": 1},
+    "whole prompts": {"scheduler.policy": "orca", "scheduler.max_batch_tokens": 300},
+    "long chunks": {"scheduler.max_batch_tokens": 200},
+    "overlapped": {"scheduler.overlap": "true"},
+}
+
+
+@pytest.fixture(scope="module")
+def case_named(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return cache(lambda name: make(VARIANTS[name], folder))
+
+
+def built(path: Path, changes: dict[str, Any]) -> BuiltEngine:
+    overrides = {
+        "model.path": path,
+        "model.dtype": "float32",
+        "cache.page_size": 16,
+        "cache.num_pages": 90,
+        "cache.memory_gib": "null",
+        "scheduler.num_slots": NUM_SLOTS,
+        "scheduler.max_batch_tokens": GRID + NUM_SLOTS,
+        "scheduler.max_request_tokens": 240,
+        "device.compile": "false",
+    } | changes
+    return build(load(ROOT / "recipes/any/cpu.yaml", [f"{key}={value}" for key, value in overrides.items()]))
+
+
+def requests() -> list[Request]:
+    """Prompts of up to three blocks of the grid; some open alike, and one has several samples."""
+    random = np.random.default_rng(3)
+    opening = random.integers(0, VOCABULARY, 150).tolist()
+    made = []
+    for number, (shared, own) in enumerate(
+        [(150, 40), (0, 128), (150, 20), (0, 1), (150, 5), (70, 61), (150, 40), (128, 1)]
+    ):
+        prompt = np.array(opening[:shared] + random.integers(0, VOCABULARY, own).tolist())
+        params = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
+        request = Request(str(number), prompt, params)
+        if number == 2:
+            request.followers = [Request(f"2.{index}", prompt, params) for index in range(2)]
+        made.append(request)
+    made.append(Request("again", made[0].prompt, params))
+    return made
+
+
+def served(engine: Engine) -> list[Request]:
+    """All of them, a few joining at each step; the pools are recounted after each."""
+    made = requests()
+    waiting, asked = list(made), [each for leader in made for each in (leader, *leader.followers)]
+    while waiting or engine.has_work:
+        for request in waiting[:2]:
+            engine.add(request)
+        waiting = waiting[2:]
+        assert engine.step() is not None
+        assert not recount(engine.scheduler).wrong_pages
+    for group in engine.scheduler.tables.groups:
+        assert group.num_available == group.pool.num_pages - 1, f"{group.name} leaked"
+    return asked
+
+
+def check(model: Any, answered: list[Request]) -> None:
+    for request in answered:
+        prompt, answer = request.prompt.tolist(), request.answer.tolist()
+        assert len(answer) == NUM_NEW, f"request {request.id} ended with {request.finish_reason}"
+        logprobs = expected_logprobs(model, prompt + answer[:-1])[len(prompt) - 1 :]
+        best, taken = logprobs.max(-1).values, logprobs[np.arange(NUM_NEW), answer]
+        assert (best - taken).max() < NEAR, f"request {request.id}"
+
+
+def states_of(engine: Engine) -> StateGroup:
+    group = engine.scheduler.tables.states
+    assert group is not None
+    return group
+
+
+CELLS = cases(
+    [*(("qwen3_5", way) for way in WAYS), ("qwen3_next", "swapped"), ("kimi_linear", "overlapped")],
+    [(name, way) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear") for way in WAYS],
+)
+
+
+@pytest.mark.parametrize(("name", "way"), CELLS)
+def test_tokens_are_those_of_transformers(name: str, way: str, case_named: Callable[[str], Case]) -> None:
+    model, path = case_named(name)
+    engine = built(path, WAYS[way]).engine
+    check(model, served(engine))
+    counters, group = engine.scheduler.counters, states_of(engine)
+    if way == "swapped":
+        assert group.counts.swapped_in_pages
+    elif way == "preempted":
+        assert counters.preemptions
+    else:
+        assert not counters.preemptions
+    if way not in ("nothing shared", "one slot"):
+        assert counters.hit_tokens
+
+
+class Oracle(Proposer):
+    """Proposes what is known to be the answer of each prompt, of which every third token is wrong."""
+
+    def __init__(self, slots: SlotPool, answered: list[Request]) -> None:
+        self._slots, self._known = slots, {each.id: each.tokens for each in answered}
+
+    def guess(self, rows: Index, most: int) -> Guesses:
+        """Some tokens of each row's answer, as many as are known."""
+        tokens = np.zeros((len(rows), most), dtype=np.int32)
+        counts = np.zeros(len(rows), dtype=np.int64)
+        for at, row in enumerate(rows.tolist()):
+            first = int(self._slots.num_tokens[row])
+            right = self._known[self._slots.requests[row].id][first : first + most]
+            wrong = (first + np.arange(len(right))) % 3 == 0
+            tokens[at, : len(right)] = np.where(wrong, (right + 1) % VOCABULARY, right)
+            counts[at] = len(right)
+        return Guesses(tokens, counts)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [("qwen3_5", "swapped"), ("kimi_linear", "states of the slots alone")]
+)
+def test_drafts_change_no_token(name: str, way: str, case_named: Callable[[str], Case]) -> None:
+    """Drafts that are accepted are taken in by the next step, those that are refused by none."""
+    model, path = case_named(name)
+    answered = served(built(path, {}).engine)
+    drafts = {"speculation.kind": "ngram", "speculation.max_tokens": 4, "speculation.adaptive": "fixed"}
+    engine = built(path, WAYS[way] | drafts).engine
+    assert engine.scheduler.speculation is not None
+    engine.scheduler.speculation._proposer = Oracle(engine.slots, answered)
+    check(model, served(engine))
+    counters = engine.scheduler.counters
+    assert 0 < counters.accepted_tokens < counters.draft_tokens
+    assert counters.hit_tokens
+
+
+WIDE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+
+
+@pytest.mark.npu
+@pytest.mark.slow
+@stand_in_alone
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+def test_captured_steps_advance_the_states_of_their_rows(name: str, tmp_path: Path) -> None:
+    """On the stand-in for an NPU; padding writes the null page alone."""
+    options = {"linear_head_dim": 128} if name == "kimi_linear" else WIDE
+    variant = wide(VARIANTS[name])
+    model, path = make(replace(variant, options=variant.options | options), tmp_path)
+    npu = dict(each.split("=", 1) for each in settings("npu"))
+    built_one = built(path, npu | {"device.graphs": 3, "scheduler.overlap": "true"})
+    runner = built_one.runner
+    assert runner.graphs is not None
+    taken = []
+    takes = runner.graphs.takes
+    runner.graphs.takes = lambda batch: taken.append(takes(batch)) or taken[-1]
+    check(model, served(built_one.engine))
+    assert 0 < sum(taken) < len(taken), "some steps are captured, and some are not"
+
+
+def test_states_are_equal_to_the_bit_however_a_prompt_is_cut(case_named: Callable[[str], Case]) -> None:
+    """In chunks of one block and of two, with and without other prompts before it."""
+    _, path = case_named("qwen3_5")
+    found = []
+    for num_blocks, before in ((1, 0), (2, 0), (2, 3)):
+        one = built(
+            path, {"scheduler.max_batch_tokens": num_blocks * GRID + NUM_SLOTS, "model.dtype": "bfloat16"}
+        )
+        engine, config = one.engine, one.config
+        for request in (*requests()[1 : 1 + before], requests()[0]):
+            engine.add(request)
+            while engine.has_work:
+                engine.step()
+        prompt = requests()[0]
+        entries = engine.scheduler.prefix.find(engine.scheduler.page_keys(prompt), prompt.prompt, "")
+        page = int(states_of(engine).beside[entries[2 * GRID // 16 - 1]])
+        assert page > 0
+        kept = [layer for layer in range(config.num_layers) if config.layer_state(layer) is not None]
+        found.append([plane[page].clone() for layer in kept for plane in one.runner.cache.of(layer)])
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
