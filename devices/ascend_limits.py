@@ -32,7 +32,7 @@ import numpy as np
 
 from borders.files import whole_file
 from borders.numbers import integers
-from devices.shapes import AttentionShape, dtype_name
+from devices.shapes import AttentionShape, IndexShape, dtype_name
 from kv_cache.pages import Index
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ def check_latent(shape: AttentionShape, plain: str) -> None:
     latent, heads = shape.latent, shape.num_heads
     assert latent is not None, "other attention has other limits"
     sizes = shape.head_dim, latent.rope_dim, latent.nope_dim, latent.value_dim
-    if sizes != (LATENT, LATENT_ROPE, LATENT_HEAD, LATENT_HEAD):
+    if latent.index is not None:
+        _check_index(shape, latent.index, plain)
+    elif sizes != (LATENT, LATENT_ROPE, LATENT_HEAD, LATENT_HEAD):
         raise ValueError(
             f"the model's kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim and v_head_dim are"
             f" {', '.join(map(str, sizes))}; fused attention takes {LATENT}, {LATENT_ROPE}, {LATENT_HEAD}"
@@ -62,6 +64,40 @@ def check_latent(shape: AttentionShape, plain: str) -> None:
         raise ValueError(
             f"each device has {heads} heads of the model; fused attention by latents takes a power of two"
             f" up to {MOST_LATENT_HEADS}: choose another parallel.tensor, {plain}"
+        )
+
+
+MOST_INDEX_HEADS, INDEX_HEAD = 64, 128
+# npu_lightning_indexer: how many tokens a query may choose
+CHOSEN = (range(1, 2048 + 1), range(3072, 8192 + 1, 1024))
+
+
+def _check_index(shape: AttentionShape, index: IndexShape, plain: str) -> None:
+    """Raise ValueError for latents or an indexer that sparse attention does not take.
+
+    Queries lie in the space of latents, so that the other widths of a head are free.
+    """
+    assert shape.latent is not None, "an indexer chooses for latent attention"
+    sizes = shape.head_dim, shape.latent.rope_dim
+    if sizes != (LATENT, LATENT_ROPE):
+        raise ValueError(
+            f"the model's kv_lora_rank and qk_rope_head_dim are {sizes[0]} and {sizes[1]}; sparse attention"
+            f" takes {LATENT} and {LATENT_ROPE}: choose another model, {plain}"
+        )
+    if index.head_dim != INDEX_HEAD or index.num_heads > MOST_INDEX_HEADS:
+        raise ValueError(
+            f"the model's index_n_heads and index_head_dim are {index.num_heads} and {index.head_dim}; the"
+            f" indexer takes up to {MOST_INDEX_HEADS} of {INDEX_HEAD}: choose another model, {plain}"
+        )
+    if not any(index.top_k in each for each in CHOSEN):
+        raise ValueError(
+            f"the model's index_topk is {index.top_k}; the indexer chooses up to 2048, or 3072 to 8192 by"
+            f" 1024: choose another model, {plain}"
+        )
+    if shape.int8_pages:
+        raise ValueError(
+            "cache.dtype is int8, and the model has sparse attention, whose pages in int8 are not written"
+            f" here: set cache.dtype to auto, {plain}"
         )
 
 

@@ -20,6 +20,7 @@ INT4 = "weights in 4 bits and W8A16"
 MIXTURES = "mixtures of experts"
 LATENTS = "latent attention"
 STATES = "states in bfloat16"
+SPARSE = "sparse attention"
 SINKS = "models with attention sinks"
 ANSWERS = "answers of scripts/verify_npu.sh"
 
@@ -93,7 +94,7 @@ ON_FUSED: tuple[OperatorCall, ...] = (
     _call("npu_mla_prolog_v3", "token_x weight_dq weight_uq_qr weight_uk weight_dkv_kr rmsnorm_gamma_cq"
           " rmsnorm_gamma_ckv rope_sin rope_cos kv_cache kr_cache cache_index rmsnorm_epsilon_cq"
           " rmsnorm_epsilon_ckv cache_mode weight_quant_mode dequant_scale_x dequant_scale_w_dq"
-          " dequant_scale_w_uq_qr dequant_scale_w_dkv_kr", ANSWERS),
+          " dequant_scale_w_uq_qr dequant_scale_w_dkv_kr query_norm_flag", ANSWERS),
     _call("npu_qkv_rms_norm_rope_cache", "qkv q_gamma k_gamma cos sin index q_out k_cache v_cache qkv_size"
           " head_nums epsilon cache_mode is_output_qkv", ANSWERS),
     _call("npu_mm_all_reduce_base", "x1 x2 hcom", ANSWERS),
@@ -109,13 +110,21 @@ ON_STATES: tuple[OperatorCall, ...] = (
     _call("npu_chunk_gated_delta_rule", "query key value beta initial_state actual_seq_lengths scale g",
           STATES),
 )  # fmt: skip
+# Only an engine of a model with sparse attention needs these
+ON_SPARSE: tuple[OperatorCall, ...] = (
+    _call("npu_lightning_indexer", "query key weights actual_seq_lengths_query actual_seq_lengths_key"
+          " block_table layout_query layout_key sparse_count sparse_mode", SPARSE),
+    _call("npu_sparse_flash_attention", "query key value sparse_indices scale_value block_table"
+          " actual_seq_lengths_query actual_seq_lengths_kv query_rope key_rope layout_query layout_kv"
+          " sparse_mode attention_mode", SPARSE),
+)  # fmt: skip
 ON_ATB: tuple[OperatorCall, ...] = (
     _call("empty_with_format", "size dtype device acl_format"),
     _call("_npu_reshape_and_cache", "key value key_cache value_cache slot_indices"),
     _call("_npu_paged_attention", _SPANS),
     _call("_npu_paged_attention_splitfuse_v2", f"{_SPANS} seq_len mask"),
 )
-ALL: tuple[OperatorCall, ...] = (*ON_ALL, *ON_FUSED, *ON_STATES, *ON_ATB)
+ALL: tuple[OperatorCall, ...] = (*ON_ALL, *ON_FUSED, *ON_STATES, *ON_SPARSE, *ON_ATB)
 
 # What is called in torch_npu.npu beside what torch.cuda has too
 PYTHON_NAMES = (

@@ -11,6 +11,10 @@ Pages of layers that see a window have events of their own, with `group_idx` and
 resumed from if its pages are there and those of each window behind it. Their tokens and parents are those of
 the page of the same hash without a group.
 
+With a secret, both sockets speak CURVE, ZeroMQ's encryption with keys of both sides (RFC 26). The keys of the
+publisher and of all its readers follow from the secret, so that each side proves it to the other, and who
+lacks it can neither read events nor ask for them, nor be believed by a reader. vLLM's readers know no secret.
+
 The engine's thread only appends to a queue, and a thread of its own encodes and sends. If that thread falls
 behind, the queue is replaced by all pages present at that moment; a subscriber that falls behind loses
 batches, which it sees from the numbers.
@@ -18,13 +22,16 @@ batches, which it sees from the numbers.
 
 from __future__ import annotations
 
+import hmac
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import zmq
+from zmq.utils import z85
 
 from borders.numbers import integers
 from kv_cache.event_messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, encode
@@ -41,6 +48,20 @@ _MOST_ASKED_BYTES = 1024  # of what a subscriber says: a topic or a question; mo
 _MOST_QUESTIONS = 1000  # questions that wait
 _PAUSE_MS = 10  # pause between two batches
 _CLOSE_S = 1.0
+_PUBLISHES, _READS = b"events of pages: publishes", b"events of pages: reads"  # roles, each with a key
+_ADMISSION = "inproc://zeromq.zap.01"  # where ZeroMQ asks who may connect (RFC 27)
+
+
+def _key_pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
+    """Return the public and the private key of a role."""
+    private = z85.encode(hmac.digest(secret, role, "sha256"))
+    return zmq.curve_public(private), private
+
+
+def prove_as_reader(socket: zmq.Socket[Any], secret: bytes) -> None:
+    """Let a socket connect to publishers with this secret alone, and encrypt."""
+    socket.curve_serverkey, _ = _key_pair(secret, _PUBLISHES)
+    socket.curve_publickey, socket.curve_secretkey = _key_pair(secret, _READS)
 
 
 def replay_endpoint(endpoint: str) -> str:
@@ -61,10 +82,17 @@ class PageEvents(PageListener):
     """Publishes the changes of a prefix cache, from a thread of its own.
 
     Raises ValueError or OSError for an unusable endpoint. It keeps a second copy of each page's key, parent
-    key and tokens.
+    key and tokens. Without a `secret`, whoever reaches the endpoint may read.
     """
 
-    def __init__(self, cache: PrefixCache, page_size: int, endpoint: str, topic: str = "kv-events") -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        page_size: int,
+        endpoint: str,
+        topic: str = "kv-events",
+        secret: bytes | None = None,
+    ) -> None:
         again = replay_endpoint(endpoint)
         self._cache = cache
         self._page_size = page_size
@@ -76,9 +104,14 @@ class PageEvents(PageListener):
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._next = 0
-        self._context = zmq.Context()
+        self._context, self._secret = zmq.Context(), secret
+        self._admission = self._context.socket(zmq.REP)
+        self._admission.bind(_ADMISSION)
         self._out = self._bound(zmq.PUB, endpoint)
         self._asked = self._bound(zmq.ROUTER, again)
+        self._poller = zmq.Poller()
+        for each in (self._admission, self._asked):
+            self._poller.register(each, zmq.POLLIN)
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="page events", daemon=True)
         self._thread.start()
@@ -136,6 +169,10 @@ class PageEvents(PageListener):
         socket.setsockopt(zmq.RCVHWM, _MOST_QUESTIONS)
         socket.setsockopt(zmq.MAXMSGSIZE, _MOST_ASKED_BYTES)
         socket.linger = int(_CLOSE_S * 1e3)
+        if self._secret is not None:
+            socket.curve_server = True
+            _, socket.curve_secretkey = _key_pair(self._secret, _PUBLISHES)
+            socket.zap_domain = b"events"
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -151,9 +188,20 @@ class PageEvents(PageListener):
                 self._send(self._taken())
             if is_last:
                 break
-            if self._asked.poll(_PAUSE_MS):
+            ready = dict(self._poller.poll(_PAUSE_MS))
+            if self._admission in ready:
+                self._admit(self._admission.recv_multipart())
+            if self._asked in ready:
                 self._answer(self._asked.recv_multipart())
         self._context.destroy()
+
+    def _admit(self, asked: list[bytes]) -> None:
+        """Say whether the side that connects has a reader's key; it has proved that it holds that key."""
+        assert self._secret is not None, "without a secret ZeroMQ asks nothing"
+        version, request, _domain, _address, _identity, mechanism, *keys = asked
+        is_reader = mechanism == b"CURVE" and keys == [z85.decode(_key_pair(self._secret, _READS)[0])]
+        status = (b"200", b"OK") if is_reader else (b"400", b"no reader's key")
+        self._admission.send_multipart([version, request, *status, b"", b""])
 
     def _taken(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
         """Take the next events from the queue, and apply them to the published pages."""

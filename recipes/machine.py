@@ -289,6 +289,7 @@ class Npu(Accelerator):
         from attention.npu.int8_attention import Int8FusedAttention
         from attention.npu.latent_attention import FusedLatentAttention
         from attention.npu.single_queries import WideHeadAttention
+        from attention.npu.sparse_attention import FusedSparseAttention
         from models.ops.npu.ops import NpuOps, PlainNpuOps
 
         has_none = not (self.product.is_fused or self.product.is_atb)  # true for the first 910
@@ -301,14 +302,7 @@ class Npu(Accelerator):
             return ops, Attention(shape, self.device)
         kind: type[AscendAttention] = AtbAttention if self.product.is_atb else FusedAttention
         if shape.latent is not None:
-            if shape.latent.index is not None:
-                raise RecipeError(
-                    "device.attention",
-                    "the model has sparse attention, which no fused attention here computes",
-                    "set it to reference",
-                    value="fused",
-                )
-            kind = FusedLatentAttention
+            kind = FusedLatentAttention if shape.latent.index is None else FusedSparseAttention
         elif shape.int8_pages:
             kind = Int8FusedAttention
         elif self.product.is_fused and shape.head_dim == WIDE_HEAD:

@@ -66,7 +66,13 @@ def fleet(options: argparse.Namespace) -> RayFleet:
         raise ValueError(f"--port is {served.port}, and each replica has a port of its own; leave it out")
     recipe = load(served.recipe, served.overrides, served.profile)
     replica = ReplicaJob(
-        tuple(arguments), asked.num_nodes, asked.devices, served.host, recipe.cache.events is not None
+        tuple(arguments),
+        asked.num_nodes,
+        asked.devices,
+        served.host,
+        recipe.cache.events is not None,
+        asked.interface,
+        served.tls_certificate is not None,
     )
     least, most = options.replicas
     scaling = ScalingBounds(

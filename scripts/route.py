@@ -19,6 +19,7 @@ from continuous_batching.routing.routing import ROUTES
 from continuous_batching.routing.splitting import SPLITS
 from recipes.schema import verb
 from recipes.schema.numbers import real, whole
+from scripts.serve import add_tls
 from serving.metrics.logs import FORMATS
 from serving.router.server import RouterOptions, run_router
 
@@ -30,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = top.add_argument
     add("overrides", nargs="*", metavar="key=value", help="as the replicas' recipe has them")
-    add("--replica", action="append", default=[], dest="replicas", metavar="URL", help="http://HOST:PORT")
+    add("--replica", action="append", default=[], dest="replicas", metavar="URL", help="http[s]://HOST:PORT")
     add("--discover", action="append", default=[], metavar="URL", help="each address of the name is one")
     add("--recipe", help="that of the replicas; none: by text alone")
     add("--profile", help="as the replicas have it")
@@ -53,6 +54,8 @@ def parser() -> argparse.ArgumentParser:
         help="what replicas call the recipe's model, where they serve several",
     )
     add("--api-keys", metavar="FILE", help="the file that the replicas have")
+    add_tls(top)
+    add("--tls-authority", metavar="FILE", help="PEM: replicas at https://HOST:PORT have its certificates")
     add("--log-format", choices=FORMATS, default="text", help="json: an object a line")
     add("--log-requests", action="store_true", help="a line for each request, without its text")
     return top

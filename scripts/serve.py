@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--api-keys", metavar="FILE", help="KEY [TENANT or *] [max_priority=N] a line; see docs/serving.md"
     )
+    add_tls(top)
     top.add_argument("--batches", metavar="FOLDER", help="keep files and batches there; none if not given")
     top.add_argument(
         "--cors-origin",
@@ -51,6 +52,14 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--log-format", choices=FORMATS, default="text", help="json: an object a line")
     top.add_argument("--log-requests", action="store_true", help="a line for each request, without its text")
     return top
+
+
+def add_tls(top: argparse.ArgumentParser) -> None:
+    """Add the files by which HTTP is encrypted."""
+    add = top.add_argument
+    add("--tls-certificate", metavar="FILE", help="PEM: speak HTTPS with it; none: HTTP")
+    add("--tls-private-key", metavar="FILE", help="PEM: of that certificate, without a password")
+    add("--tls-client-authority", metavar="FILE", help="PEM: answer only clients with its certificates")
 
 
 def main(argv: list[str]) -> int:

@@ -16,8 +16,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,7 @@ from serving.text.sampling_defaults import sampling_defaults
 from serving.text.tokenizer import Text
 
 RETRY_S = 1.0  # the hint to clients where nothing better is known
+BODY_S = 1.0  # time for which a request holds its place while its body is still on its way
 
 
 def prompt_entries(request: Request, num_answers: int) -> int:
@@ -85,9 +87,10 @@ class ServerLimits:
         self._most_in_flight = section.max_logprobs_in_flight
         self._most_of_one = min(section.max_logprobs_per_request, section.max_logprobs_in_flight)
         self.num_logprobs = 0  # number of reserved log-probabilities
+        self.num_entering = 0  # number of places that requests on their way to the engine hold
 
     def check_room(self, num_requests: int, num_samples: int) -> None:
-        """Raise Overloaded if there is no room for `num_samples` more now.
+        """Raise Overloaded if there is no room for `num_samples` beside `num_requests`.
 
         Raises BadRequest if there could never be.
         """
@@ -153,6 +156,45 @@ class ServerLimits:
         assert self.num_logprobs >= 0, "more is released than was reserved"
 
 
+class EntryPlace:
+    """The room that a request holds from its head until the engine has its samples.
+
+    Without it, all requests that come while one place is free would be read and decoded, and then be refused
+    but for one.
+    """
+
+    def __init__(self, limits: ServerLimits) -> None:
+        self._limits = limits
+        self._timer: asyncio.TimerHandle | None = None
+        self.num_samples = 0
+
+    def take(self, num_samples: int, num_requests: int) -> None:
+        """Hold room for so many samples, beside those in the engine; raises Overloaded or BadRequest."""
+        self._stop_timer()
+        others = num_requests + self._limits.num_entering - self.num_samples
+        self._limits.check_room(others, num_samples)
+        self._limits.num_entering += num_samples - self.num_samples
+        self.num_samples = num_samples
+
+    def leave_after(self, seconds: float) -> None:
+        """Give the room back then, unless it is taken again before."""
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.leave)
+
+    def leave(self) -> None:
+        """Give the room back; a second time does nothing."""
+        self._stop_timer()
+        self._limits.num_entering -= self.num_samples
+        self.num_samples = 0
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+PLACE: ContextVar[EntryPlace | None] = ContextVar("PLACE", default=None)  # of the request that is handled
+
+
 def _name_of(fields: Mapping[str, Any]) -> str:
     """Return the field that asks for the log-probabilities of answers."""
     return "top_logprobs" if fields.get("top_logprobs") is not None else "logprobs"
@@ -192,6 +234,22 @@ def why_not_resumed(requests: Sequence[Request]) -> str:
 log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
+
+
+async def _all_ended(works: Sequence[Coroutine[Any, Any, Value]]) -> list[Value]:
+    """Return the results of works that run at once; raises the first failure, once all have ended.
+
+    Text threads may still work for the others until then, so that the request is not over.
+    """
+    results = await asyncio.gather(*works, return_exceptions=True)
+    found = list[Value]()
+    for each in results:
+        if isinstance(each, BaseException):
+            raise each
+        found.append(each)
+    return found
+
+
 Fields = Mapping[str, Any]  # fields that `parse_request` reads, and PROMPT_REPLICA
 
 
@@ -326,24 +384,39 @@ class AsyncLLM:
         facts, alone = self.facts, len(requests) == 1
         assert facts is not None, "ready without facts"
         assert alone or known is None, "several prompts have no answer that could go on"
-        works = [
-            self.apart(
-                partial(self._parse, each, facts, fill=fill, shorten=shorten, seeds=seeds, known=known),
-                at_once=alone and is_short(each) and known is None,
-            )
-            for each in requests
-        ]
-        answers = await asyncio.gather(*works)
-        self.check_ready()
-        parsed = [each.request for each in answers]
-        for each in parsed:
-            self.adapters.check(each)
-        self.limits.check_room(self.num_requests, sum(1 + len(each.followers) for each in parsed))
-        reserved = self.limits.reserve(parsed, requests[0], facts.max_tokens)
-        for answer, num_logprobs in zip(answers, reserved):
-            answer.group, answer.owner = group or answer.group, owner
-            self._send(answer, num_logprobs)
+        place = PLACE.get() or EntryPlace(self.limits)
+        entered = PLACE.set(place)
+        try:
+            place.take(len(requests), len(self._streams))
+            works = [
+                self.apart(
+                    partial(self._parse, each, facts, fill=fill, shorten=shorten, seeds=seeds, known=known),
+                    at_once=alone and is_short(each) and known is None,
+                )
+                for each in requests
+            ]
+            answers = await _all_ended(works)
+            self.check_ready()
+            parsed = [each.request for each in answers]
+            for each in parsed:
+                self.adapters.check(each)
+            place.take(sum(1 + len(each.followers) for each in parsed), len(self._streams))
+            reserved = self.limits.reserve(parsed, requests[0], facts.max_tokens)
+            for answer, num_logprobs in zip(answers, reserved):
+                answer.group, answer.owner = group or answer.group, owner
+                self._send(answer, num_logprobs)
+        finally:
+            place.leave()
+            PLACE.reset(entered)
         return answers
+
+    def enter(self) -> EntryPlace:
+        """Hold a place for the request that this task handles, whose body is not read; raises Overloaded."""
+        place = EntryPlace(self.limits)
+        place.take(1, len(self._streams))
+        place.leave_after(BODY_S)
+        PLACE.set(place)
+        return place
 
     def _send(self, answer: AnswerStream, num_logprobs: int) -> None:
         num_samples = len(answer.samples)
@@ -427,7 +500,10 @@ class AsyncLLM:
 
     async def apart(self, work: Callable[[], Value], *, at_once: bool = False) -> Value:
         """Return the result of work in a thread, or here if `at_once`; raises Overloaded or BadRequest."""
-        self.limits.check_room(self.num_requests, 1)
+        held = PLACE.get()
+        place = EntryPlace(self.limits) if held is None or not held.num_samples else None
+        if place is not None:
+            place.take(1, len(self._streams))
         self._num_parsing += 1
         try:
             if at_once:
@@ -440,6 +516,8 @@ class AsyncLLM:
             self.stats.rejected("refused")
             raise error if isinstance(error, BadRequest) else BadRequest(None, str(error)) from error
         finally:
+            if place is not None:
+                place.leave()
             self._num_parsing -= 1
             self._notify_if_empty()
 

@@ -9,6 +9,7 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from serving.api.protocol import Protocol
 from serving.async_llm import AsyncLLM
 from serving.metrics import logs
 from serving.metrics.server_stats import ServerStats, report
+from serving.tls import TlsFiles
 
 log = logging.getLogger("serve")
 # IDLE_S is how long a client may send no request. It is longer than proxies keep a connection, 60 s with most
@@ -60,6 +62,14 @@ class ServerOptions:
     log_format: str = "text"
     log_requests: bool = False
     batches: str | None = None  # a folder
+    tls_certificate: str | None = None
+    tls_private_key: str | None = None
+    tls_client_authority: str | None = None
+
+    @property
+    def tls(self) -> TlsFiles:
+        """The files by which HTTP is encrypted."""
+        return TlsFiles(self.tls_certificate, self.tls_private_key, self.tls_client_authority)
 
     def rights_of(self) -> dict[str, Rights]:
         """Return the keys and their rights; raises ValueError for a key that no client could send.
@@ -100,7 +110,7 @@ def run_server(options: ServerOptions) -> int:
 def _run(options: ServerOptions, lines: logs.Lines) -> int:
     logging.getLogger(access.__name__).setLevel(logging.INFO if options.log_requests else logging.WARNING)
     rights_of = options.rights_of()
-    most = most_connections()
+    most, tls = most_connections(), options.tls.for_clients()
     stats, close = _stats(options.otlp_endpoint)
     with contextlib.ExitStack() as ends:
         ends.callback(close)
@@ -118,14 +128,15 @@ def _run(options: ServerOptions, lines: logs.Lines) -> int:
         if options.host not in LOOPBACK and is_open:
             log.warning("anyone who reaches %s may send requests: set --api-keys FILE", options.host)
         host, port = listener.getsockname()[:2]
-        log.info("listening at http://%s:%d, model %s", f"[{host}]" if ":" in host else host, port, model)
+        kind, shown = "http" if tls is None else "https", f"[{host}]" if ":" in host else host
+        log.info("listening at %s://%s:%d, model %s", kind, shown, port, model)
         is_local = is_open and options.host in LOOPBACK
         batches = None if options.batches is None else Batches.of(Path(options.batches), llm, keys)
         live = LivePage(llm)
         app = application(
             llm, model, keys, options.cors_origins, is_local=is_local, batches=batches, live=live
         )
-        server = SignalFreeServer(configuration(app, most))
+        server = SignalFreeServer(configuration(app, most, tls))
         gc.collect()
         gc.freeze()  # later collections then skip what is imported, and delay clients less
         uvloop.run(_serve(llm, server, listener, live, batches))
@@ -225,9 +236,9 @@ def most_connections() -> int:
     return most - _RESERVE
 
 
-def configuration(app: ASGIApp, most_connections: int) -> uvicorn.Config:
-    """Return uvicorn's configuration."""
-    return uvicorn.Config(
+def configuration(app: ASGIApp, most_connections: int, tls: ssl.SSLContext | None = None) -> uvicorn.Config:
+    """Return uvicorn's configuration; connections are encrypted by `tls`, if it is given."""
+    found = uvicorn.Config(
         app,
         http=partial(Protocol, most_connections=most_connections),  # type: ignore[arg-type] # it is only called
         ws="none",
@@ -239,6 +250,9 @@ def configuration(app: ASGIApp, most_connections: int) -> uvicorn.Config:
         timeout_graceful_shutdown=5,
         backlog=_BACKLOG,
     )
+    found.load()
+    found.ssl = tls  # by uvicorn's own options it would ask for a key's password at the terminal
+    return found
 
 
 def _stats(otlp_endpoint: str | None) -> tuple[ServerStats, Callable[[], None]]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from virtual_npu.operators import operator as contract_of
+from virtual_npu.operators.sparse import packed
 from virtual_npu.simulated_products import A2, A5, Product
 
 T = TypeVar("T")
@@ -192,6 +193,7 @@ def _latent_prolog(draw: RandomInputs) -> dict[str, Any]:
         "rmsnorm_epsilon_cq": 1e-6,
         "rmsnorm_epsilon_ckv": 1e-6,
         "weight_quant_mode": 2 if in_int8 else 0,
+        "query_norm_flag": draw.one(False, True),
     }
     sides = {
         "dq": (hidden, compressed),
@@ -205,6 +207,94 @@ def _latent_prolog(draw: RandomInputs) -> dict[str, Any]:
         else:
             made[f"weight_{name}"] = draw.tensor(inputs, outputs) / inputs**0.5
     return made | ({"dequant_scale_x": draw.scale(tokens, 1)} if in_int8 else {})
+
+
+INDEX_WIDTH, MOST_APART = 128, 256  # whole numbers up to 256 are exact in bfloat16
+
+
+def _paged_spans(draw: RandomInputs, keys: str) -> tuple[list[int], Tensor, dict[str, Any]]:
+    """Draw spans over shuffled pages.
+
+    Returns the keys that each query token sees, a number for each place of the pages [P, B], which differ
+    within a request, and the arguments that all operators of sparse attention take.
+    """
+    page_size, lens = draw.one(16, 128), [draw.number(1, MOST_APART) for _ in range(draw.number(1, 3))]
+    counts = [draw.one(1, draw.number(1, min(each, 20))) for each in lens]
+    table = draw.page_table([-(-each // page_size) for each in lens])
+    places = torch.zeros(int(table.max()) + 1, page_size)
+    for row in table:
+        pages = row[row > 0].long()
+        places[pages] = (1 + draw.order(MOST_APART).float())[: len(pages) * page_size].view(-1, page_size)
+    seen = [length - count + at + 1 for length, count in zip(lens, counts) for at in range(count)]
+    made = {
+        "actual_seq_lengths_query": torch.tensor(counts).cumsum(0).int(),
+        f"actual_seq_lengths_{keys}": torch.tensor(lens, dtype=torch.int32),
+        "block_table": table,
+        "layout_query": "TND",
+        f"layout_{keys}": "PA_BSND",
+        "sparse_mode": 3,
+    }
+    return seen, places, made
+
+
+def _indexer(draw: RandomInputs) -> dict[str, Any]:
+    """Draw keys along one direction, so far apart that rounding changes no order of their scores."""
+    seen, places, made = _paged_spans(draw, "key")
+    heads, direction = draw.one(16, 32, 64), draw.tensor(INDEX_WIDTH).sign()
+    weights = 0.5 + torch.rand(len(seen), heads, generator=draw.generator)
+    return made | {
+        "query": direction.expand(len(seen), heads, -1).contiguous(),
+        "key": (places[..., None, None] * direction.float()).to(draw.dtype),
+        "weights": weights.to(draw.dtype),
+        "sparse_count": draw.one(16, 2048),
+    }
+
+
+def _int8_indexer(draw: RandomInputs) -> dict[str, Any]:
+    """Draw keys that differ in their scales alone."""
+    seen, places, made = _paged_spans(draw, "key")
+    heads, direction = draw.one(16, 32, 64), draw.int8(INDEX_WIDTH)
+    weights, scales = (0.5 + torch.rand(len(seen), heads, generator=draw.generator) for _ in range(2))
+    return made | {
+        "query": direction.expand(len(seen), heads, -1).contiguous(),
+        "key": direction.expand(*places.shape, 1, -1).contiguous(),
+        "weights": weights.half(),
+        "query_dequant_scale": scales.half(),
+        "key_dequant_scale": (places / MOST_APART)[..., None].half(),
+        "query_quant_mode": 0,
+        "key_quant_mode": 0,
+        "sparse_count": draw.one(16, 2048),
+    }
+
+
+def _sparse_attention(draw: RandomInputs) -> dict[str, Any]:
+    """Draw positions in any order, up to each query token's own, fewer than all of them or not."""
+    seen, places, made = _paged_spans(draw, "kv")
+    heads, count = draw.one(1, 4, 16), draw.one(16, 300)
+    indices = torch.full((len(seen), 1, count), -1, dtype=torch.int32)
+    for row, keys in zip(indices[:, 0], seen):
+        row[: min(keys, count)] = draw.order(keys)[:count].int()
+    latents = draw.tensor(*places.shape, 1, LATENT)
+    return made | {
+        "query": draw.tensor(len(seen), heads, LATENT),
+        "query_rope": draw.tensor(len(seen), heads, ROPE),
+        "key": latents,
+        "value": latents,
+        "key_rope": draw.tensor(*places.shape, 1, ROPE),
+        "sparse_indices": indices,
+        "scale_value": (HEAD + ROPE) ** -0.5 / 4,
+        "attention_mode": 2,
+    }
+
+
+def _int8_sparse_attention(draw: RandomInputs) -> dict[str, Any]:
+    """Draw rows of int8 latents with their scales, in bfloat16 only."""
+    draw.dtype = torch.bfloat16
+    made = _sparse_attention(draw)
+    ropes = made.pop("query_rope"), made.pop("key_rope")
+    rows = packed(made["key"], ropes[1])
+    modes = {"key_quant_mode": 2, "value_quant_mode": 2}
+    return made | modes | {"query": torch.cat((made["query"], ropes[0]), -1), "key": rows, "value": rows}
 
 
 def _gating(draw: RandomInputs) -> dict[str, Any]:
@@ -333,6 +423,7 @@ class SampleCall:
     tiled: tuple[str, ...]  # arguments that have the FRACTAL_NZ format on the device
     packed: tuple[str, ...]  # arguments that the device packs to 4 bits, in an order that no document states
     may_move: bool  # results may differ in their last bits; otherwise they are bits that are only copied
+    in_any_order: bool = False  # the numbers of a row of a result may come in any order
 
     def near(self, dtype: torch.dtype) -> float:
         """Return how far a result of this dtype may be from the reference, absolutely and relative to it."""
@@ -670,6 +761,10 @@ MAKERS: Mapping[str, Maker] = {
     "npu_kv_rmsnorm_rope_cache": _latent_write,
     "npu_transpose_batchmatmul": _latent_product,
     "npu_mla_prolog_v3": _latent_prolog,
+    "npu_lightning_indexer": _indexer,
+    "npu_quant_lightning_indexer": _int8_indexer,
+    "npu_sparse_flash_attention": _sparse_attention,
+    "npu_kv_quant_sparse_flash_attention": _int8_sparse_attention,
     "npu_rms_norm": _norm,
     "npu_add_rms_norm": _add_norm,
     "npu_add_rms_norm_cast": _add_norm,
@@ -713,7 +808,9 @@ ATB_MAKERS: Mapping[str, Maker] = {
 RESULTS = {
     "npu_fused_infer_attention_score": (0,),
     "npu_kv_rmsnorm_rope_cache": (),  # its caches are arguments
-    "npu_mla_prolog_v3": (0, 1),
+    "npu_mla_prolog_v3": (0, 1, 3, 4),
+    "npu_lightning_indexer": (0,),
+    "npu_sparse_flash_attention": (0,),
     "npu_rms_norm": (0,),
     "npu_add_rms_norm": (0, 2),
     "npu_add_rms_norm_cast": (0, 1, 3),
@@ -739,6 +836,7 @@ WRITTEN = {
 }
 TILED = {"npu_mla_prolog_v3": ("weight_dq", "weight_uq_qr", "weight_dkv_kr")}
 PACKED = {"npu_weight_quant_batchmatmul": ("weight",)}
+UNORDERED = ("npu_lightning_indexer", "npu_quant_lightning_indexer")
 COPIES = (
     *("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache", "npu_scatter_nd_update_", "npu_format_cast"),
     "npu_prefetch",
@@ -762,4 +860,5 @@ def sample_call(operator: str, seed: int, product: Product = A2) -> SampleCall:
         _CACHES if product.split_heads else TILED.get(operator, ()),
         PACKED.get(operator, ()),
         operator not in COPIES,
+        operator in UNORDERED,
     )

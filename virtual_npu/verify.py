@@ -100,6 +100,8 @@ def _apart(found: Tensor, expected: Tensor, call: SampleCall) -> float:
 def _looked_at(call: SampleCall, result: Any, arguments: Mapping[str, Any]) -> list[Tensor]:
     results = [result] if isinstance(result, Tensor) else list(result or ())
     chosen = results if call.results is None else [results[index] for index in call.results]
+    if call.in_any_order:
+        chosen = [each.sort(-1).values for each in chosen]
     return [*chosen, *(arguments[name] for name in call.written)]
 
 

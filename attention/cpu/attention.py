@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.cpu.decodes import Decodes, TileShape
+from attention.cpu.decodes import CompiledDecodes, TileShape
 from attention.cpu.tiles import DecodeTiles, PromptSpan, QueryChunk
 from attention.reference import Attention, AttentionMetadata, Windows
 from continuous_batching.batch import Batch, ragged_ranges
@@ -66,7 +66,7 @@ class CpuAttention(Attention):
         *,
         compile: bool = False,
         limit: CompileLimit | None = None,
-        decodes: Decodes | None = None,
+        decodes: CompiledDecodes | None = None,
     ) -> None:
         super().__init__(shape, device)
         self.tile = max(1, math.gcd(shape.page_size, TILE))

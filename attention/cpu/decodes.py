@@ -36,7 +36,7 @@ class TileShape:
         return not (self.key_lanes % MOST_LANES or self.value_lanes % MOST_LANES)
 
 
-class Decodes:
+class CompiledDecodes:
     """The compiled source."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -84,7 +84,7 @@ class Decodes:
 
 
 @cache
-def decodes() -> Decodes | str:
+def decodes() -> CompiledDecodes | str:
     """Return the attention of this machine, compiled if it is not kept, or why there is none."""
     found = compiled_source(SOURCE)
-    return found if isinstance(found, str) else Decodes(found)
+    return found if isinstance(found, str) else CompiledDecodes(found)

@@ -148,7 +148,8 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
                 "dequant_scale_x": row_scale[:, None],
                 **{name: each[None] for name, each in zip(SCALES_OF_WEIGHTS, linears.scales)},
             }
-        query, rope, *_ = torch_npu.npu_mla_prolog_v3(
+        reads = self.latent.index is not None  # whether an indexer reads the compressed queries
+        query, rope, _, normed, scales = torch_npu.npu_mla_prolog_v3(
             x.contiguous(),
             down,
             up,
@@ -164,9 +165,12 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
             rmsnorm_epsilon_cq=prolog.eps,
             rmsnorm_epsilon_ckv=prolog.eps,
             cache_mode="PA_BSND",
+            query_norm_flag=reads,
             **more,
         )
-        return query, rope, None
+        if not reads:
+            return query, rope, None
+        return query, rope, normed if linears.scales is None else (normed * scales).to(query.dtype)
 
     def attend_joined(
         self,

@@ -301,7 +301,7 @@ def follow(address: tuple[str, int], num_slots: int, num_steps: int) -> None:
     made = empty_scheduler(num_slots, num_steps)
     with socket.create_connection(address) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        Follower(Beats(connection), made, AtOnce(made), {}).follow()
+        Follower(Beats(connection), made, AtOnce(made), {}, apply=tuple).follow()
 
 
 def decoding(num_slots: int, num_steps: int, observer: Recorder) -> Engine:

@@ -8,9 +8,12 @@ difference the rank ends.
 from __future__ import annotations
 
 import contextlib
+import io
+import os
+import selectors
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,12 +21,14 @@ import msgspec
 from borders.framing import CutShort
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Runner
-from continuous_batching.recording.format import Entry, Header, read_entries
+from continuous_batching.recording.agreement import Answering, Work
+from continuous_batching.recording.format import Entry, Header, RanksAsked, read_entries
 from continuous_batching.recording.listeners import BEAT_S, LAST_WORDS, beat
 from continuous_batching.recording.replay import replay
 from continuous_batching.scheduling.scheduler import Scheduler
 from kv_cache.pages import PageCopy
 
+_READ_BYTES = 1 << 16  # most bytes that one read of the recording takes
 _LAST_WORDS_S = 2.0  # time for the leader to read why a rank ends
 
 
@@ -45,6 +50,7 @@ class Beats:
         self.inside: Callable[[], str] = lambda: ""  # the collective that this rank is in, if any
         self._lose = lose
         self._has_ended = threading.Event()
+        self._sending = threading.Lock()  # lines of several threads are sent one after the other
         self._thread = threading.Thread(target=self._tell, name="rank-beats", daemon=True)
         self._thread.start()
 
@@ -55,7 +61,7 @@ class Beats:
         if not why:
             return
         with contextlib.suppress(OSError):  # the reader of the recording finds that the leader is gone
-            self.connection.sendall(LAST_WORDS + why.encode().replace(b"\n", b" ") + b"\n")
+            self._send(LAST_WORDS + why.encode().replace(b"\n", b" "))
         # Read what the leader still sends: a connection that is closed with unread data is reset, and the
         # last message would be lost.
         with contextlib.suppress(OSError):
@@ -64,10 +70,20 @@ class Beats:
             while self.connection.recv(1 << 16):
                 pass
 
+    def answer(self, line: bytes) -> None:
+        """Send an answer to what the leader asked; it is lost if the leader is gone."""
+        if not self._has_ended.is_set():
+            with contextlib.suppress(OSError):  # the reader of the recording finds that the leader is gone
+                self._send(line)
+
+    def _send(self, line: bytes) -> None:
+        with self._sending:
+            self.connection.sendall(line + b"\n")
+
     def _tell(self) -> None:
         while not self._has_ended.wait(BEAT_S):
             try:
-                self.connection.sendall(beat(self.num_steps, self.inside(), self.doing) + b"\n")
+                self._send(beat(self.num_steps, self.inside(), self.doing))
             except OSError:  # the reader of the recording finds it as well, and ends this rank
                 if not self._has_ended.wait(_LAST_WORDS_S):
                     self._lose()
@@ -78,7 +94,9 @@ class Follower:
     """A rank that follows the leader to which `beats` is connected.
 
     `facts` describe how its own scheduler is built and must equal the leader's. `overlap` is that of the
-    leader's engine, because both must call the same methods of their runners.
+    leader's engine, because both must call the same methods of their runners. `apply` makes page copies that
+    no batch carries. `works` do what the leader asks for, by topic, each in a thread; `between` takes what
+    threads have finished: it is called between two entries after `wake`, also while the leader says nothing.
     """
 
     def __init__(
@@ -88,12 +106,19 @@ class Follower:
         runner: Runner,
         facts: dict[str, Any],
         *,
+        apply: Callable[[tuple[PageCopy, ...]], object],
         overlap: bool = False,
+        works: Mapping[str, Work] | None = None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
         self._beats = beats
         self._scheduler, self._runner = scheduler, runner
         self._facts = facts
         self._overlap = overlap
+        self._apply = apply
+        self._answering = Answering(works or {}, beats.answer)
+        self._reader = _Reader(beats.connection, between)
+        self.wake = self._reader.wake
 
     def follow(self) -> None:
         """Compute what the leader computes until it closes its recording.
@@ -103,10 +128,10 @@ class Follower:
         """
         why = ""
         try:
-            with self._beats.connection.makefile("rb") as file:
+            with io.BufferedReader(self._reader, _READ_BYTES) as file:
                 entries = read_entries(file)
                 self._compare(next(entries, None))
-                for _ in replay(entries, self._scheduler, self):
+                for _ in replay(self._heard(entries), self._scheduler, self):
                     pass
         except LeaderLost:
             raise
@@ -118,6 +143,7 @@ class Follower:
             why = str(error)
             raise
         finally:
+            self._answering.end()
             self._beats.end(why)
 
     def start(self, batch: Batch) -> Callable[[], object]:
@@ -132,6 +158,19 @@ class Follower:
         """Resize the cache, as the leader does."""
         self._runner.resize(num_pages, copies)
 
+    def copy(self, copies: tuple[PageCopy, ...]) -> None:
+        """Make page copies that no batch carries, as the leader does."""
+        if copies:
+            self._apply(copies)
+
+    def _heard(self, entries: Iterator[Entry]) -> Iterator[Entry]:
+        """Yield the entries, and start what the leader asks for among them."""
+        for entry in entries:
+            self._reader.work()
+            if isinstance(entry, RanksAsked):
+                self._answering.ask(entry)
+            yield entry
+
     def _compare(self, header: Entry | None) -> None:
         """Raise unless the leader's engine is built in the same way."""
         if not isinstance(header, Header):
@@ -139,6 +178,58 @@ class Follower:
         own = msgspec.msgpack.decode(msgspec.msgpack.encode(self._facts))
         for name, mine, leaders in differences(own, header.facts):
             raise ValueError(f"{name} is {mine!r} here, and {leaders!r} on the leader; make them equal")
+
+
+class _Reader(io.RawIOBase):
+    """Reads the leader's recording, and works between two entries whenever a thread asks for it.
+
+    An entry is read when the one before it has been applied, so whatever is called here is called between.
+    """
+
+    def __init__(self, connection: socket.socket, between: Callable[[], None]) -> None:
+        self._connection, self._between = connection, between
+        self._is_asked = threading.Event()
+        self._woken, self._waking = os.pipe()
+        self._lock = threading.Lock()  # a thread may wake a reader that is being closed
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+
+    def wake(self) -> None:
+        """Let `between` be called soon, in the thread that follows; called from any thread."""
+        with self._lock:
+            if not self.closed and not self._is_asked.is_set():
+                self._is_asked.set()
+                os.write(self._waking, b"w")
+
+    def work(self) -> None:
+        """Call `between` if a thread has asked for it."""
+        if self._is_asked.is_set():
+            with self._lock:
+                self._is_asked.clear()
+                os.read(self._woken, 1)
+            self._between()
+
+    def readable(self) -> bool:
+        """Whether this can be read: yes."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Wait for data, and read what there is."""
+        while True:
+            ready = [key.fileobj for key, _ in self._selector.select()]
+            self.work()
+            if self._connection in ready:
+                return self._connection.recv_into(buffer)
+
+    def close(self) -> None:
+        """Close the pipe; the connection is its owner's."""
+        with self._lock:
+            if not self.closed:
+                self._selector.close()
+                os.close(self._woken)
+                os.close(self._waking)
+            super().close()
 
 
 def differences(ours: Any, theirs: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

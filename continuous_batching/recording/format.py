@@ -113,6 +113,14 @@ class Forgotten(msgspec.Struct, tag="P", array_like=True, frozen=True):
     """The prefix cache was emptied."""
 
 
+class RanksAsked(msgspec.Struct, tag="Q", array_like=True, frozen=True):
+    """The leader asks all ranks something; it changes nothing in a scheduler (see `agreement`)."""
+
+    topic: str
+    name: str
+    body: bytes = b""
+
+
 class Copied(msgspec.Struct, array_like=True, frozen=True):
     """The page copies of one batch."""
 
@@ -172,6 +180,7 @@ Entry = (
     | Added
     | Fetched
     | Forgotten
+    | RanksAsked
     | Ended
     | PagesExpected
     | PagesArrived

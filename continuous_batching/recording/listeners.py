@@ -19,6 +19,7 @@ from queue import SimpleQueue
 
 from borders.numbers import integers
 from borders.refusal import one_line
+from continuous_batching.recording.agreement import ANSWER, RankAnswer, read_answer
 
 MOST_UNSENT_BYTES = 64 << 20  # a rank that reads nothing is lost long before so much is unsent
 BEAT_S = 0.25  # interval between two lines of a rank
@@ -74,15 +75,23 @@ class Heard:
         self.doing = "joining the other ranks"  # what it does while it starts; empty afterwards
         self._rest = b""
 
-    def take(self, data: bytes, now_s: float) -> None:
-        """Parse received data; raises RankLost with the reason if the rank says that it ends."""
+    def take(
+        self, data: bytes, now_s: float, answered: Callable[[str, RankAnswer], None] = lambda _, __: None
+    ) -> None:
+        """Parse received data; raises RankLost with the reason if the rank says that it ends.
+
+        `answered` receives its answers to what the leader asked, under the rank's name.
+        """
         self.heard_s = now_s
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(LAST_WORDS):
                 words = one_line(line[len(LAST_WORDS) :].decode("utf-8", "replace"))
                 raise RankLost(f"{self.name} has ended: {words}")
-            self._note(line)
+            if line.startswith(ANSWER) and len(line) <= _LONGEST_LINE and (said := read_answer(line)):
+                answered(self.name, said)
+            else:
+                self._note(line)
         if len(self._rest) > _LONGEST_LINE:
             self._note(self._rest)
 
@@ -111,7 +120,8 @@ class Listeners:
 
     With a `start_limit_s` the engine counts as starting until `begin` is called: for so long no rank may
     report anything new, and each may be silent for START_SILENCE_S. `doing` says what the leader does
-    meanwhile, and `inside` which collective it is in.
+    meanwhile, and `inside` which collective it is in. `answered` receives, in a thread, what ranks answer
+    (see `agreement`).
     """
 
     def __init__(
@@ -124,6 +134,7 @@ class Listeners:
         self.limit_s = limit_s
         self.doing = "joining the other ranks"
         self.inside: Callable[[], str] = lambda: ""
+        self.answered: Callable[[str, RankAnswer], None] = lambda _, __: None
         self.has_started = start_limit_s is None
         self._start_limit_s = start_limit_s or 0.0
         self._began_s = time.monotonic()
@@ -155,6 +166,11 @@ class Listeners:
         if (unsent := self._bytes_written - self._bytes_sent) > MOST_UNSENT_BYTES:
             self._end(f"a rank does not read: {unsent:,} bytes are to be sent; {self.report()}")
             self.check()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The ranks' names, under which they answer."""
+        return tuple(each.name for each in self._ranks)
 
     def begin(self) -> None:
         """Watch steps from now on: the engine has started."""
@@ -268,7 +284,7 @@ class Listeners:
                 raise RankLost(f"{rank.name} has ended; {rank.progress}")
             if not data:
                 selector.unregister(rank.connection)
-            rank.take(data, time.monotonic())
+            rank.take(data, time.monotonic(), self.answered)
         if self._is_closed:
             return
         now_s = time.monotonic()

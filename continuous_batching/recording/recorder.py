@@ -39,6 +39,7 @@ from continuous_batching.recording.format import (
     PagesArrived,
     PagesExpected,
     PagesReleased,
+    RanksAsked,
     Resized,
     SampleEntry,
     Scheduled,
@@ -188,6 +189,10 @@ class Recorder(Observer):
     def released(self, request_id: str) -> None:
         """Record that leased pages were released."""
         self._write(PagesReleased(request_id))
+
+    def asked(self, topic: str, name: str, body: bytes = b"") -> None:
+        """Record that the leader asks all ranks something (see `agreement`)."""
+        self._write(RanksAsked(topic, name, body))
 
     def resized(self, num_pages: Sequence[int], give_up: GiveUp) -> None:
         """Record that the page pools were resized."""

@@ -32,6 +32,7 @@ from continuous_batching.recording.format import (
     PagesArrived,
     PagesExpected,
     PagesReleased,
+    RanksAsked,
     Resized,
     Scheduled,
     answered,
@@ -128,6 +129,10 @@ class Device(Protocol):
         """Resize the cache, as `Runner.resize` does."""
         ...
 
+    def copy(self, copies: tuple[PageCopy, ...]) -> None:
+        """Make page copies that no batch carries."""
+        ...
+
 
 class NoDevice:
     """A device that computes nothing."""
@@ -138,6 +143,9 @@ class NoDevice:
 
     def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         """Resize nothing."""
+
+    def copy(self, copies: tuple[PageCopy, ...]) -> None:
+        """Copy nothing."""
 
 
 def _nothing() -> None:
@@ -202,7 +210,7 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_D
         asked = scheduler.speculation
         scheduler.speculation = recorded_speculation(scheduler.slots, asked, lambda: entry)
     for entry in entries:
-        if isinstance(entry, Header):
+        if isinstance(entry, (Header, RanksAsked)):
             continue
         if isinstance(entry, Added):
             request = request_of(entry)
@@ -219,7 +227,7 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_D
             scheduler.end(entry.id, entry.reason)
             yield entry
         elif isinstance(entry, (Forgotten, PagesExpected, PagesArrived, PagesReleased)):
-            _replay_held(scheduler, entry)
+            _replay_held(scheduler, entry, device)
         elif isinstance(entry, Resized):
             counts = scheduler.resize(entry.num_pages, cast(GiveUp, entry.give_up), entry.window_pages)
             device.resize(counts, scheduler.tables.take_copies())
@@ -238,15 +246,15 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_D
             assert isinstance(entry, Committed), "an entry of another kind"
             if not started:
                 raise Divergence(f"after step {number}: a commit without a batch")
-            batch, made, wait = started.popleft()
+            (batch, made, wait), landed = started.popleft(), landed + 1
             wait()
             requests = scheduler.slots.requests
             ids = [requests[row].id for row in batch.slots.tolist()]
             booked = scheduler.commit(batch, _answer_to(batch, entry, scheduler), entry.now_s)
+            device.copy(booked.copies)
             owner_ids = [requests[row].id for row in booked.owners.tolist()]
-            landed += 1
-            start_s, end_s = made.now_s, entry.now_s
-            yield Replayed(landed, batch, ids, owner_ids, made.held_back, start_s, end_s, booked.finished)
+            finished = booked.finished
+            yield Replayed(landed, batch, ids, owner_ids, made.held_back, made.now_s, entry.now_s, finished)
 
 
 def _answer_to(batch: Batch, entry: Committed, scheduler: Scheduler) -> Sampled:
@@ -264,22 +272,19 @@ def _answer_to(batch: Batch, entry: Committed, scheduler: Scheduler) -> Sampled:
 
 
 def _replay_held(
-    scheduler: Scheduler, entry: Forgotten | PagesExpected | PagesArrived | PagesReleased
+    scheduler: Scheduler, entry: Forgotten | PagesExpected | PagesArrived | PagesReleased, device: Device
 ) -> None:
-    """Apply a change of the prefix cache or of the pages held for other engines.
-
-    The device is not told of it, because only an engine of one rank holds pages for others.
-    """
+    """Apply a change of the prefix cache or of the pages held for other engines, with the copies it needs."""
     lifecycle = scheduler.lifecycle
     if isinstance(entry, Forgotten):
         if scheduler.has_tier:
-            scheduler.tables.take_copies()  # they went to the tier by themselves
+            device.copy(scheduler.tables.take_copies())
         scheduler.prefix.forget_all()
     elif isinstance(entry, PagesExpected):
         tokens = unpacked(entry.tokens).astype(np.int32)
         if lifecycle.expect(entry.id, tokens, entry.cache_salt, []) is None:
             raise Divergence(f"no pages are found for {entry.id}, for which there were some")
-        scheduler.tables.take_copies()
+        device.copy(scheduler.tables.take_copies())
     elif isinstance(entry, PagesArrived):
         lifecycle.held.arrived(entry.id, is_whole=entry.is_whole)
     else:

@@ -123,7 +123,8 @@ def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> N
             raise
         scheduler = built.engine.scheduler
         overlap = recipe.scheduler.overlap or scheduler.depth > 1
-        Follower(beats, scheduler, built.runner, built.facts, overlap=overlap).follow()
+        apply = built.runner.cache.apply
+        Follower(beats, scheduler, built.runner, built.facts, apply=apply, overlap=overlap).follow()
 
 
 def _compare(recipe: Recipe, leaders: dict[str, Any]) -> None:

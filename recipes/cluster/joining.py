@@ -48,7 +48,7 @@ def leader_address(cluster: Cluster, interface: str | None) -> str:
     if interface == ALL_ADDRESSES:
         return ""
     if interface is not None:
-        return _address_of(interface)
+        return address_of(interface)
     with suppress(OSError):  # the name means nothing here, though it may to others
         found = {str(each[4][0]) for each in socket.getaddrinfo(cluster.leader, None, socket.AF_INET)}
         own = own_address()
@@ -71,7 +71,8 @@ def tell_libraries(interface: str | None) -> None:
             os.environ.setdefault(name, f"={interface}")  # without =, they take every one that begins so
 
 
-def _address_of(interface: str) -> str:
+def address_of(interface: str) -> str:
+    """Return the IPv4 address of a network interface of this machine; raises RecipeError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             asked = struct.pack("256s", interface.encode()[:15])

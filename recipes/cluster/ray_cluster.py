@@ -16,9 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from borders.addresses import is_loopback
 from recipes.cluster.cluster import own_address
+from recipes.cluster.joining import address_of
 from recipes.cluster.launched import Launched
 from recipes.schema.command_line import with_keys
+from recipes.schema.parallel_section import ALL_ADDRESSES
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 
@@ -35,6 +38,7 @@ class RayJob:
     num_nodes: int
     devices: dict[str, float]  # devices of each node, by Ray's resource names
     connect_timeout_s: float
+    interface: str | None = None  # `parallel.interface`
 
 
 def ray_job(num_nodes: int, arguments: list[str]) -> RayJob:
@@ -57,7 +61,9 @@ def ray_job(num_nodes: int, arguments: list[str]) -> RayJob:
     kind = recipe.device.kind
     is_device = kind in RESOURCES and not recipe.device.virtual
     devices = {RESOURCES[kind]: float(ranks // num_nodes)} if is_device else {}
-    return RayJob(tuple(arguments), num_nodes, devices, recipe.parallel.connect_timeout_s)
+    return RayJob(
+        tuple(arguments), num_nodes, devices, recipe.parallel.connect_timeout_s, recipe.parallel.interface
+    )
 
 
 class LaunchActor:
@@ -90,9 +96,38 @@ def started(
     )
 
 
+def check_reach(nodes: Sequence[Mapping[str, Any]], interface: str | None) -> None:
+    """Raise RecipeError where others may reach Ray's ports, and the recipe does not say that this is meant.
+
+    Whoever reaches them runs code there, by Ray's design, and some of them listen at every address.
+    """
+    addresses = sorted({str(each["NodeManagerAddress"]) for each in nodes if each["Alive"]})
+    if all(map(is_loopback, addresses)):
+        return
+    if interface is None:
+        raise RecipeError(
+            "parallel.interface",
+            f"whoever reaches Ray's ports at {', '.join(addresses[:4])} runs code there, and the recipe does"
+            " not say that this network is meant",
+            f"set it to the interface of that network, such as eth0, or to {ALL_ADDRESSES}, behind a firewall"
+            " on every node: iptables -A INPUT -p tcp -m multiport --dports 6379,8265,10001:19999 ! -s"
+            " NETWORK/24 -j DROP; on one machine, ray start --node-ip-address=127.0.0.1 needs neither",
+        )
+    if interface != ALL_ADDRESSES and (own := address_of(interface)) not in addresses:
+        raise RecipeError(
+            "parallel.interface",
+            f"{interface} is {own}, and Ray's nodes are at {', '.join(addresses[:4])}",
+            f"start this one by ray start --node-ip-address={own}, or name the interface that it uses",
+            value=interface,
+        )
+
+
 @contextmanager
-def connected() -> Iterator[Any]:
-    """Connect this process to its machine's Ray cluster; raises RecipeError where there is none."""
+def connected(interface: str | None) -> Iterator[Any]:
+    """Connect this process to its machine's Ray cluster.
+
+    Raises RecipeError where there is none, or where others may reach it (see `check_reach`).
+    """
     try:
         import ray
     except ImportError:
@@ -104,6 +139,7 @@ def connected() -> Iterator[Any]:
             (), "no Ray cluster runs on this machine", "start one with ray start, or set RAY_ADDRESS"
         ) from None
     try:
+        check_reach(ray.nodes(), interface)
         yield ray
     finally:
         ray.shutdown()
@@ -128,7 +164,7 @@ def actors(ray: Any, kind: type, group: Any, devices: Mapping[str, float], num_n
 
 def run(job: RayJob, say: Callable[[str], None]) -> int:
     """Return the status of the leader's command; raises RecipeError without Ray or with too few resources."""
-    with connected() as ray:
+    with connected(job.interface) as ray:
         return _run(ray, job, say)
 
 

@@ -33,7 +33,7 @@ def serve(fleet: RayFleet, say: Callable[[str], None]) -> int:
     router = RouterClient(fleet.router, say)
     # A list and no lock, since a handler may run between any two steps of this thread.
     signals: list[int] = []
-    with connected() as ray:
+    with connected(fleet.job.interface) as ray:
         for number in (signal.SIGTERM, signal.SIGINT):  # set after Ray's own handlers
             signal.signal(number, lambda number, _: signals.append(number))
         replicas = ReplicaSet(

@@ -33,6 +33,8 @@ class ReplicaJob:
     devices: Mapping[str, float]  # devices of each node, by Ray's resource names
     host: str = LOOPBACK  # the address on which it listens
     has_events: bool = False  # it publishes page events, each replica on a port of its own
+    interface: str | None = None  # `parallel.interface`
+    is_encrypted: bool = False  # it speaks HTTPS
 
     def command(self, ports: Ports, nodes: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Return the arguments of scripts/launch.sh on every node, and the environment besides NODE_RANK."""
@@ -165,7 +167,8 @@ class RayReplica:
             ]
         )
         host = LOOPBACK if self._job.host == LOOPBACK else nodes[0]
-        self.url = f"http://{host}:{places[0][1].server}"
+        kind = "https" if self._job.is_encrypted else "http"
+        self.url = f"{kind}://{host}:{places[0][1].server}"
         self._say(f"{self._name} starts at {self.url}, on {', '.join(nodes)}")
         return self._watch(agents)
 

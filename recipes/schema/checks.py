@@ -41,8 +41,18 @@ def int8_contradictions(dtype: str, kind: str, attention: str) -> Iterator[Recip
         )
 
 
-def event_contradictions(endpoint: str | None, *, is_sharing: bool) -> Iterator[RecipeError]:
-    """Yield what contradicts `cache.events`."""
+def event_contradictions(endpoint: str | None, *, is_sharing: bool, is_open: bool) -> Iterator[RecipeError]:
+    """Yield what contradicts `cache.events`; `is_open` says that it may have an address of any machine."""
+    kind, _, rest = (endpoint or "").partition("://")
+    host = rest.rpartition(":")[0]
+    if kind == "tcp" and not is_open and not is_loopback(host):
+        yield RecipeError(
+            ("cache.events", "cache.events_key_file"),
+            f"{in_words(host)} is not this machine alone, and neither side would prove who it is",
+            "set cache.events_key_file to a secret (openssl rand -hex 32), or cache.events_open to true where"
+            " a firewall lets only the router reach both ports",
+            value=endpoint,
+        )
     if endpoint is not None and not is_sharing:
         yield RecipeError(
             ("cache.events", "cache.prefix_sharing"),

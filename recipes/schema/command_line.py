@@ -35,6 +35,7 @@ FLAGS = frozenset(
         "masks",
         "once",
         "one-batch",
+        "overload",
         "parts",
         "pipeline",
         "quick",

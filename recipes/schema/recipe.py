@@ -245,8 +245,18 @@ class CacheSection:
     )
     events: str | None = key(
         "where the engine publishes which pages it holds, tcp://HOST:PORT or ipc://PATH; what was missed is"
-        " sent again from the next port. They hold the tokens of prompts: keep others out",
+        " sent again from the next port. They hold the tokens of prompts",
         default=None,
+    )
+    events_key_file: Path | None = key(
+        "events: a file of a secret of at least 32 bytes, which engine and router prove to each other and by"
+        " which they encrypt; null: whoever reaches the two ports reads them, and is believed in their place",
+        default=None,
+    )
+    events_open: bool = key(
+        "let events have an address beyond this machine without events_key_file: for a network that nobody"
+        " else reaches",
+        default=False,
     )
     events_topic: str = key("the topic of `cache.events`", default="kv-events")
 
@@ -317,7 +327,11 @@ class Recipe:
                 value=self.cache.host_fraction,
             )
         yield from self._device_contradictions()
-        yield from event_contradictions(self.cache.events, is_sharing=self.cache.prefix_sharing)
+        yield from event_contradictions(
+            self.cache.events,
+            is_sharing=self.cache.prefix_sharing,
+            is_open=self.cache.events_open or self.cache.events_key_file is not None,
+        )
         yield from self._context_contradictions()
         yield from page_contradictions(
             self.server,

@@ -134,12 +134,24 @@ async def whole_body(receive: Receive) -> bytes | None:
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+class Door:
+    """What a request passes after the checks of its head; this one is open to all."""
+
+    def enter(self, scope: Scope) -> ASGIApp | None:
+        """Return the refusal of a request, if there is no room for it."""
+        return None
+
+    def leave(self, scope: Scope) -> None:
+        """Note that the request has ended, if it had entered."""
+
+
 class AccessControl:
     """Wrap an application; `on_response` gets the status of each response at its end.
 
     A server for this machine alone (`is_local`) answers to no other host name: otherwise a web page in a
     local browser could read it through a domain name that resolves to this machine (DNS rebinding). A body
-    may have `max_body_bytes`, or the limit of its path in `most_bytes_of`.
+    may have `max_body_bytes`, or the limit of its path in `most_bytes_of`. `door` refuses requests for
+    which there is no room by their heads, so that a full server neither reads nor decodes their bodies.
     """
 
     def __init__(
@@ -152,8 +164,9 @@ class AccessControl:
         *,
         is_local: bool,
         most_bytes_of: Mapping[str, int] = MappingProxyType({}),
+        door: Door | None = None,
     ) -> None:
-        self._app = app
+        self._app, self._door = app, door or Door()
         self._most_bytes_of = most_bytes_of
         self._is_local = is_local
         self._keys = keys
@@ -213,6 +226,7 @@ class AccessControl:
             if status == 499:
                 await error_response(500, DEFECT)(scope, receive, send_on)
         finally:
+            self._door.leave(scope)
             if scope["path"] not in OPEN_PATHS:  # probes are not counted as requests
                 self._on_response(status)
             if log.isEnabledFor(logging.INFO):
@@ -246,7 +260,7 @@ class AccessControl:
         length = headers.get(b"content-length", "0")
         most = self._most_bytes(scope)
         is_long = length.isdecimal() and (len(length) > 18 or int(length) > most)
-        return error_response(413, self._too_long(scope)) if is_long else None
+        return error_response(413, self._too_long(scope)) if is_long else self._door.enter(scope)
 
     def _is_plain(self, scope: Scope) -> bool:
         encodings = [value for name, value in scope["headers"] if name == b"content-encoding"]

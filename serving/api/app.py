@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from borders.version import VERSION
 from serving import fingerprint
 from serving.api import batches as batch_routes
-from serving.api import errors, files, live_page, model_names, operations
-from serving.api.access import AccessControl, BodyMemory, HeadAndOptions, bounded_route
+from serving.api import errors, files, live_page, messages, model_names, operations
+from serving.api.access import AccessControl, BodyMemory, Door, HeadAndOptions, bounded_route
 from serving.api.api_keys import ApiKeys
 from serving.api.batch_runner import Batches
 from serving.api.chat import ChatRoute
@@ -29,6 +29,7 @@ from serving.api.responses import ResponsesRoute
 from serving.api.scores import ScoreRoutes
 from serving.async_llm import AsyncLLM
 from serving.continuation import MOST_KNOWN_BYTES, PATH
+from serving.failures import Overloaded
 
 
 def application(
@@ -86,8 +87,32 @@ def application(
         llm.stats.responded,
         is_local=is_local,
         most_bytes_of=most_bytes_of,
+        door=AnswersDoor(llm, (*answers, messages.PATH, PATH)),
     )
     return _open_to(cors_origins, guarded) if cors_origins else guarded
+
+
+class AnswersDoor(Door):
+    """Gives each request for an answer a place among `server.max_requests`, by its head."""
+
+    def __init__(self, llm: AsyncLLM, paths: Sequence[str]) -> None:
+        self._llm = llm
+        self._paths = frozenset(paths)
+
+    def enter(self, scope: Scope) -> ASGIApp | None:
+        """Return the refusal of a request, if there is no room for one more sample."""
+        if scope["method"] != "POST" or scope["path"] not in self._paths:
+            return None
+        try:
+            scope["state"]["place"] = self._llm.enter()
+        except Overloaded as failure:
+            return errors.response_of(failure)
+        return None
+
+    def leave(self, scope: Scope) -> None:
+        """Give back the place of a request that has not reached the engine."""
+        if "place" in scope["state"]:
+            scope["state"]["place"].leave()
 
 
 def _open_to(origins: Sequence[str], app: ASGIApp) -> ASGIApp:

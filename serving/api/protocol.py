@@ -125,7 +125,8 @@ class ResponseTransport:
         elif not self.is_lingering:
             self.is_lingering = True
             self._transport.resume_reading()
-            self._transport.write_eof()
+            if self._transport.can_write_eof():  # a direction of TLS cannot end alone
+                self._transport.write_eof()
             self._loop.call_later(LINGER_S, self._transport.close)
 
     def is_closing(self) -> bool:
@@ -225,6 +226,8 @@ class Protocol(HttpToolsProtocol):
         if self._in_request and not self._responses.is_closing():
             self._refuse(400, "the request ended before it was complete; send it again", lingers=False)
         last = self.cycle
+        if not self._responses.can_write_eof():  # with TLS, the connection ends in both directions
+            return False
         if last is None or last.more_body or last.response_complete or self._responses.is_closing():
             return False  # the transport then closes itself
         last.keep_alive = False

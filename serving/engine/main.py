@@ -17,7 +17,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import zmq
 
@@ -142,5 +142,21 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def run(argv: list[str]) -> NoReturn:
+    """Run `main`, and end the process at once.
+
+    The interpreter would first wait for its thread pools, which may read weights or an adapter for minutes,
+    and the server would be told only then that its engine has ended.
+    """
+    try:
+        status = main(argv)
+    except Exception:
+        log.exception("the engine has failed")
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(sys.argv[1:])

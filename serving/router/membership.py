@@ -14,8 +14,17 @@ from collections.abc import Sequence
 
 from continuous_batching.routing.routing import Routing
 from serving.router.models import FleetModels
-from serving.router.replicas import FleetReplica, Learned, address_of, ignore_learned, replicas_of
-from serving.router.upstream import HeaderLines, Upstream
+from serving.router.replicas import (
+    NO_PROOFS,
+    FleetReplica,
+    Learned,
+    ReplicaTrust,
+    address_of,
+    ignore_learned,
+    replicas_of,
+    upstream_of,
+)
+from serving.router.upstream import HeaderLines
 
 log = logging.getLogger("route")
 
@@ -34,9 +43,11 @@ class FleetMembers:
         headers: HeaderLines,
         learned: Learned = ignore_learned,
         models: FleetModels | None = None,
+        trust: ReplicaTrust = NO_PROOFS,
     ) -> None:
         self.models = models or FleetModels()
-        self.replicas = replicas_of(urls, routing, headers, learned, self.models)
+        self.replicas = replicas_of(urls, routing, headers, learned, self.models, trust)
+        self._trust = trust
         self._routing = routing
         self._headers, self._learned = headers, learned
         self._named: dict[str, set[str]] = {}  # the addresses that each name last resolved to
@@ -52,9 +63,11 @@ class FleetMembers:
             return known
         if sum(each.state != "gone" for each in self.replicas) >= MOST_REPLICAS:
             raise ValueError(f"there are {MOST_REPLICAS} replicas, the most that one router has")
-        server = Upstream(*address_of(url))
+        server = upstream_of(url, self._trust)
         number = self._routing.join()
-        replica = FleetReplica(number, url, server, self._routing, self._headers, self._learned, self.models)
+        replica = FleetReplica(
+            number, url, server, self._routing, self._headers, self._learned, self.models, self._trust
+        )
         self.replicas[number : number + 1] = [replica]
         log.info("%s has come", url)
         return replica
@@ -90,12 +103,12 @@ class FleetMembers:
                 task.cancel()
 
     async def follow(self, url: str) -> None:
-        """Keep every address of the name in http://NAME:PORT as a replica, for ever.
+        """Keep every address of the name in http://NAME:PORT, or https://, as a replica, for ever.
 
         Where the name cannot be resolved, the replicas stay: a name server that is unreachable has ended
         none.
         """
-        name, port = address_of(url)
+        kind, (name, port) = url.partition("://")[0], address_of(url)
         loop, trouble = asyncio.get_running_loop(), ""
         while True:
             try:
@@ -106,7 +119,7 @@ class FleetMembers:
                 trouble = str(error)
             else:
                 trouble = ""
-                self._become(url, {_url(str(address[0]), port) for *_, address in found})
+                self._become(url, {_url(kind, str(address[0]), port) for *_, address in found})
             await asyncio.sleep(_RESOLVES_S)
 
     def _become(self, name: str, urls: set[str]) -> None:
@@ -118,5 +131,5 @@ class FleetMembers:
         self._named[name] = urls
 
 
-def _url(address: str, port: int) -> str:
-    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+def _url(kind: str, address: str, port: int) -> str:
+    return f"{kind}://[{address}]:{port}" if ":" in address else f"{kind}://{address}:{port}"

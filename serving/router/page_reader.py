@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import itertools
 import logging
 import time
 
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
+from borders.addresses import is_loopback
 from borders.refusal import one_line
 from continuous_batching.routing.routing import Routing
 from kv_cache.event_messages import AllBlocksCleared, BlockRemoved, BlockStored, decode
-from kv_cache.events import END, SEQUENCE_BYTES, replay_endpoint
+from kv_cache.events import END, SEQUENCE_BYTES, prove_as_reader, replay_endpoint
 
 log = logging.getLogger("route")
 
@@ -28,7 +31,14 @@ _MOST_PART_BYTES = 2**26  # most bytes of a message; a larger one ends the conne
 _MOST_UNREAD = 4  # most messages waiting for each socket; a publisher with more is made to wait
 _MOST_GROUPS = 64  # most groups of layers of a replica
 _MOST_PAGES = 2**22  # most pages of a replica; one that reports more is judged by what was sent to it alone
-_AGAIN_S = 0.1  # interval between requests when something is missing
+_AGAIN_S = 0.1  # interval between requests when something is missing, and before the next connection
+_MOST_UNPROVEN = 3  # connections in a row without agreement on keys, after which the log says so
+_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 def _means_every_address(name: str) -> bool:
@@ -37,6 +47,12 @@ def _means_every_address(name: str) -> bool:
         return name == "*" or ipaddress.ip_address(name.strip("[]")).is_unspecified
     except ValueError:  # it is a host name
         return False
+
+
+def is_of_others(endpoint: str, host: str) -> bool:
+    """Return whether an endpoint of a server on this host is at another machine than this one."""
+    kind, _, rest = reached_at(endpoint, host).partition("://")
+    return kind == "tcp" and not is_loopback(rest.rpartition(":")[0])
 
 
 def reached_at(endpoint: str, host: str) -> str:
@@ -49,15 +65,20 @@ def reached_at(endpoint: str, host: str) -> str:
 class PageReader:
     """Reads the events of one replica into the routing, which believes them while they can be read.
 
-    Raises ValueError for an endpoint that cannot be connected to.
+    With a `secret`, only publishers are believed that prove it. Raises ValueError for an endpoint that cannot
+    be connected to.
     """
 
-    def __init__(self, endpoint: str, host: str, replica: int, routing: Routing) -> None:
+    def __init__(
+        self, endpoint: str, host: str, replica: int, routing: Routing, secret: bytes | None = None
+    ) -> None:
         endpoint = reached_at(endpoint, host)
         self._endpoint, self._again_at = endpoint, replay_endpoint(endpoint)
         self._replica = replica
         self._routing = routing
-        self._context = zmq.asyncio.Context()
+        self._secret = secret
+        self._num_unproven = 0  # connections in a row that ended before both sides had agreed on keys
+        self._context, self._connections = zmq.asyncio.Context(), itertools.count()
         self._asked_s = -1.0
         self.num_gaps = 0
         self._num_pages = 0  # number of pages that it reports
@@ -86,16 +107,21 @@ class PageReader:
         for each in (self._live, self._again):
             each.setsockopt(zmq.MAXMSGSIZE, _MOST_PART_BYTES)
             each.setsockopt(zmq.RCVHWM, _MOST_UNREAD)
+            if self._secret is not None:
+                prove_as_reader(each, self._secret)
         self._live.subscribe(b"")
-        self._gone = self._live.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        # By default it would be named by a descriptor, which the socket before it may have had
+        address = f"inproc://connection-{next(self._connections)}"
+        self._gone = self._live.get_monitor_socket(zmq.EVENT_DISCONNECTED | _HANDSHAKES, address)
         self._live.connect(self._endpoint)
         self._again.connect(self._again_at)
+        self._has_agreed = False  # both sides have agreed on keys, or on none
         self._next = 0  # the next expected sequence number
         self._last_live = -1
 
     def _disconnect(self) -> None:
         self._live.disable_monitor()
-        for each in (self._live, self._again):
+        for each in (self._live, self._again, self._gone):
             each.close(linger=0)
 
     def _clear(self) -> None:
@@ -111,6 +137,7 @@ class PageReader:
             while True:
                 self._clear()
                 await self._read_one()
+                await asyncio.sleep(_AGAIN_S)
                 # The next publisher may be another engine, whose sequence numbers say nothing about this
                 # one's.
                 self._disconnect()
@@ -139,12 +166,28 @@ class PageReader:
             if time.monotonic() >= self._asked_s + _ASK_S:
                 await self._ask()
             ready = dict(await poller.poll(1e3 * _ASK_S))
-            if self._gone in ready:
+            if self._gone in ready and self._has_ended(await self._gone.recv_multipart()):
                 return
             if self._again in ready:
                 self._take_answer(await self._again.recv_multipart())
             if self._live in ready:
                 await self._hear(await self._live.recv_multipart())
+
+    def _has_ended(self, message: list[bytes]) -> bool:
+        """Return whether this message about the connection tells of its end, or that it was never made."""
+        if parse_monitor_message(message)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._has_agreed, self._num_unproven = True, 0
+            return False
+        if not self._has_agreed:
+            self._num_unproven += 1
+            if self._num_unproven == _MOST_UNPROVEN:  # a publisher that ends may break off one
+                log.warning(
+                    "replica %d: %s does not prove the router's secret for events, or wants one: set"
+                    " cache.events_key_file to files of the same content in replica and router",
+                    self._replica,
+                    self._endpoint,
+                )
+        return True
 
     async def _ask(self) -> None:
         self._asked_s = time.monotonic()

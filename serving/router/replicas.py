@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,7 +33,7 @@ from borders.field_types import LAST_ID, LONGEST_NAME
 from borders.numbers import integers
 from continuous_batching.routing.routing import Routing
 from serving.router.models import LISTS_NOTHING, FleetModels, Listed
-from serving.router.page_reader import PageReader, reached_at
+from serving.router.page_reader import PageReader, is_of_others, reached_at
 from serving.router.upstream import HeaderLines, Lost, Upstream
 
 MOST_INFO_BYTES = 2**20  # most bytes of /server_info, which has the recipe, and of /v1/models
@@ -177,6 +178,20 @@ _BEAT_S = 0.5  # how old the figures that a replica reports may be
 _TELLS_NO_MODEL = (401, 403, 404)  # the statuses of a server that has no `/v1/models`, or not for this router
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaTrust:
+    """By what a router believes that replicas are those of its operator, beyond their addresses."""
+
+    events_secret: bytes | None = None  # which publishers of events prove
+    events_open: bool = False  # events of other machines are believed without it
+    tls: ssl.SSLContext | None = None  # what replicas at https:// addresses prove
+
+    def believes_events(self, endpoint: str, host: str) -> bool:
+        """Return whether events of a replica on this host are to be read at an endpoint."""
+        return self.events_open or self.events_secret is not None or not is_of_others(endpoint, host)
+
+
+NO_PROOFS = ReplicaTrust()
 Learned = Callable[[int, str, Sequence[str], int], None]  # `Splitting.is_known` has this signature
 
 
@@ -196,6 +211,7 @@ class FleetReplica:
         headers: HeaderLines,
         learned: Learned = ignore_learned,
         models: FleetModels | None = None,
+        trust: ReplicaTrust = NO_PROOFS,
     ) -> None:
         self.number, self.url, self.server = number, url, server
         self.state: State = "unknown"
@@ -210,7 +226,7 @@ class FleetReplica:
         self.continuations: str | None = None
         self._routing = routing
         self._headers, self._learned = headers, learned
-        self._models = models or FleetModels()
+        self._models, self._trust = models or FleetModels(), trust
         self._models.join(number)
         self._ready_path = "/ready"
         self._num_silent = 0
@@ -393,10 +409,16 @@ class FleetReplica:
         self._learned(self.number, pages_at, said.prompt_replicas or (), said.num_slots or 0)
         if not page_size or said.events is None:
             return
-        if said.page_size == page_size:
+        if said.page_size != page_size:
+            log.warning("%s: pages of %s tokens, not %d: by text alone", self.url, said.page_size, page_size)
+        elif self._trust.believes_events(said.events, self.server.host):
             self._events = said.events
         else:
-            log.warning("%s: pages of %s tokens, not %d: by text alone", self.url, said.page_size, page_size)
+            log.warning(
+                "%s: its events of pages are not read, since nothing would prove that they are its own: set"
+                " cache.events_key_file, or cache.events_open, in the router's recipe too",
+                self.url,
+            )
 
     def _read_pages(self) -> None:
         """Begin or end to read the events of its pages, which the recipe's keys name for its model alone."""
@@ -404,7 +426,13 @@ class FleetReplica:
             self._close_reader()
         elif self.reader is None:
             try:
-                self.reader = PageReader(self._events, self.server.host, self.number, self._routing)
+                self.reader = PageReader(
+                    self._events,
+                    self.server.host,
+                    self.number,
+                    self._routing,
+                    self._trust.events_secret,
+                )
             except (ValueError, OSError) as error:
                 log.warning("%s: its pages cannot be read at %s: %s", self.url, self._events, error)
                 self._events = None
@@ -445,21 +473,34 @@ def _named(models: Sequence[str]) -> str:
 
 
 def address_of(url: str) -> tuple[str, int]:
-    """Return host and port of http://HOST:PORT; raises ValueError."""
+    """Return host and port of http://HOST:PORT, or https:// in its place; raises ValueError."""
     kind, _, rest = url.rstrip("/").partition("://")
     host, _, port = rest.rpartition(":")
-    if kind != "http" or not host or integers(1, 2**16 - 1).parse(port) is None:
-        raise ValueError(f"{url} is not of the form http://HOST:PORT")
+    if kind not in ("http", "https") or not host or integers(1, 2**16 - 1).parse(port) is None:
+        raise ValueError(f"{url} is not of the form http://HOST:PORT or https://HOST:PORT")
     return host.strip("[]"), int(port)
 
 
+def upstream_of(url: str, trust: ReplicaTrust) -> Upstream:
+    """Return the connections to the server at an address; raises ValueError for one that cannot be used."""
+    is_encrypted = url.startswith("https://")
+    if is_encrypted and trust.tls is None:
+        raise ValueError(f"{url} is encrypted, and the router has no --tls-authority to know it by")
+    return Upstream(*address_of(url), trust.tls if is_encrypted else None)
+
+
 def replicas_of(
-    urls: Sequence[str], routing: Routing, headers: HeaderLines, learned: Learned, models: FleetModels
+    urls: Sequence[str],
+    routing: Routing,
+    headers: HeaderLines,
+    learned: Learned,
+    models: FleetModels,
+    trust: ReplicaTrust = NO_PROOFS,
 ) -> list[FleetReplica]:
     """Return the replicas at these addresses; raises ValueError for one that is no address."""
     if len({*urls}) < len(urls):
         raise ValueError("an address appears twice among --replica; name each once")
     return [
-        FleetReplica(number, url, Upstream(*address_of(url)), routing, headers, learned, models)
+        FleetReplica(number, url, upstream_of(url, trust), routing, headers, learned, models, trust)
         for number, url in enumerate(urls)
     ]

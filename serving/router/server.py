@@ -11,7 +11,7 @@ import logging
 import signal
 import socket
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from continuous_batching.routing.routing import Route, Routing
 from continuous_batching.routing.splitting import Split, Splitting
+from recipes.assembly.page_events import events_secret
 from recipes.schema.reader import load
 from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.api import access, page_files
@@ -38,7 +39,7 @@ from serving.router.membership import FleetMembers
 from serving.router.models import FleetModels
 from serving.router.prompts import Prompts
 from serving.router.proxy import Proxy
-from serving.router.replicas import address_of
+from serving.router.replicas import ReplicaTrust, upstream_of
 from serving.router.resuming import KnownAnswers
 from serving.router.upstream import HeaderLines
 from serving.server import (
@@ -51,6 +52,7 @@ from serving.server import (
     name_of,
 )
 from serving.text.tokenizer import Text
+from serving.tls import TlsFiles
 
 _ORDERS = ("add", "remove", "drain", "resume")
 
@@ -193,6 +195,15 @@ class RouterOptions:
     api_keys: str | None = None
     log_format: str = "text"
     log_requests: bool = False
+    tls_certificate: str | None = None
+    tls_private_key: str | None = None
+    tls_client_authority: str | None = None
+    tls_authority: str | None = None  # of the replicas
+
+    @property
+    def tls(self) -> TlsFiles:
+        """The files by which HTTP is encrypted."""
+        return TlsFiles(self.tls_certificate, self.tls_private_key, self.tls_client_authority)
 
 
 def run_router(options: RouterOptions) -> int:
@@ -208,12 +219,16 @@ def run_router(options: RouterOptions) -> int:
 def _run(options: RouterOptions) -> None:
     logging.getLogger(access.__name__).setLevel(logging.INFO if options.log_requests else logging.WARNING)
     text, page_size, share_prefixes, adapters, recipe_name = None, 0, False, NO_ADAPTERS, ""
+    tls, trust = options.tls.for_clients(), ReplicaTrust(tls=options.tls.for_replicas(options.tls_authority))
     if options.recipe is not None:
         recipe = load(options.recipe, options.overrides, options.profile)
         text, share_prefixes = Text.of(recipe), recipe.server.share_prefixes
         recipe_name = options.model_name or name_of(recipe.model.path, options.recipe)
         adapters = KnownAdapters(recipe.adapters)
         page_size = recipe.cache.page_size if recipe.cache.prefix_sharing else 0
+        trust = replace(
+            trust, events_secret=events_secret(recipe.cache), events_open=recipe.cache.events_open
+        )
     key = key_of_environment()
     headers: HeaderLines = [(b"authorization", f"Bearer {key}".encode())] if key else []
     keys = ApiKeys(ServerOptions("", api_keys=options.api_keys).rights_of(), share_prefixes=share_prefixes)
@@ -221,9 +236,9 @@ def _run(options: RouterOptions) -> None:
     routing.is_open[:] = False
     splitting = Splitting(routing, options.split)
     models = FleetModels(recipe_name)
-    members = FleetMembers(options.replicas, routing, headers, splitting.is_known, models)
+    members = FleetMembers(options.replicas, routing, headers, splitting.is_known, models, trust)
     for name in options.discover:
-        address_of(name)
+        upstream_of(name, trust)
     turns = ModelTurns(lambda turn: options.most_open * max(1, models.num_open(turn, routing.is_open)))
     answers = KnownAnswers()
     figures = FleetFigures(routing, members.replicas, turns, answers)
@@ -244,11 +259,12 @@ def _run(options: RouterOptions) -> None:
     app = FleetApplication(proxy, members, figures, is_local=is_local)
     memory = BodyMemory(_MOST_BODIES_BYTES)
     guarded = AccessControl(app, keys, _MOST_BODY_BYTES, memory, lambda status: None, is_local=is_local)
-    server = SignalFreeServer(configuration(guarded, most_connections()))
+    server = SignalFreeServer(configuration(guarded, most_connections(), tls))
     with listener_at(options.host, options.port) as listener:
         host, port = listener.getsockname()[:2]
         count = len(options.replicas)
-        log.info("listening at http://%s:%d, %d replicas by %s", host, port, count, options.route)
+        kind = "http" if tls is None else "https"
+        log.info("listening at %s://%s:%d, %d replicas by %s", kind, host, port, count, options.route)
         gc.collect()
         gc.freeze()
         watching = [members.watch(prompts.page_size), *map(members.follow, options.discover)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -178,10 +179,11 @@ class UpstreamAnswer(asyncio.Protocol):
 
 
 class Upstream:
-    """Connections to one server at http://HOST:PORT."""
+    """Connections to one server at http://HOST:PORT, encrypted by `tls` if it is given."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         self.host, self.port = host, port
+        self._tls = tls
         self._idle: list[UpstreamAnswer] = []
         self._open: set[UpstreamAnswer] = set()
 
@@ -249,7 +251,7 @@ class Upstream:
         loop = asyncio.get_running_loop()
         try:
             with anyio.move_on_after(CONNECT_S) as limit:  # before 3.12, wait_for may swallow a cancellation
-                _, answer = await loop.create_connection(UpstreamAnswer, self.host, self.port)
+                _, answer = await loop.create_connection(UpstreamAnswer, self.host, self.port, ssl=self._tls)
         except OSError as error:
             raise Lost(f"no connection: {error.strerror or error}", may_be_done=False) from None
         if limit.cancelled_caught:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attention.cpu.attention import CpuAttention
-from attention.cpu.decodes import Decodes, decodes
+from attention.cpu.decodes import CompiledDecodes, decodes
 from continuous_batching.batch import Batch
 from devices.cpp_sources import missing_for_sources
 from kv_cache.device.storage import KVCache, LayerPages
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.skipif(missing_for_sources() is not None, reason=str(mi
 
 
 @pytest.fixture(scope="module")
-def source() -> Decodes:
+def source() -> CompiledDecodes:
     found = decodes()
-    assert isinstance(found, Decodes), found
+    assert isinstance(found, CompiledDecodes), found
     return found
 
 
@@ -34,7 +34,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def attention_of(source: Decodes, **changes: object) -> CpuAttention:
+def attention_of(source: CompiledDecodes, **changes: object) -> CpuAttention:
     made = CpuAttention(shape(**changes), decodes=source)
     assert made._decodes is not None, "its vectors are whole"
     return made
@@ -51,12 +51,14 @@ def attention_of(source: Decodes, **changes: object) -> CpuAttention:
     ],
     ids=["windows", "one kv head", "float16", "15 heads a kv head, cap", "sinks"],
 )
-def test_random_schedules(source: Decodes, changes: dict[str, Any]) -> None:
+def test_random_schedules(source: CompiledDecodes, changes: dict[str, Any]) -> None:
     disturb(Bench(attention_of(source, **changes), seed=3), np.random.default_rng(3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(source: Decodes, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(
+    source: CompiledDecodes, dtype: torch.dtype
+) -> None:
     """Rows of a few tokens, of several parts, and one that others share pages with."""
     attention = attention_of(source, page_size=16, windows=(None, 40), dtype=dtype, num_heads=6)
     stops, generator = np.array([1, 17, 300, 1100, 640]), torch.Generator().manual_seed(1)
@@ -81,7 +83,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(source: Decodes
                 assert torch.equal(read(rows, layer, num_threads), alone[rows])
 
 
-def test_pages_of_part_vectors_are_read_by_torch(source: Decodes) -> None:
+def test_pages_of_part_vectors_are_read_by_torch(source: CompiledDecodes) -> None:
     made = CpuAttention(shape(page_size=8), decodes=source)
     assert made._decodes is None
     disturb(Bench(made), np.random.default_rng(0))

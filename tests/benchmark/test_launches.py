@@ -56,13 +56,15 @@ FEW_EXPERTS = {
     "topk_group": 4,
 }  # a layer's launches are for all of them
 DEEPSEEK_V3_FEW = published.DEEPSEEK_V3 | FEW_EXPERTS
-DEEPSEEK_V2_LITE, DEEPSEEK_V3, MIXTRAL = (
+INDEX = {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
+DEEPSEEK_V32_FEW = DEEPSEEK_V3_FEW | INDEX | {"model_type": "deepseek_v32"}
+DEEPSEEK_V2_LITE, DEEPSEEK_V3, DEEPSEEK_V32, MIXTRAL = (
     yaml.safe_dump(
         {key: each[key] for key in each if key != "quantization_config"},
         default_flow_style=True,
         width=10**6,
     ).strip()
-    for each in (published.DEEPSEEK_V2_LITE, DEEPSEEK_V3_FEW, published.MIXTRAL_8X7B)
+    for each in (published.DEEPSEEK_V2_LITE, DEEPSEEK_V3_FEW, DEEPSEEK_V32_FEW, published.MIXTRAL_8X7B)
 )
 MODELS = {
     "Qwen3-8B, bfloat16": ("qwen3/qwen3_8b_910b", QWEN3),
@@ -112,6 +114,8 @@ ANSWERED = {
 TARGETS = {"Qwen3-8B, bfloat16": 12, "Qwen3-8B, W8A8": 12, "Qwen3-30B-A3B, W8A8": 17}
 # DeepSeek-V3's launches a layer and in the graph with all before latent attention in one of them
 JOINED = {"bfloat16": (18, 1086), "W8A8": (19, 1150)}
+# DeepSeek-V3.2's in captured steps, whose layers choose what they read, apart and joined
+SPARSE = {False: (37, 2246), True: (30, 1819)}
 WAITS = 1
 
 
@@ -174,6 +178,27 @@ def test_one_launch_of_all_before_latent_attention_takes_the_place_of_many(
     captured = steps["captured, greedy"]
     assert steps["eager, greedy"]["a_layer"] == captured["a_layer"]
     assert (captured["a_layer"], captured["in_graph"]) == JOINED[form]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("joins", SPARSE)
+def test_sparse_attention_is_two_launches_and_updates_none(
+    joins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside those, an indexer has products, a norm and rotations; eager steps of few tokens choose none."""
+    monkeypatch.setenv("MODELS", "/models")
+    chosen = ["model.path=null", f"model.config={DEEPSEEK_V32}", "model.weights=random"]
+    answering({"joins_latents": joins}, tmp_path, monkeypatch)
+    result: dict[str, Any] = launches.measure(
+        load(ROOT / "recipes/deepseek/deepseek_v3_910b_tp16.yaml", chosen)
+    )
+    steps = {each["step"]: each for each in result["steps"]}
+    captured, eager = steps["captured, greedy"], steps["eager, greedy"]
+    assert (captured["a_layer"], captured["in_graph"]) == SPARSE[joins]
+    assert captured["updates"] == 0
+    of_layer = [each["operators"]["each further layer"] for each in (captured, eager)]
+    for name in ("npu::npu_lightning_indexer", "npu::npu_sparse_flash_attention"):
+        assert [each.get(name, 0) for each in of_layer] == [1, 0]
 
 
 @pytest.mark.parametrize("name", MODELS)

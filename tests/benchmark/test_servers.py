@@ -39,6 +39,20 @@ def test_a_router_and_a_bare_proxy_are_measured(capsys: pytest.CaptureFixture[st
     assert min(found["streams"].values()) > 10_000, "KiB of a process with numpy"
 
 
+@pytest.mark.slow
+def test_who_is_accepted_under_overload_is_answered_and_nothing_is_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = ("--minutes", "0.02", "--accepted", "4", "--output-tokens", "64", "--json")
+    main(["serve", "--overload", TINY, "server.spare_engine=false", *small])
+    found = json.loads(capsys.readouterr().out)["overload"]
+    assert found["clients"] == 40
+    assert found["whole"] == found["accepted"] > 0
+    assert found["refused"] > 0
+    assert 0 <= found["refusal_p50_ms"] <= found["refusal_p99_ms"] <= found["refusal_most_ms"]
+    assert found["failed"] == found["left"] == 0
+
+
 def test_a_slope_needs_two_numbers() -> None:
     with pytest.raises(ValueError, match="a slope needs two numbers"):
         main(["serve", "--router-cost", "--streams", "5"])

@@ -52,10 +52,13 @@ class Following:
         *,
         overlap: bool = False,
         facts: dict[str, Any] = FACTS,
+        **work: Any,
     ) -> None:
         self.near, self.far = socket.socketpair()
         self.beats = Beats(self.far)
-        self.follower = Follower(self.beats, scheduler, runner, facts, overlap=overlap)
+        self.follower = Follower(
+            self.beats, scheduler, runner, facts, apply=runner.make, overlap=overlap, **work
+        )
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._follow)
         self.thread.start()
@@ -354,7 +357,7 @@ def follow_in_process(address: tuple[str, int], deaf: bool) -> None:
     kind = Deaf if deaf else ChecksumRunner
     runner = kind(made.slots, made.pool, PagePool(5))
     with socket.create_connection(address) as connection:
-        Follower(Beats(connection), made, runner, FACTS).follow()
+        Follower(Beats(connection), made, runner, FACTS, apply=runner.make).follow()
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ The tests read them by msgpack alone, over real sockets, in vLLM's layout.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,20 +16,23 @@ import pytest
 import zmq
 
 from kv_cache import events
-from kv_cache.events import PageEvents, replay_endpoint
+from kv_cache.events import PageEvents, prove_as_reader, replay_endpoint
 from kv_cache.groups import WindowGroup
 from kv_cache.page_keys import page_keys, short_key
 from kv_cache.pages import PagePool
 from kv_cache.prefix_cache import PrefixCache
 from tests.patience import PATIENCE_S
 
-PAGE, WAIT_MS = 4, 20_000
+PAGE, WAIT_MS = 4, int(1e3 * PATIENCE_S)
+SECRET = b"a secret of an engine and its router"
 
 
 class Engine:
     """A cache whose pages are published and released at once, and what publishes them."""
 
-    def __init__(self, path: Path, num_pages: int = 64, windows: Sequence[int] = ()) -> None:
+    def __init__(
+        self, path: Path, num_pages: int = 64, windows: Sequence[int] = (), secret: bytes | None = None
+    ) -> None:
         self.pool = PagePool(num_pages)
         self.groups = [
             WindowGroup(number, window, PAGE, 1, num_pages, PagePool(num_pages), None, num_pages, 0)
@@ -36,7 +40,7 @@ class Engine:
         ]
         self.cache = PrefixCache(self.pool, PAGE, beside=self.groups)
         self.endpoint = f"ipc://{path}/events"
-        self.events = PageEvents(self.cache, PAGE, self.endpoint)
+        self.events = PageEvents(self.cache, PAGE, self.endpoint, secret=secret)
         self.cache.listener = self.events
 
     def compute(self, tokens: list[int], salt: str = "") -> list[int]:
@@ -107,12 +111,11 @@ class Reader:
 
     def until(self, wanted: set[int]) -> None:
         """Ask until the pages are these; the publisher is some milliseconds behind."""
-        for _ in range(1000):
+        until_s = time.monotonic() + PATIENCE_S
+        while self.pages != wanted:
+            assert time.monotonic() < until_s, f"{self.pages ^ wanted} differ"
             self.batches.clear()
             self.ask(0)
-            if self.pages == wanted:
-                return
-        raise AssertionError(f"{self.pages ^ wanted} differ")
 
 
 @pytest.fixture
@@ -243,6 +246,54 @@ def test_a_taken_endpoint_is_named(engine: Engine) -> None:
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(OSError, match=f"cannot be published at {endpoint}: Address already in use"):
             PageEvents(engine.cache, PAGE, endpoint)
+
+
+def test_who_lacks_the_secret_reads_nothing_and_cannot_ask(tmp_path: Path) -> None:
+    """Neither without keys, nor with another secret, nor with the publisher's key and one of its own."""
+    engine = Engine(tmp_path, 16, secret=SECRET)
+    keys = engine.compute(list(range(12)))
+    context, refusals = zmq.Context(), list[zmq.Socket[bytes]]()
+
+    def connected(kind: int, prove: Callable[[zmq.Socket[bytes]], None]) -> zmq.Socket[bytes]:
+        sock = context.socket(kind)
+        sock.linger = 0
+        prove(sock)
+        if kind == zmq.SUB:
+            sock.subscribe(b"")
+        refusals.append(sock.get_monitor_socket(zmq.EVENT_DISCONNECTED, f"inproc://{len(refusals)}"))
+        sock.connect(engine.endpoint if kind == zmq.SUB else replay_endpoint(engine.endpoint))
+        return sock
+
+    def with_own_key(sock: zmq.Socket[bytes]) -> None:
+        prove_as_reader(sock, SECRET)
+        sock.curve_publickey, sock.curve_secretkey = zmq.curve_keypair()
+
+    strangers = (lambda _: None, lambda sock: prove_as_reader(sock, b"b" * 32), with_own_key)
+    refused = [connected(kind, prove) for kind in (zmq.SUB, zmq.DEALER) for prove in strangers]
+    failed = refusals[:]
+    for each in refused[3:]:
+        each.send_multipart([b"", (0).to_bytes(8, "big")])
+    reader = connected(zmq.DEALER, lambda sock: prove_as_reader(sock, SECRET))
+    hears = connected(zmq.SUB, lambda sock: prove_as_reader(sock, SECRET))
+    found: list[dict[str, object]] = []
+    while not any("block_hashes" in each for each in found):  # the publisher's thread may not have it yet
+        reader.send_multipart([b"", (0).to_bytes(8, "big")])
+        assert reader.poll(1e3 * PATIENCE_S)
+        while (frames := reader.recv_multipart())[2] != events.END:
+            found += msgspec.msgpack.decode(frames[3])[1]
+    assert found[-1]["block_hashes"] == keys
+    number = 100
+    while not hears.poll(50):  # until its subscription has come
+        engine.compute([number] * PAGE)
+        number += 1
+    for each in failed:
+        assert each.poll(1e3 * PATIENCE_S)
+    assert not any(each.poll(0) for each in refused)
+    assert not any(each.poll(0) for each in refusals[len(failed) :])
+    for each in (*refused, reader, hears):
+        each.disable_monitor()
+    engine.events.close()
+    context.destroy(linger=0)
 
 
 def test_who_says_too_much_is_cut_off_and_others_are_answered(tmp_path: Path) -> None:

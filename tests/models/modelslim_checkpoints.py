@@ -20,8 +20,9 @@ from torch.nn import functional as F
 
 from tests.lazy import transformers
 from tests.models.families import VARIANTS, expected_logprobs, make, wide
+from tests.models.sparse_variants import SPARSE_VARIANTS
 
-LINEAR = "_proj.weight", "_with_mqa.weight"
+LINEAR = "_proj.weight", "_with_mqa.weight", "wq_b.weight"
 # Those that read hidden states, or compressed queries
 NORMS = tuple(
     f"{each}.weight" for each in ("input_layernorm", "attention_layernorm", "q_a_layernorm", "model.norm")
@@ -131,7 +132,7 @@ def checkpoint(
 
     Another `salt` draws other weights and scales, and `form` is what `quantised` takes.
     """
-    variant = next(each for each in VARIANTS if each.name == name)
+    variant = next(each for each in [*VARIANTS, *SPARSE_VARIANTS] if each.name == name)
     variant = wide(variant) if is_wide else variant
     variant = replace(variant, name=variant.name + salt * "_")  # a seed follows from its length
     options = variant.options | {"max_position_embeddings": 512} | options

@@ -98,7 +98,8 @@ def _served(asked: Asked, group: Group, folder: Path) -> Served:
     with socket.create_connection(("127.0.0.1", int(place.read_text())), PATIENCE_S) as connection:
         connection.settimeout(None)
         replays = _counted(built)
-        Follower(Beats(connection), built.engine.scheduler, built.runner, built.facts).follow()
+        apply = built.runner.cache.apply
+        Follower(Beats(connection), built.engine.scheduler, built.runner, built.facts, apply=apply).follow()
     return Served([], [], witness.seen, _happened(built.engine) | {"replays": replays()})
 
 

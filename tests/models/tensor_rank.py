@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.divided import DividedAttention, DividedLatentAttention, shapes_of
-from attention.latent import LatentAttention
 from attention.reference import Attention
+from attention.sparse import latent_attention
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
@@ -144,7 +144,7 @@ def empty(
     """
     share = Share(group.rank, group.size, experts=experts, contexts=contexts)
     shape = shape_of(contexts * page_size(config), share.part(config))
-    kind_of = Attention if shape.latent is None else LatentAttention
+    kind_of = Attention if shape.latent is None else latent_attention
     is_plain = kind == "cpu" and way is None
 
     def operators(shape: AttentionShape) -> tuple[Ops, Attention]:

@@ -88,6 +88,19 @@ def kimi(name: str) -> str:
     return "W4A8_DYNAMIC" if ".experts." in name else mostly(self_attn="W8A8", mlp="W8A8_DYNAMIC")(name)
 
 
+def v32(name: str) -> str:
+    """As published: attention static but for its indexer and the up-projection, MLPs by token."""
+    is_plain = ".indexer." in name or name.endswith("kv_b_proj")
+    return "FLOAT" if is_plain else mostly(self_attn="W8A8", mlp="W8A8_DYNAMIC")(name)
+
+
+def glm_5(name: str) -> str:
+    """The same with static index queries and experts in 4 bits."""
+    if name.endswith("indexer.wq_b"):
+        return "W8A8"
+    return "W4A8_DYNAMIC" if ".experts." in name else v32(name)
+
+
 # As published: attention static and experts by token, or all of them in one way
 QWEN3_MOE = mostly(self_attn="W8A8", experts="W8A8_DYNAMIC")
 EVEN: dict[str, Any] = {"moe_intermediate_size": 32}  # 16 pieces of whose inputs have sums of their own
@@ -115,6 +128,8 @@ EVEN: dict[str, Any] = {"moe_intermediate_size": 32}  # 16 pieces of whose input
         ("deepseek_v3", everywhere("W8A8"), {"form": {"norm_biases": True}}),
         ("deepseek_v3", mostly(self_attn="W8A8", mlp="W8A8_DYNAMIC"), {}),
         ("deepseek_v3_one_group", everywhere("W8A8"), {"form": {"are_apart": True}}),
+        ("v32", v32, {}),
+        ("glm_5_shared", glm_5, EVEN),
     ],
 )
 def test_answers_are_those_of_the_arithmetic(

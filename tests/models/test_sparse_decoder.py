@@ -13,11 +13,17 @@ import torch
 from torch import Tensor
 
 import attention.sparse
-from attention.sparse import top_positions
+from attention.sparse import latent_attention, top_positions
+from kv_cache.device.storage import KVCache
+from models.decoder import Decoder
+from models.ops.reference import Ops
+from recipes.assembly.decoders import layers_of, shape_of
+from recipes.assembly.families import config_in, decoder_config, read
 from recipes.assembly.scoring import score
 from tests.models.families import expected_logprobs, make
 from tests.models.sparse_variants import SPARSE_VARIANTS
 from tests.models.test_identity import case_of, check, make_engine
+from tests.recipes import published
 
 BY_NAME = {each.name: each for each in SPARSE_VARIANTS}
 TOKENS = torch.randint(0, 160, (120,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -70,3 +76,42 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path, gaps
     gaps.clear()  # steps before the first request see the same few tokens again and again
     check(engine, case)
     assert bool(gaps) != name.endswith("reads_all")
+
+
+def test_a_token_has_the_numbers_that_were_published() -> None:
+    """A latent of 512, a rope key of 64 and an index key of 128, in bfloat16, on every tensor rank."""
+    v32, glm = (decoder_config(each) for each in (published.DEEPSEEK_V3_2, published.GLM_5_1))
+    assert v32.kv_bytes_per_token() == v32.kv_bytes_per_token(16) == 61 * (1152 + 256)
+    assert glm.kv_bytes_per_token() == 78 * (1152 + 256)
+    shared = decoder_config(published.GLM_5_1 | {"index_topk_freq": 4, "index_skip_topk_offset": 3})
+    num_own = sum(max(layer - 2, 0) % 4 == 0 for layer in range(78))
+    assert shared.kv_bytes_per_token() == 78 * 1152 + num_own * 256
+    assert v32.growing_kv_bytes_per_token == 61 * 256
+
+
+@pytest.mark.parametrize("name", ["v32", "glm_5_shared"])
+def test_what_is_planned_is_what_is_allocated(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    config = config_in(checkpoint(name)[1])
+    decoder = Decoder(config, Ops(), latent_attention(shape_of(16, config)))
+    cache = KVCache(layers_of(decoder), 16, [9], [2])
+    assert 16 * config.kv_bytes_per_token() * 9 == sum(each.nbytes for each in cache.tensors)
+    assert config.weight_bytes == sum(each.nbytes for each in decoder.parameters())
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"indexer_types": ["shared", "full", "full"]}, "it must be full"),
+        ({"indexer_types": ["full", "other", "full"]}, "one of full or shared for each of 3 layers"),
+        ({"indexer_types": None, "index_topk_pattern": "FS"}, "one of F or S for each of 3 layers"),
+        ({"index_head_dim": 8}, "it must have as many"),
+        ({"q_lora_rank": None}, "an indexer reads compressed queries"),
+        ({"indexer_rope_interleave": False}, "it must be True, or left out"),
+    ],
+)
+def test_indexers_that_cannot_be_computed_are_refused(
+    said: dict[str, Any], words: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    hf = read(checkpoint("glm_5_shared")[1])
+    with pytest.raises(ValueError, match=words):
+        decoder_config(hf | said)

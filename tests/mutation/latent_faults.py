@@ -40,6 +40,34 @@ FAULTS = {
         "decodes beside a prompt read other rows",
         "tests/attention/test_latent.py::test_prompts_chunks_and_decodes_of_one_step",
     ),
+    "equal_scores_from_any_position": Fault(
+        "attention/sparse.py::top_positions",
+        "equal.cumsum(-1) <= lacking",
+        "equal.flip(-1).cumsum(-1).flip(-1) <= lacking",
+        "of equal scores the last positions are chosen, and chunks choose otherwise than whole prompts",
+        "tests/attention/test_sparse.py::test_equal_scores_are_chosen_from_the_lowest_position_on",
+    ),
+    "a_token_chooses_later_ones": Fault(
+        "attention/sparse.py::SparseAttention.choose",
+        "seen > own",
+        "seen > stop",
+        "a prompt's token reads tokens that come after it",
+        "tests/attention/test_sparse.py::test_chosen_tokens_alone_are_read",
+    ),
+    "index_keys_without_a_bias": Fault(
+        "models/layers/indexer.py::Indexer.write",
+        "self.key_norm_bias",
+        "None",
+        "other tokens are chosen than by the published model",
+        "tests/models/test_sparse_decoder.py::test_a_prompt_scores_as_in_transformers",
+    ),
+    "index_pairs_as_halves": Fault(
+        "models/layers/indexer.py::Indexer.order",
+        "torch.cat((pairs[::2], pairs[1::2], rest))",
+        "rows",
+        "GLM-5's index heads are turned in other pairs than they were trained in",
+        "tests/models/test_sparse_decoder.py::test_a_prompt_scores_as_in_transformers",
+    ),
     "pairs_of_keys_not_moved": Fault(
         "models/layers/latent.py::LatentSelfAttention._write",
         "torch.cat((pairs[:, ::2], pairs[:, 1::2]), -1)",
@@ -109,15 +137,38 @@ FAULTS = {
             "torch_npu.npu_mla_prolog_v3(x.contiguous(), down, up, prolog.up.keys, latent_down,"
             " prolog.query_norm, prolog.latent_norm, sin, cos, layer_latents, layer_rope_keys,"
             " cache_index=metadata.write_index, rmsnorm_epsilon_cq=prolog.eps,"
-            ' rmsnorm_epsilon_ckv=prolog.eps, cache_mode="PA_BSND", **more)'
+            ' rmsnorm_epsilon_ckv=prolog.eps, cache_mode="PA_BSND", query_norm_flag=reads,'
+            " **more)"
         ),
         (
             "torch_npu.npu_mla_prolog_v3(x.contiguous(), down, up, prolog.up.keys, latent_down,"
             " prolog.query_norm, prolog.latent_norm, cos, sin, layer_latents, layer_rope_keys,"
             " cache_index=metadata.write_index, rmsnorm_epsilon_cq=prolog.eps,"
-            ' rmsnorm_epsilon_ckv=prolog.eps, cache_mode="PA_BSND", **more)'
+            ' rmsnorm_epsilon_ckv=prolog.eps, cache_mode="PA_BSND", query_norm_flag=reads,'
+            " **more)"
         ),
         "npu_mla_prolog_v3 takes sines first, all other operators cosines",
         "tests/models/test_latent_prolog.py::test_tokens_are_those_of_transformers",
+    ),
+    "keys_of_a_span_before_its_own": Fault(
+        "attention/npu/sparse_attention.py::FusedSparseAttention.plan",
+        "np.stack((ends, batch.stops))",
+        "np.stack((ends, np.maximum(batch.starts, batch.stops - batch.starts)))",
+        "on an NPU a query chooses as if its own tokens had not been written",
+        "tests/attention/test_sparse_npu.py::test_steps_read_what_the_definition_reads",
+    ),
+    "padding_rows_of_one_key": Fault(
+        "attention/npu/sparse_attention.py::FusedSparseAttention.plan_static",
+        "kv_lens[width - 1 :: width].clamp_min(width)",
+        "kv_lens[width - 1 :: width].contiguous()",
+        "the first queries of a padding row see no key, and what the operators then do is not known",
+        "tests/attention/test_sparse_npu.py::test_a_replay_reads_its_lengths_on_the_device",
+    ),
+    "long_spans_of_wide_values_expanded": Fault(
+        "attention/npu/sparse_attention.py::FusedSparseAttention._reads_all",
+        "is_short or self.latent.nope_dim == self.latent.value_dim == LATENT_HEAD",
+        "True",
+        "GLM-5's prompts go to fused attention, which takes no heads of 192 and 256",
+        "tests/attention/test_sparse_npu.py::test_steps_read_what_the_definition_reads",
     ),
 }

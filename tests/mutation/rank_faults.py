@@ -55,6 +55,29 @@ FAULTS = {
         "ranks that follow take a masked row for a greedy one, and wait for logits that nobody brings",
         "tests/continuous_batching/test_follower.py::test_a_rank_hears_that_tokens_are_masked_and_not_how",
     ),
+    "copies_of_other_engines_dropped": Fault(
+        "continuous_batching/recording/follower.py::Follower.copy",
+        "self._apply(copies)",
+        "pass",
+        "a rank finds in the host's pool what only the leader wrote there",
+        "tests/continuous_batching/test_agreement.py::test_a_rank_makes_the_copies_for_pages_that_are_expected",
+    ),
+    "missing_answer_waited_for": Fault(
+        "continuous_batching/recording/agreement.py::Agreement.take",
+        "now_s >= each.until_s",
+        "False",
+        "a rank that does not answer holds a request for ever",
+        "tests/continuous_batching/test_agreement.py"
+        "::test_answers_that_are_late_lost_or_out_of_order_settle_within_the_bound",
+    ),
+    "most_of_the_ranks_counts": Fault(
+        "continuous_batching/recording/agreement.py::Settled.least",
+        "min(each.count for each in self.answers.values())",
+        "max(each.count for each in self.answers.values())",
+        "a page is found of which one rank has no bytes",
+        "tests/continuous_batching/test_agreement.py"
+        "::test_answers_that_are_late_lost_or_out_of_order_settle_within_the_bound",
+    ),
     "another_engine_followed": Fault(
         "continuous_batching/recording/follower.py::Follower._compare",
         "header.facts",

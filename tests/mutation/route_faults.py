@@ -26,6 +26,21 @@ FAULTS = {
         "who missed that a page went believes in it for ever",
         "tests/kv_cache/test_events.py::test_a_late_reader_knows_all",
     ),
+    "strangers_events_believed": Fault(
+        "serving/router/replicas.py::ReplicaTrust.believes_events",
+        "not is_of_others(endpoint, host)",
+        "True",
+        "events of another machine are believed though nothing proves whose they are",
+        "tests/serving/router/test_page_reader.py"
+        "::test_events_of_another_machine_are_read_with_a_secret_or_where_the_recipe_is_open",
+    ),
+    "ray_open_to_others": Fault(
+        "recipes/cluster/ray_cluster.py::check_reach",
+        "all(map(is_loopback, addresses))",
+        "any(map(is_loopback, addresses))",
+        "one node on loopback lets the others be where anybody runs code on them",
+        "tests/scripts/test_on_ray.py::test_a_cluster_that_others_may_reach_must_be_meant",
+    ),
     "door_shut_streams_cut": Fault(
         "serving/router/replicas.py::FleetReplica.watch",
         "self._shut(str(lost))",

@@ -5,6 +5,13 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 
 FAULTS = {
+    "places_given_back_too_soon": Fault(
+        "serving/async_llm.py::_all_ended",
+        "return_exceptions=True",
+        "return_exceptions=False",
+        "threads read more prompts than the server has places for",
+        "tests/serving/test_bounds.py::test_a_refused_prompt_keeps_its_places_until_its_siblings_have_ended",
+    ),
     "batch_answer_before_its_count": Fault(
         "serving/batches/store.py::BatchStore.answer",
         "with self._transaction(): ...",

@@ -212,7 +212,7 @@ def test_a_fault_is_killed_or_not_by_the_test_that_it_names(
     """The process of the tests has the first, one that a test starts the second, and none sees the third."""
     here, elsewhere, unseen = "freed_while_shared", "ended_in_a_process", "salt_dropped"
     follower = "tests/continuous_batching/test_follower.py::"
-    follows = "Follower(Beats(connection), made, runner, FACTS).follow()"
+    follows = "Follower(Beats(connection), made, runner, FACTS, apply=runner.make).follow()"
     in_order = follower + "test_a_rank_in_order_ends_in_order"
     ended = Fault(follower + "follow_in_process", follows, "raise SystemExit(3)", "", in_order)
     monkeypatch.setitem(FAULTS, elsewhere, ended)

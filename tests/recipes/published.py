@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from models.quantization import Quantization
+from recipes.assembly.families import decoder_config
 from recipes.assembly.int8_checkpoint import ROUTERS, UP_PROJECTIONS
 
 LLAMA2_7B = {
@@ -236,6 +237,29 @@ MINISTRAL_3_8B = {
 GPT_OSS_120B = GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128}
 IGNORED = ("lm_head", ROUTERS, UP_PROJECTIONS)  # by python -m scripts.quantize
 DEEPSEEK_W8A8 = DEEPSEEK_V3 | {"quantization_config": Quantization(IGNORED).in_json()}
+DEEPSEEK_V3_2 = {name: value for name, value in DEEPSEEK_V3.items() if name != "quantization_config"} | {
+    "architectures": ["DeepseekV32ForCausalLM"], "index_head_dim": 128, "index_n_heads": 64,
+    "index_topk": 2048, "model_type": "deepseek_v32",
+}  # fmt: skip
+GLM_5_1 = {
+    "architectures": ["GlmMoeDsaForCausalLM"], "attention_bias": False, "eos_token_id": [154820, 154827],
+    "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 6144, "index_head_dim": 128,
+    "index_n_heads": 32, "index_topk": 2048, "indexer_rope_interleave": True, "intermediate_size": 12288,
+    "kv_lora_rank": 512, "max_position_embeddings": 202752, "model_type": "glm_moe_dsa",
+    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 256,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8,
+    "num_hidden_layers": 78, "num_key_value_heads": 64, "num_nextn_predict_layers": 1, "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
+    "dtype": "bfloat16", "v_head_dim": 256, "vocab_size": 154880,
+}  # fmt: skip
+# What msModelSlim's published exports quantise: types of attention, of index queries and of routed experts
+DESCRIBED = {
+    "DeepSeek-V3.2-W8A8": ("W8A8", "FLOAT", "W8A8_DYNAMIC"),
+    "GLM-5.1-W8A8": ("W8A8", "W8A8", "W8A8_DYNAMIC"),
+    "GLM-5.1-W4A8": ("W8A8_DYNAMIC", "W8A8_DYNAMIC", "W4A8_DYNAMIC"),
+}
 # Shapes of the text models as published; what is left out is the family's default
 QWEN3_NEXT_80B = {
     "model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48,
@@ -286,6 +310,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "DeepSeek-V3-W8A8": DEEPSEEK_W8A8,
     "DeepSeek-R1-W8A8": DEEPSEEK_W8A8,
     "DeepSeek-V3.1-W8A8": DEEPSEEK_W8A8,
+    "DeepSeek-V3.2-W8A8": DEEPSEEK_V3_2,
+    "GLM-5.1-W8A8": GLM_5_1,
+    "GLM-5.1-W4A8": GLM_5_1,
 }
 
 
@@ -294,3 +321,25 @@ def write(root: Path) -> None:
     for name, config in MODELS.items():
         (root / name).mkdir(parents=True)
         (root / name / "config.json").write_text(json.dumps(config))
+        if name in DESCRIBED:
+            types = {f"{linear}.weight": type_of(linear, *DESCRIBED[name]) for linear in linears(config)}
+            (root / name / "quant_model_description.json").write_text(json.dumps(types))
+
+
+def linears(config: dict[str, Any]) -> list[str]:
+    """The linears of such a model."""
+    return [name for name, *_ in decoder_config(config).linears()]
+
+
+def type_of(linear: str, attention: str, index_queries: str, experts: str) -> str:
+    """The type of a linear as published: keys and weights of an index, and what is multiplied out, are not
+    quantised, and MLPs are by token.
+    """
+    name = linear.rpartition(".")[2]
+    if name in ("wk", "weights_proj", "kv_b_proj", "lm_head"):
+        return "FLOAT"
+    if name == "wq_b":
+        return index_queries
+    if ".self_attn." in linear:
+        return attention
+    return experts if ".experts." in linear else "W8A8_DYNAMIC"

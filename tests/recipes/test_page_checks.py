@@ -141,3 +141,13 @@ def test_mooncake_has_a_host_and_a_network_of_its_own() -> None:
     assert "asks nobody who it is" in str(error)
     (error,) = said(None, (HERE,), mooncake_host="a")
     assert "read only where server.page_transport is mooncake, and it is tcp" in str(error)
+
+
+def test_events_beyond_this_machine_need_a_secret_or_an_open_network() -> None:
+    for endpoint in ("tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://10.0.0.1:5557"):
+        with pytest.raises(RecipeError, match=r"set cache\.events_key_file to a secret"):
+            read(TINY, [f"cache.events={endpoint}"])
+        for allowed in ("cache.events_key_file=secret", "cache.events_open=true"):
+            read(TINY, [f"cache.events={endpoint}", allowed])
+    for endpoint in ("tcp://127.0.0.1:5557", "tcp://[::1]:5557", "ipc:///tmp/events"):
+        read(TINY, [f"cache.events={endpoint}"])

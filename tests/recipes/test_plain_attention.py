@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention.latent import LatentAttention, LatentUp
 from attention.reference import Attention
+from attention.sparse import SparseAttention
 from continuous_batching.batch import Batch
 from recipes.assembly.decoders import shape_of
 from recipes.assembly.families import model_config
@@ -82,3 +83,32 @@ def test_the_last_chunk_of_a_long_prompt(family: dict[str, Any]) -> None:
             attention.attend_heads(*parts, up, keys, values, metadata, 0)
     assert STEP_BYTES + peak.most <= estimate(recipe, config)
     assert peak.most > 500 * 4 * 64 * 4, "the scores alone"
+
+
+SPARSE = {name: value for name, value in DEEPSEEK.items() if name != "q_lora_rank"} | {
+    "model_type": "deepseek_v32",
+    "q_lora_rank": 24,
+    "index_topk": 20,
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+}
+
+
+def test_choosing_from_a_long_prompt() -> None:
+    """Scores come in tiles: what is held beside the queries grows with the context, not with its square."""
+    peaks = []
+    for longest in (500, 1000):
+        recipe = made(SPARSE, pages=1 + -(-longest // 16), dtype="float32")
+        recipe = replace(recipe, scheduler=replace(recipe.scheduler, max_batch_tokens=1000))
+        config = model_config(recipe)
+        attention = SparseAttention(shape_of(16, config))
+        planes = attention.new_planes(70)
+        table, nothing = np.arange(1, 65, dtype=np.int32)[None], np.empty(0, np.int64)
+        batch = Batch(np.array([0]), np.array([0]), np.array([longest]), nothing, nothing, nothing)
+        metadata = planned(attention, batch, table)
+        query, weights = torch.ones(longest, 16, 32), torch.ones(longest, 16)
+        with PeakBytes() as peak:
+            attention.choose(query, weights, planes[2], metadata)
+        assert STEP_BYTES + peak.most <= estimate(recipe, config)
+        peaks.append(peak.most)
+    assert peaks[1] < 2.5 * peaks[0], "twice the context: its square would take four times as much"

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from recipes.cluster.ray_cluster import LaunchActor, ray_job
+from recipes.cluster.ray_cluster import LaunchActor, check_reach, ray_job
 from recipes.schema.recipe import ROOT
+from recipes.schema.recipe_error import RecipeError
 from scripts.on_ray import main
 from tests.patience import PATIENCE_S
 
@@ -92,3 +93,18 @@ def test_two_nodes_of_a_cluster_hold_one_engine(arguments: list[str], status: in
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert (ended.returncode, said in ended.stdout + ended.stderr) == (status, True), ended.stderr[-4000:]
+
+
+def test_a_cluster_that_others_may_reach_must_be_meant() -> None:
+    def node(address: str, *, is_alive: bool = True) -> dict[str, object]:
+        return {"NodeManagerAddress": address, "Alive": is_alive}
+
+    here, there = node("127.0.0.1"), node("192.0.2.7")
+    check_reach([here, node("192.0.2.7", is_alive=False)], None)
+    check_reach([here, there], "all")
+    with pytest.raises(RecipeError, match=r"127\.0\.0\.1, 192\.0\.2\.7 runs code there.*iptables -A INPUT"):
+        check_reach([here, there], None)
+    check_reach([here, there], "lo")
+    with pytest.raises(RecipeError, match=r"ray start --node-ip-address=127\.0\.0\.1"):
+        check_reach([there], "lo")
+    assert ray_job(2, ["serve", TINY, "parallel.tensor=2", "parallel.interface=eth0"]).interface == "eth0"

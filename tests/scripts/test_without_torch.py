@@ -41,7 +41,8 @@ HELP = [
     *("scripts.audit", "scripts.doctor", "scripts.follow", "scripts.mutants", "scripts.on_ray"),
     *("scripts.place", "scripts.replay", "scripts.route", "scripts.serve", "scripts.top", "scripts.verify"),
     *(f"scripts.benchmark {verb.title}" for verb in BENCHMARKS),
-    *(f"scripts.simulate {verb}" for verb in ("search", "routes", "splits", "fleet", "held-out", "fit")),
+    *(f"scripts.simulate {verb}" for verb in ("search", "routes", "splits", "fleet", "lengths", "held-out")),
+    "scripts.simulate fit",
     "tests.mutation.__main__",
 ]
 # Modules of verbs that need no tensors, which their --help does not import

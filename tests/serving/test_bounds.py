@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -48,7 +49,7 @@ def post(served: Served, path: str, body: dict[str, Any]) -> httpx.Response:
 
 
 def wait_until_released(served: Served) -> None:
-    until_s = time.monotonic() + 30
+    until_s = time.monotonic() + PATIENCE_S
     while served.llm.limits.num_logprobs:
         assert time.monotonic() < until_s, "they are counted for ever"
         time.sleep(0.01)
@@ -104,6 +105,39 @@ def test_too_much_is_refused_and_what_is_released_can_be_had_again() -> None:
     limits.release(answer)
     assert limits.num_logprobs == 0
     assert limits.reserve(asked, {}, 1000) == [100]
+
+
+def test_a_refused_prompt_keeps_its_places_until_its_siblings_have_ended(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread still reads a sibling, so that the room for both is not free yet."""
+    begun, refused, may_end = threading.Event(), threading.Event(), threading.Event()
+
+    def parse(fields: dict[str, Any], *_: Any, **__: Any) -> AnswerStream:
+        if fields["prompt"] == "refused":
+            refused.set()
+        else:
+            begun.set()
+            assert may_end.wait(PATIENCE_S)
+        raise BadRequest("prompt", f"is {fields['prompt']}")
+
+    llm = served.llm
+    monkeypatch.setattr(llm, "_parse", parse)
+
+    async def ask() -> None:
+        asked = asyncio.ensure_future(llm.ask([{"prompt": "refused"}, {"prompt": "slow"}]))
+        await asyncio.to_thread(refused.wait, PATIENCE_S)
+        await asyncio.to_thread(begun.wait, PATIENCE_S)
+        for _ in range(10):  # turns of the event loop in which the refusal could come through
+            await asyncio.sleep(0)
+        is_over, num_held = asked.done(), llm.limits.num_entering
+        may_end.set()
+        assert (is_over, num_held) == (False, 2)
+        with pytest.raises(BadRequest, match="is refused"):
+            await asked
+        assert llm.limits.num_entering == llm.num_requests == 0
+
+    served.call(ask())
 
 
 @pytest.mark.parametrize(
@@ -223,4 +257,4 @@ def test_who_reads_too_slowly_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> Non
         await response({"type": "http", "state": {"cut_off": cut_off}}, receive, send)
         return happened
 
-    assert asyncio.run(asyncio.wait_for(work(), 30)) == ["cut off", "end"]
+    assert asyncio.run(asyncio.wait_for(work(), PATIENCE_S)) == ["cut off", "end"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -226,6 +227,8 @@ def test_more_samples_than_the_server_ever_takes_are_refused(guarded: Server, gu
 
 def test_a_full_server_says_when_to_come_again(guarded: Server, guest: httpx.Client) -> None:
     guarded.ready()
+    for never in ({"n": 3}, {"prompt": ["a"] * 3}, {"prompt": ["a", "b"], "best_of": 2}):
+        assert "at once" in refused(guest, COMPLETION | never)["message"]  # however often it comes
     with guest.stream("POST", "/v1/completions", json=LONG | {"n": 2}) as running:
         lines = running.iter_lines()  # kept: a response whose iterator is gone is closed
         next(lines)
@@ -233,8 +236,12 @@ def test_a_full_server_says_when_to_come_again(guarded: Server, guest: httpx.Cli
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
         assert error_of(response)["type"] == "rate_limit_error"
-    for never in ({"n": 3}, {"prompt": ["a"] * 3}, {"prompt": ["a", "b"], "best_of": 2}):
-        assert "at once" in refused(guest, COMPLETION | never)["message"]  # however often it comes
+        # Its head alone is refused: the body that it announces is never sent.
+        with socket.create_connection(("127.0.0.1", guarded.port), PATIENCE_S) as unsaid:
+            head = "POST /v1/messages HTTP/1.1\r\nhost: localhost\r\nx-api-key: secret\r\n"
+            unsaid.sendall(f"{head}content-type: application/json\r\ncontent-length: 999\r\n\r\n".encode())
+            assert unsaid.recv(1 << 16).startswith(b"HTTP/1.1 429 Too Many Requests\r\n")
+        assert guest.get("/v1/models").status_code == 200, "only answers need room"
     patient = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="secret", max_retries=5)
     with patient:  # comes again when it was told to
         assert patient.completions.create(model="tiny", prompt="1+1=", temperature=0).choices[0].text == "2"

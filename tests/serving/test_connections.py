@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import resource
 import socket
@@ -10,8 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from serving import async_llm
 from serving import server as serving_server
 from serving.api import protocol, writer
+from serving.async_llm import ServerLimits
 from tests.patience import PATIENCE_S
 from tests.serving.faults import Served
 from tests.serving.server import TINY, Server
@@ -123,6 +126,41 @@ def test_a_refusal_stands_behind_an_answer_and_not_in_it(served: Served) -> None
         answer, _, refusal = told.partition(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert b"HTTP/1.1" not in answer[1:]
         assert refusal.startswith(b"HTTP/1.1 400 ")
+
+
+def test_who_sends_only_a_head_holds_a_place_for_a_while_alone(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = served.llm
+    one = dataclasses.replace(llm.recipe.server, max_requests=1)
+    monkeypatch.setattr(llm, "limits", ServerLimits(one, llm.stats.rejected))
+    whole = request({"prompt": "1+1=", "max_tokens": 1})
+    head, _, body = whole.partition(b"\r\n\r\n")
+
+    def entering() -> int:
+        until_s = time.monotonic() + PATIENCE_S
+        while not llm.limits.num_entering:
+            assert time.monotonic() < until_s, "its head has not come"
+            time.sleep(0.01)
+        return llm.limits.num_entering
+
+    monkeypatch.setattr(async_llm, "BODY_S", PATIENCE_S)
+    with served.five_checks(neighbours=0), connected(served) as slow, connected(served) as other:
+        slow.sendall(head + b"\r\n\r\n")
+        assert entering() == 1
+        other.sendall(whole)
+        assert other.recv(1 << 16).startswith(b"HTTP/1.1 429 ")
+        slow.sendall(body)
+        assert slow.recv(1 << 16).startswith(b"HTTP/1.1 200 OK\r\n")
+        assert not llm.limits.num_entering
+        monkeypatch.setattr(async_llm, "BODY_S", 0.01)
+        slow.sendall(head + b"\r\n\r\n")
+        answer, until_s = b"HTTP/1.1 429 ", time.monotonic() + PATIENCE_S
+        while answer.startswith(b"HTTP/1.1 429 "):
+            assert time.monotonic() < until_s, "the place is held for ever"
+            other.sendall(whole)
+            answer = other.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 @pytest.mark.slow

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
 
 import pytest
 import uvloop
 
+from recipes.schema.recipe import ROOT
 from serving.engine import process
 from serving.engine.process import EngineLost, EngineProcess
 from tests.patience import PATIENCE_S
@@ -83,3 +86,22 @@ def test_nobody_waits_for_a_process_that_cannot_be_killed(
     with caplog.at_level(logging.ERROR, "serving.engine.process"):
         assert asyncio.run(end()).num_kills == 1
     assert "is still there" in caplog.text
+
+
+def test_an_engine_that_fails_does_not_wait_for_what_its_threads_read() -> None:
+    """A thread pool's work that never ends would otherwise hold the interpreter for ever."""
+    brief = (
+        "import threading\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from serving.engine import main\n"
+        "def fail(argv):\n"
+        "    ThreadPoolExecutor(1).submit(threading.Event().wait)\n"
+        "    raise RuntimeError(f'{argv[0]} is broken')\n"
+        "main.main = fail\n"
+        "main.run(['a step'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", brief], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("RuntimeError: a step is broken")

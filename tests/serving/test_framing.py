@@ -16,6 +16,7 @@ from serving.api.access import AccessControl, BodyMemory
 from serving.api.api_keys import ApiKeys
 from serving.metrics.server_stats import TRACE_HEADERS
 from tests.pairs import pairs
+from tests.patience import PATIENCE_S
 from tests.serving.faults import Served
 from tests.serving.test_connections import connected
 from tests.serving.test_faults import SMALL
@@ -38,7 +39,7 @@ def post(*headers: bytes, body: bytes = BODY, version: bytes = b"1.1") -> bytes:
 def answer(served: Served, data: bytes) -> bytes:
     """All that the server sends to a client that then sends no more."""
     with connected(served) as client:
-        client.settimeout(60)
+        client.settimeout(PATIENCE_S)
         client.sendall(data)
         client.shutdown(socket.SHUT_WR)
         return b"".join(iter(lambda: client.recv(1 << 16), b""))

@@ -44,7 +44,7 @@ def served() -> Iterator[Served]:
 def raw_answer(served: Served, data: bytes, *, ends: bool = True) -> bytes:
     """Return what the server answers once all is sent; a reset is an error here."""
     with connected(served) as client:
-        client.settimeout(60)
+        client.settimeout(PATIENCE_S)
         client.sendall(data)
         if ends:
             client.shutdown(socket.SHUT_WR)
@@ -225,7 +225,7 @@ def test_each_mistake_has_its_status(served: Served, data: bytes, status: int) -
 )
 def test_a_refusal_can_be_read_after_all_was_sent(served: Served, data: bytes, status: int) -> None:
     with connected(served) as client:
-        client.settimeout(60)
+        client.settimeout(PATIENCE_S)
         client.sendall(data)  # raises where the server resets
         answer = client.recv(1 << 16)
         assert answer.startswith(b"HTTP/1.1 %d " % status)

@@ -271,6 +271,6 @@ def test_a_comment_never_comes_within_an_event_nor_behind_the_last() -> None:
         await asyncio.sleep(0.05)
         return sent.bodies
 
-    bodies = asyncio.run(asyncio.wait_for(run(), 60))
+    bodies = asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
     assert [each for each in bodies if each != COMMENT] == [b"data: a", b"b\n\n", DONE], "nothing is empty"
     assert bodies[-1] == DONE

@@ -11,6 +11,7 @@ from kv_cache.exchange import prompt_source
 from kv_cache.exchange.transports import Bytes, Tcp
 from serving.engine import page_exchange
 from tests.kv_cache import device
+from tests.patience import PATIENCE_S
 from tests.serving.page_pair import HERE, Link, Pair, alone, cache_of, prompts
 
 
@@ -92,7 +93,7 @@ def test_a_layer_has_arrived_before_the_next_is_computed() -> None:
         for each in pair.sends._sendings.values():
             sent[layer].append(each.next_page[layer])
         if layer == 0 and sent[0] and not num_waits:  # the second layer of this step is not computed yet
-            until_s = time.monotonic() + 60
+            until_s = time.monotonic() + PATIENCE_S
             while not pair.source.came.qsize():
                 assert time.monotonic() < until_s
                 time.sleep(0.001)

@@ -22,6 +22,7 @@ from serving.text.request_fields import parse_request
 from serving.text.sampling_defaults import sampling_defaults
 from tests.lazy import transformers
 from tests.models.families import VARIANTS, make
+from tests.patience import PATIENCE_S
 from tests.serving.server import Server
 
 RECIPE = "recipes/any/cpu.yaml"
@@ -158,10 +159,12 @@ def test_a_server_counts_them_and_says_so(checkpoint: Path) -> None:
     say(checkpoint, {"do_sample": True, "top_k": 1, "max_new_tokens": 8})
     server = Server(RECIPE, f"model.path={checkpoint}", *SMALL).ready()
     try:
-        info = httpx.get(f"{server.url}/server_info", timeout=60).json()
+        info = httpx.get(f"{server.url}/server_info", timeout=PATIENCE_S).json()
         assert info["sampling_defaults"] == {"top_k": 1, "max_tokens": 8}
         asked = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
-        answers = [httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).json() for _ in "ab"]
+        answers = [
+            httpx.post(f"{server.url}/v1/completions", json=asked, timeout=PATIENCE_S).json() for _ in "ab"
+        ]
         one, two = (each["choices"][0]["token_ids"] for each in answers)
         assert one == two == generated(checkpoint, 1)
     finally:

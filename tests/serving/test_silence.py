@@ -19,6 +19,7 @@ from serving.engine.messages import EngineFacts, Ready
 from serving.engine.process import EngineLost
 from serving.engine.silence import HUNG, Silence
 from serving.engine.supervisor import Supervisor
+from tests.patience import PATIENCE_S
 from tests.serving.server import TINY
 
 
@@ -71,7 +72,7 @@ def test_by_default_a_hung_engine_is_ended_after_seconds() -> None:
         keeper._begin(Ready(facts()), 0.0)
         keeper.silence.heard_s = time.monotonic() - 10
         with pytest.raises(EngineLost) as lost:
-            await asyncio.wait_for(keeper._watch(), 30)
+            await asyncio.wait_for(keeper._watch(), PATIENCE_S)
         return str(lost.value)
 
     assert "it may be silent for 5 s (5 times the longest" in asyncio.run(reason())

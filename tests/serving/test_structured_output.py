@@ -153,26 +153,29 @@ def test_what_cannot_be_followed_is_refused(client: openai.OpenAI, extra: dict[s
 def test_a_header_names_what_is_not_enforced(server: Server) -> None:
     schema = {"type": "array", "items": {"enum": [1]}, "minItems": 1, "maxItems": 1, "uniqueItems": True}
     body = {"model": "tiny", "prompt": "1+1=", "max_tokens": 20, "guided_json": schema}
-    noted = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    noted = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert json.loads(noted.json()["choices"][0]["text"]) == [1]
     assert noted.headers["x-schema-notes"] == "not enforced: uniqueItems"
     form = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
     asked = {"model": "tiny", "input": "1+1=", "max_output_tokens": 20, "text": form}
-    noted = httpx.post(f"{server.url}/v1/responses", json=asked, timeout=60)
+    noted = httpx.post(f"{server.url}/v1/responses", json=asked, timeout=PATIENCE_S)
     assert noted.headers["x-schema-notes"] == "not enforced: uniqueItems"
     many = {"type": "object", "properties": {f"p{number}": schema for number in range(10)}}
-    noted = httpx.post(f"{server.url}/v1/completions", json=body | {"guided_json": many}, timeout=60)
+    noted = httpx.post(f"{server.url}/v1/completions", json=body | {"guided_json": many}, timeout=PATIENCE_S)
     places = "; ".join(f"properties.p{number}.uniqueItems" for number in range(8))
     assert noted.headers["x-schema-notes"] == f"not enforced: {places}; and more"
     del schema["uniqueItems"]
-    assert "x-schema-notes" not in httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).headers
+    assert (
+        "x-schema-notes"
+        not in httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).headers
+    )
 
 
 def test_minus_one_lets_a_completion_be_as_long_as_fits(server: Server) -> None:
     """llama.cpp's and LM Studio's clients mean by it that there is no bound."""
     body = {"model": "tiny", "prompt": "1+1=", "ignore_eos": True}
     used = [
-        httpx.post(f"{server.url}/v1/completions", json=body | more, timeout=60).json()["usage"]
+        httpx.post(f"{server.url}/v1/completions", json=body | more, timeout=PATIENCE_S).json()["usage"]
         for more in ({}, {"n_predict": -1})
     ]
     assert used[0]["completion_tokens"] == 16

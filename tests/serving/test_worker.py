@@ -182,7 +182,7 @@ def test_what_waits_for_its_grammar_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         ours.connect("inproc://engine")
         worker = Worker(built.engine, ours, facts_of(built, prefix_sharing=True))
         may_end = threading.Event()
-        monkeypatch.setattr(worker._grammars.grammars, "constrain", lambda leader: may_end.wait(60))
+        monkeypatch.setattr(worker._grammars.grammars, "constrain", lambda leader: may_end.wait(PATIENCE_S))
         monkeypatch.setattr(worker, "_send", told.append)
         params = SamplingParams(max_tokens=4, grammar="held back below")
         prompt = np.arange(300, 320, dtype=np.int32).tobytes()

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from continuous_batching.batch import Batch
 from devices.rates import DeviceRates
 from models.config import DecoderConfig
-from models.cost import attention_operations, attention_products
+from models.cost import Counts, attention_operations, attention_products
 from recipes.assembly.families import decoder_config
 from simulation.roofline import Roofline
 from tests.recipes import published
@@ -61,3 +63,25 @@ def test_latents_are_absorbed_by_decodes_and_expanded_by_prompts() -> None:
     assert attention_operations(config, 4000, pairs) == 2 * (192 + 128) * pairs + 2 * 512 * 256 * 4000
     dense: Any = decoder_config(published.QWEN3_8B)
     assert attention_operations(dense, 10, 10) == 4 * 128 * 10
+
+
+def test_a_choice_is_read_by_each_token_of_a_span_and_scored_by_all() -> None:
+    """Each query behind the first 2,048 tokens gathers its own; the indexers score all of the span's past."""
+    config = decoder_config(published.DEEPSEEK_V3_2)
+    device = DeviceRates.load("ascend910b")
+    starts, stops = np.array([0, 0, 1000, 3000]), np.array([2048, 700, 5000, 3001])
+    batch = Batch(np.arange(4), starts, stops, np.arange(4), np.arange(4), stops)
+    costs = Roofline(config, device)
+    read = [
+        sum(min(place + 1, 2048) for place in range(start, stop))
+        for start, stop in zip(starts.tolist(), stops.tolist())
+    ]
+    context, pairs = costs.seen(batch, int((stops - starts).sum()))
+    assert pairs == 61 * sum(read)
+    assert context == 61 * (2048 + 700 + sum(read[2:]))
+    operations, moved = Counts(config, 16).indexers(61 * 8001, 61 * 10)
+    assert operations == 2 * 64 * 128 * 61 * 10
+    assert moved == 256 * 61 * 8001
+    short = Batch(*(each[:2] for each in (batch.slots, starts, stops, *[np.arange(4)] * 2, stops)))
+    plain = replace(config, layers=tuple(replace(each, index=None) for each in config.layers))
+    assert Roofline(config, device).seen(short, 2748)[1] == Roofline(plain, device).seen(short, 2748)[1]

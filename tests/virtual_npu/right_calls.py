@@ -18,6 +18,7 @@ from tests.virtual_npu import (
     right_int4_calls,
     right_latent_calls,
     right_mixture_calls,
+    right_sparse_calls,
     summed_calls,
 )
 from tests.virtual_npu.batches import MASK, first_version, int8_pages, paged
@@ -487,6 +488,10 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "npu_kv_rmsnorm_rope_cache": right_latent_calls.cache_write,
     "npu_transpose_batchmatmul": right_latent_calls.product,
     "npu_mla_prolog_v3": right_latent_calls.prolog,
+    "npu_lightning_indexer": right_sparse_calls.indexer,
+    "npu_quant_lightning_indexer": right_sparse_calls.int8_indexer,
+    "npu_sparse_flash_attention": right_sparse_calls.attention,
+    "npu_kv_quant_sparse_flash_attention": right_sparse_calls.int8_attention,
     "npu_rms_norm": rms_norm,
     "npu_add_rms_norm": add_rms_norm,
     "npu_add_rms_norm_cast": add_rms_norm_cast,

@@ -73,6 +73,7 @@ def prolog(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
         "rmsnorm_epsilon_cq": 1e-6,
         "rmsnorm_epsilon_ckv": 1e-6,
         "weight_quant_mode": pick(rng, 0, 2),
+        "query_norm_flag": pick(rng, False, True),
     }
     if made["weight_quant_mode"] == 2:
         for name in ("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr"):

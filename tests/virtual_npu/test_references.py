@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tests.lazy import transformers
+from tests.virtual_npu.right_calls import RIGHT
 from virtual_npu.contract import Conditions
 from virtual_npu.operators import OPERATORS, operator
+from virtual_npu.operators.sparse import packed, unpacked
 from virtual_npu.simulated_products import P310
 
 KERNELS = {each.qualified: partial(each, Conditions()) for each in OPERATORS}
@@ -190,3 +195,93 @@ def test_scatter_nd_update() -> None:
     assert KERNELS["npu::npu_scatter_nd_update_"](cache, index, rows) is cache
     assert torch.equal(cache[[4, 1]], rows)
     assert int(cache.any(-1).any(-1).sum()) == 2
+
+
+@pytest.mark.parametrize("in_int8", [False, True])
+def test_what_an_indexer_chooses_scores_highest_in_float64(in_int8: bool) -> None:
+    """No position that was left out scores higher, and a row that may read all positions reads all."""
+    name = "npu_quant_lightning_indexer" if in_int8 else "npu_lightning_indexer"
+    for seed in range(6):
+        call, conditions = RIGHT[name](np.random.default_rng(seed))
+        call["sparse_count"] = 9
+        made = operator(name)(conditions, **call)
+        chosen = made if in_int8 else made[0]
+        query, keys, weights = (call[each].double() for each in ("query", "key", "weights"))
+        if in_int8:
+            query = query * call["query_dequant_scale"].double()[..., None]
+            keys = keys * call["key_dequant_scale"].double()[..., None]
+        for row, own, places in seen_by(call, "key"):
+            scores = (keys[places][:, 0] @ query[row].mT).relu() @ weights[row]
+            found = chosen[row, 0][chosen[row, 0] >= 0].long()
+            assert len(found.unique()) == len(found) == min(own + 1, 9)
+            assert int(found.max()) <= own
+            left = scores[: own + 1].clone()
+            left[found] = -torch.inf
+            assert float(left.max()) <= float(scores[found].min()) + 1e-3
+
+
+@pytest.mark.parametrize("in_int8", [False, True])
+def test_sparse_attention_is_attention_under_the_mask_of_what_was_chosen(in_int8: bool) -> None:
+    """In int8, each number of a latent is within half a step of its own tile's scale."""
+    name = "npu_kv_quant_sparse_flash_attention" if in_int8 else "npu_sparse_flash_attention"
+    for seed in range(6):
+        call, conditions = RIGHT[name](np.random.default_rng(seed))
+        made = operator(name)(conditions, **call)
+        output = made if in_int8 else made[0]
+        if in_int8:
+            query, keys = call["query"].double(), unpacked(call["key"]).double()
+        else:
+            query, keys = (
+                torch.cat((call[each], call[f"{each}_rope"]), -1).double() for each in ("query", "key")
+            )
+        for row, _, places in seen_by(call, "kv"):
+            hidden = torch.ones(len(places[0]), dtype=torch.bool)
+            hidden[call["sparse_indices"][row, 0].relu().long()] = False
+            read = keys[places][:, 0]
+            scores = (query[row] @ read.mT * call["scale_value"]).masked_fill(hidden, -torch.inf)
+            want = (scores.softmax(-1) @ read[:, :512]).to(output.dtype)
+            torch.testing.assert_close(output[row], want, atol=2e-2, rtol=2e-2)
+
+
+def seen_by(call: dict[str, Any], keys: str) -> Iterator[tuple[int, int, tuple[Tensor, Tensor]]]:
+    """Each row of a packed query, its position, and the pages and offsets of its request's tokens."""
+    first, size = 0, call["key"].shape[1]
+    ends, lens = call["actual_seq_lengths_query"].tolist(), call[f"actual_seq_lengths_{keys}"].tolist()
+    for stop, length, table in zip(ends, lens, call["block_table"].long()):
+        at = torch.arange(length)
+        for row in range(first, stop):
+            yield row, length - (stop - row), (table[at // size], at % size)
+        first = stop
+
+
+def test_rows_of_latents_in_int8_are_near_what_was_packed() -> None:
+    latents, ropes = torch.randn(40, 512) * torch.logspace(-2, 2, 512), torch.randn(40, 64).bfloat16()
+    rows = packed(latents, ropes)
+    assert (rows.shape, rows.dtype) == ((40, 656), torch.int8)
+    again = unpacked(rows)
+    assert torch.equal(again[:, 512:], ropes.float())
+    step = latents.unflatten(-1, (4, 128)).abs().amax(-1, keepdim=True).expand(-1, -1, 128).flatten(1) / 127
+    assert bool(((again[:, :512] - latents).abs() <= 0.51 * step).all())
+
+
+@pytest.mark.parametrize("mode", [0, 2])
+def test_the_prolog_gives_the_normed_queries_that_it_projects(mode: int) -> None:
+    """An indexer reads them: their product with the next weight is the rotated part of the queries."""
+    for seed in range(20):
+        call, conditions = RIGHT["npu_mla_prolog_v3"](np.random.default_rng(seed))
+        if call["weight_quant_mode"] != mode:
+            continue
+        call |= {"query_norm_flag": True, "rope_cos": torch.ones(len(call["token_x"]), 64).bfloat16()}
+        call["rope_sin"] = torch.zeros_like(call["rope_cos"])
+        _, rope, _, normed, scale = operator("npu_mla_prolog_v3")(conditions, **call)
+        wide = normed.double() * (scale.double() if mode else 1)
+        weight = call["weight_uq_qr"].double() * (call["dequant_scale_w_uq_qr"].double() if mode else 1)
+        pairs = (wide @ weight).unflatten(-1, (rope.shape[1], -1))[..., -64:]
+        want = torch.cat((pairs[..., ::2], pairs[..., 1::2]), -1)
+        torch.testing.assert_close(rope.double(), want, atol=1e-2, rtol=1e-2)
+        norm = wide / call["rmsnorm_gamma_cq"].double()
+        torch.testing.assert_close(
+            norm.square().mean(-1), torch.ones(len(norm)).double(), atol=0.05, rtol=0.05
+        )
+        return
+    raise AssertionError("no call of this mode was drawn")

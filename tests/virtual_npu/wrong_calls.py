@@ -11,6 +11,7 @@ from tests.virtual_npu import (
     summed_calls,
     wrong_int8_calls,
     wrong_latent_calls,
+    wrong_sparse_calls,
 )
 from tests.virtual_npu.right_calls import compressed, hidden
 from tests.virtual_npu.right_mixture_calls import Arguments
@@ -486,6 +487,10 @@ FAMILIES = {
     "npu_kv_rmsnorm_rope_cache": wrong_latent_calls.CACHE,
     "npu_transpose_batchmatmul": wrong_latent_calls.PRODUCT,
     "npu_mla_prolog_v3": wrong_latent_calls.PROLOG,
+    "npu_lightning_indexer": wrong_sparse_calls.INDEXER,
+    "npu_quant_lightning_indexer": wrong_sparse_calls.INT8_INDEXER,
+    "npu_sparse_flash_attention": wrong_sparse_calls.ATTENTION,
+    "npu_kv_quant_sparse_flash_attention": wrong_sparse_calls.INT8_ATTENTION,
     **dict.fromkeys(("npu_rms_norm", "npu_add_rms_norm"), NORM),
     "npu_add_rms_norm_cast": CAST,
     "npu_qkv_rms_norm_rope_cache": JOINED,

@@ -81,7 +81,7 @@ PRODUCT = [
 
 PROLOG = [
     Wrong("mode", put(cache_mode="PA_NZ"), "cache_mode", "PA_NZ"),
-    Wrong("mode", put(query_norm_flag=True), "query_norm_flag", "True"),
+    Wrong("mode", put(qc_qr_scale=2.0), "qc_qr_scale", "is 2.0"),
     Wrong("mode", put(kv_cache_quant_mode=1), "kv_cache_quant_mode", "is 1"),
     Wrong("mode", put(quant_scale_ckv=torch.ones(1)), "quant_scale_ckv", "float32 (1,)"),
     Wrong("quantised", put(weight_quant_mode=1), "weight_quant_mode", "is 1"),

@@ -21,6 +21,7 @@ from virtual_npu.operators import (
     prefetch,
     rotary,
     sampling,
+    sparse,
     summed_matmul,
     weight_quant,
 )
@@ -30,7 +31,7 @@ OPERATORS: tuple[Operator, ...] = tuple(
     for room in (
         *(attention, atb, cache, latent, latent_prolog, norm, rotary, joined_heads, activation, matmul),
         *(grouped_matmul, summed_matmul, weight_quant, mixture, dispatch, int8_fusions),
-        *(delta_rule, sampling, prefetch),
+        *(delta_rule, sparse, sampling, prefetch),
     )
     for operator in room.OPERATORS
 )

@@ -36,31 +36,34 @@ OTHERS = (
     *("kv_cache", "kr_cache"),
 )
 SCALES = ("dequant_scale_x", *(f"dequant_scale_{name.replace('weight', 'w')}" for name in WEIGHTS))
-# Features that are not checked here: int8 caches, scales of queries and keys, and inputs of V3.2's indexer.
+# Features that are not checked here: int8 caches, and scales of queries and keys.
 LEFT_OUT = {
     **dict.fromkeys(("quant_scale_ckv", "quant_scale_ckr", "smooth_scales_cq", "actual_seq_len")),
     **dict.fromkeys(("k_nope_clip_alpha", "token_x_dtype", "weight_dq_dtype", "weight_uq_qr_dtype")),
     **dict.fromkeys(("weight_dkv_kr_dtype", "kv_cache_dtype")),
     **dict.fromkeys(("kv_cache_quant_mode", "query_quant_mode", "ckvkr_repo_mode"), 0),
     "quant_scale_repo_mode": 0,
-    "query_norm_flag": False,
     "qc_qr_scale": 1.0,
     "kc_scale": 1.0,
 }
 
 
 def _prolog(call: Call) -> tuple[Tensor, ...]:
-    """Return queries in the latent space and their rotated parts; the other three results are empty."""
+    """Return queries in the latent space and their rotated parts, a scale that is empty here, and two more.
+
+    Those are the normed compressed queries, which an indexer reads, and their scales where these are in int8;
+    without query_norm_flag both are empty.
+    """
     x, gamma = call["token_x"], call["rmsnorm_gamma_cq"]
     dtype, nope = gamma.dtype, call["weight_uk"].shape[1]
     row_scale = call["dequant_scale_x"]
     compressed = _product(call, x, row_scale, "weight_dq", dtype)
     normed = rms_norm(compressed.float(), gamma.float(), call["rmsnorm_epsilon_cq"])[0]
+    rows, scale = normed.to(dtype), None
     if call["weight_quant_mode"] == INT8:
         rows, scale = by_rows(normed)
-        queries = _product(call, rows, scale[:, None], "weight_uq_qr", dtype)
-    else:
-        queries = _product(call, normed.to(dtype), None, "weight_uq_qr", dtype)
+        scale = scale[:, None]
+    queries = _product(call, rows, scale, "weight_uq_qr", dtype)
     heads = queries.unflatten(-1, (-1, nope + ROPE))
     absorbed = torch.einsum("tnd,ndl->tnl", heads[..., :nope].float(), call["weight_uk"].float())
     cos, sin = call["rope_cos"], call["rope_sin"]
@@ -70,10 +73,12 @@ def _prolog(call: Call) -> tuple[Tensor, ...]:
         rms_norm(latent, call["rmsnorm_gamma_ckv"], call["rmsnorm_epsilon_ckv"])[0],
         turned(pairs, cos, sin),
     )
-    for name, rows in zip(("kv_cache", "kr_cache"), made):
-        call[name].flatten(0, 2)[call["cache_index"]] = rows
-    stored = call["weight_uq_qr"].dtype
-    return absorbed.to(dtype).contiguous(), rope, torch.empty(0), torch.empty(0, dtype=stored), torch.empty(0)
+    for name, written in zip(("kv_cache", "kr_cache"), made):
+        call[name].flatten(0, 2)[call["cache_index"]] = written
+    if not call["query_norm_flag"]:
+        rows, scale = rows.new_empty(0), None
+    scales = torch.empty(0) if scale is None else scale
+    return absorbed.to(dtype).contiguous(), rope, torch.empty(0), rows, scales
 
 
 def turned(pairs: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving.router.proxy import ClientWatch
 from serving.server import SignalFreeServer, configuration, listener_at
+from tests.patience import PATIENCE_S
 
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
 
@@ -26,7 +27,7 @@ def test_work_for_it_is_cancelled_whatever_it_has_sent(num_bytes: int) -> None:
             watch = ClientWatch(scope["state"])
             works.set()
             try:
-                await asyncio.sleep(60)
+                await asyncio.sleep(2 * PATIENCE_S)
             except asyncio.CancelledError:
                 assert watch.is_gone
                 ended.set()
@@ -47,4 +48,4 @@ def test_work_for_it_is_cancelled_whatever_it_has_sent(num_bytes: int) -> None:
             server.should_exit = True
             await serving
 
-    asyncio.run(asyncio.wait_for(test(), 50))
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))

@@ -11,6 +11,7 @@ import pytest
 from serving.router import replicas as of_replicas
 from serving.router.proxy import AGAIN_S, ClientWatch
 from serving.router.upstream import Lost
+from tests.patience import PATIENCE_S
 from tests.serving.router.test_proxy import EVENTS, WHOLE, Fleet, Script, Stub, chunk, error_of, run, stream
 from tests.serving.router.waiting import end, until
 
@@ -81,7 +82,7 @@ def test_work_for_a_client_that_is_gone_is_cancelled_until_it_ends() -> None:
         asyncio.get_running_loop().call_soon(state["when_gone"])
         while num_cancelled < 2:
             try:
-                await asyncio.sleep(30)
+                await asyncio.sleep(2 * PATIENCE_S)
             except asyncio.CancelledError:
                 num_cancelled += 1
             else:
@@ -106,13 +107,13 @@ def test_who_stands_still_is_not_asked_again() -> None:
 
             async def stand_still(writer: asyncio.StreamWriter) -> None:
                 silent.set()
-                await asyncio.sleep(60)
+                await asyncio.sleep(2 * PATIENCE_S)
 
             fleet.stubs[0].script = stand_still
             asking = asyncio.ensure_future(fleet.ask())
             await silent.wait()
             fleet.replicas[0].lose("no answer within 2 s")
-            assert await asyncio.wait_for(asking, 30) == (200, b"{}")
+            assert await asyncio.wait_for(asking, PATIENCE_S) == (200, b"{}")
             assert [len(each.bodies) for each in fleet.stubs if each] == [2, 2]
 
     run(test)
@@ -124,7 +125,7 @@ def test_who_is_silent_for_long_is_lost_with_what_came_late(monkeypatch: pytest.
     monkeypatch.setattr(of_replicas, "_ANSWER_S", 0.1)
 
     async def stand_still(writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(60)
+        await asyncio.sleep(2 * PATIENCE_S)
 
     async def test() -> None:
         async with Fleet(stand_still) as fleet:
@@ -132,7 +133,7 @@ def test_who_is_silent_for_long_is_lost_with_what_came_late(monkeypatch: pytest.
             watching = asyncio.ensure_future(replica.watch(0))
             await until(lambda: replica.state == "lost")
             with pytest.raises(Lost, match="the replica is lost"):
-                await asyncio.wait_for(replica.server.ask("POST", "/v1/completions", [], b""), 30)
+                await asyncio.wait_for(replica.server.ask("POST", "/v1/completions", [], b""), PATIENCE_S)
             await end(watching)
 
     run(test)
@@ -218,7 +219,7 @@ def test_an_answer_without_a_body_is_whole() -> None:
             server = fleet.replicas[0].server
             for _ in range(2):
                 found = await server.ask("HEAD", "/v1/models", [], b"")
-                assert await asyncio.wait_for(found.next(), 30) == b""
+                assert await asyncio.wait_for(found.next(), PATIENCE_S) == b""
                 server.done(found)
 
     run(test)

@@ -19,6 +19,7 @@ from serving.router.membership import FleetMembers
 from serving.router.prompts import Prompts
 from serving.router.proxy import Proxy
 from serving.router.server import FleetApplication
+from tests.patience import PATIENCE_S
 from tests.serving.router.waiting import end, until
 
 Answered = tuple[int, dict[str, Any]]
@@ -119,7 +120,7 @@ async def running(replicas: list[Replica], *, are_there: bool) -> AsyncIterator[
 
 
 def run(test: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
 def test_who_comes_is_asked_and_who_leaves_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,14 @@ from kv_cache.event_messages import AllBlocksCleared, BlockRemoved, BlockStored,
 from serving.router import page_reader
 from serving.router.fair_turns import FairTurns
 from serving.router.page_reader import PageReader
-from tests.kv_cache.test_events import Engine
+from serving.router.replicas import ReplicaTrust
+from tests.kv_cache.test_events import SECRET, Engine
+from tests.patience import PATIENCE_S
 from tests.serving.router.waiting import until
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))  # type: ignore[arg-type]
 
 
 def test_a_reader_knows_what_a_cache_holds(tmp_path: Path) -> None:
@@ -157,6 +159,47 @@ def test_what_a_replica_tells_of_its_pages_is_bounded(
         context.destroy(linger=0)
 
     run(test)
+
+
+def test_a_router_with_a_secret_believes_only_who_proves_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A publisher without it, or with another, is not believed, and the log says what to set."""
+
+    async def test() -> None:
+        for number, (here, there) in enumerate([(SECRET, None), (SECRET, b"b" * 32), (None, SECRET)]):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            engine, routing = Engine(folder, 16, secret=there), Routing(1)
+            keys = engine.compute(list(range(12)))
+            reader = PageReader(engine.endpoint, "127.0.0.1", 0, routing, here)
+            caplog.clear()
+            reader.start()
+            await until(lambda: "set cache.events_key_file to files of the same content" in caplog.text)
+            assert not len(routing.held)
+            reader.close()
+            engine.events.close()
+        engine, routing = Engine(tmp_path, 16, secret=SECRET), Routing(1)
+        reader = PageReader(engine.endpoint, "127.0.0.1", 0, routing, SECRET)
+        reader.start()
+        keys = engine.compute(list(range(12)))
+        await until(lambda: {*routing.held.masks} == {*keys})
+        reader.close()
+        engine.events.close()
+
+    run(test)
+
+
+def test_events_of_another_machine_are_read_with_a_secret_or_where_the_recipe_is_open() -> None:
+    for trust, expected in (
+        (ReplicaTrust(), False),
+        (ReplicaTrust(SECRET), True),
+        (ReplicaTrust(None, True), True),
+    ):
+        assert trust.believes_events("tcp://*:5557", "10.0.0.1") is expected
+        assert trust.believes_events("tcp://10.0.0.1:5557", "127.0.0.1") is expected
+        assert trust.believes_events("tcp://0.0.0.0:5557", "127.0.0.1")
+        assert trust.believes_events("ipc:///run/events", "10.0.0.1")
 
 
 def test_a_request_that_is_cancelled_waits_no_longer() -> None:

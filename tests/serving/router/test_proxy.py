@@ -18,6 +18,7 @@ from serving.router.prompts import Prompts
 from serving.router.proxy import Proxy
 from serving.router.replicas import FleetReplica
 from serving.router.upstream import Upstream
+from tests.patience import PATIENCE_S
 
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 WHOLE = [b'data: {"a":1}\n\n', b'data: {"b":2}\n\n', b"data: [DONE]\n\n"]
@@ -58,7 +59,7 @@ def whole(status: int, body: bytes, length: int | None = None) -> Script:
 
 
 async def hang(writer: asyncio.StreamWriter) -> None:
-    await asyncio.sleep(60)
+    await asyncio.sleep(2 * PATIENCE_S)
 
 
 class Stub:
@@ -191,7 +192,7 @@ class Fleet:
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))  # type: ignore[arg-type]
 
 
 def error_of(body: bytes) -> dict[str, Any]:
@@ -292,7 +293,7 @@ def test_a_replica_that_is_lost_tells_all_its_clients() -> None:
     async def test() -> None:
         async def begins(writer: asyncio.StreamWriter) -> None:
             writer.write(EVENTS + chunk(WHOLE[0]))
-            await asyncio.sleep(60)
+            await asyncio.sleep(2 * PATIENCE_S)
 
         async with Fleet(begins) as fleet:
             asking = [asyncio.ensure_future(fleet.ask()) for _ in range(3)]

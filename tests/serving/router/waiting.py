@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
-LOOK_S, MOST_LOOKS = 0.01, 6000
+from tests.patience import PATIENCE_S
+
+LOOK_S = 0.01
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Look again and again; raises AssertionError after a minute."""
-    for _ in range(MOST_LOOKS):
-        if holds():
-            return
+    """Look again and again; raises AssertionError when it has not come to hold in time."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < until_s, "it never came to hold"
         await asyncio.sleep(LOOK_S)
-    raise AssertionError("it never came to hold")
 
 
 async def end(task: asyncio.Future[Any]) -> None:

@@ -1,0 +1,184 @@
+"""Offer a server several times the requests that it takes, for minutes, and report what became of all.
+
+Many more clients than `server.max_requests` ask for streams of mixed lengths, some of several samples; who is
+refused comes again when the server has said. The server measures its own time for each refusal, from the
+request's head to the end of the response. Reported beside it: answers that did not come to their ends, the
+growth of memory, and pages that are held when all have ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from benchmark.options import markdown
+from benchmark.processes import ServerProcess, started
+from benchmark.serve.client import Events
+from benchmark.workloads.synthetic import lengths
+
+_PATH = "/v1/completions"
+_REFUSED = rf"POST {_PATH} 429 ([\d.]+) ms"
+_READY = r"ready after .*, process (\d+)"
+_SAMPLE_S = 1.0  # seconds between two readings of memory
+_SEVERAL = 8  # every so many requests, one asks for two samples
+_IDLE_S = 60.0  # seconds in which pages are given back after the last answer
+_LONG_S = 3600.0  # seconds that an answer may take
+_LEFT = re.compile(r"^cb_(?:kv_pages_used|kv_page_leak_total|samples_open)\S* (\S+)$", re.MULTILINE)
+
+
+@dataclass(slots=True)
+class LoadOutcome:
+    """What became of all requests so far."""
+
+    num_accepted: int = 0
+    num_whole: int = 0  # accepted answers that came to their ends with all of their tokens
+    num_refused: int = 0
+    num_failed: int = 0  # responses that are neither
+    refusal_s: list[float] = field(default_factory=list)  # how long each took for its client
+
+
+class PatientClient:
+    """Asks for one answer after the other until the time is over."""
+
+    def __init__(self, http: aiohttp.ClientSession, number: int, options: argparse.Namespace) -> None:
+        self._http = http
+        self._random = np.random.default_rng([options.seed, number])
+        self._options = options
+        self._draws = lengths(options.prompt_tokens), lengths(options.output_tokens)
+        self._numbers = itertools.count(number)
+
+    async def ask_until(self, end_s: float, most_tokens: int, found: LoadOutcome) -> None:
+        """Ask until the loop's clock shows `end_s`; the last answer is read to its end."""
+        loop = asyncio.get_running_loop()
+        while loop.time() < end_s:
+            body = self._body(most_tokens)
+            pause_s = await self._ask(body, found)
+            while pause_s and loop.time() < end_s:
+                await asyncio.sleep(pause_s * self._random.uniform(1.0, 1.5))
+                pause_s = await self._ask(body, found)
+
+    def _body(self, most_tokens: int) -> dict[str, Any]:
+        num_prompt, num_output = (int(draw(self._random, 1)[0]) for draw in self._draws)
+        num_prompt = min(num_prompt, most_tokens // 2)
+        return {
+            "prompt": self._random.integers(0, self._options.vocabulary, num_prompt).tolist(),
+            "max_tokens": min(num_output, most_tokens - num_prompt),
+            "n": 1 + (next(self._numbers) % _SEVERAL == 0),
+            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+
+    async def _ask(self, body: Mapping[str, Any], found: LoadOutcome) -> float:
+        """Read one response; return the seconds after which to come again, or 0."""
+        start_s = time.perf_counter()
+        async with self._http.post(_PATH, json=body) as response:
+            if response.status == 429:
+                await response.read()
+                found.refusal_s.append(time.perf_counter() - start_s)
+                found.num_refused += 1
+                return float(response.headers["retry-after"])
+            if response.status != 200:
+                found.num_failed += 1
+                return 0.0
+            found.num_accepted += 1
+            events, num_tokens, is_done = Events(), 0, False
+            async for received in response.content.iter_any():
+                for data in events.feed(received):
+                    is_done |= data == b"[DONE]"
+                    if b'"usage":{' in data:
+                        num_tokens = msgspec.json.decode(data)["usage"]["completion_tokens"]
+            found.num_whole += is_done and num_tokens == body["max_tokens"] * body["n"]
+            return 0.0
+
+
+async def memory(server: ServerProcess, found: list[tuple[float, int, int]]) -> None:
+    """Note the time, and the memory of the server and of its engine in KiB, for ever."""
+    while True:
+        status = Path(f"/proc/{server.said(_READY)[-1]}/status").read_text()
+        engine_kib = int(status.partition("VmRSS:")[2].split()[0])
+        found.append((time.monotonic(), server.resident_kib(), engine_kib))
+        await asyncio.sleep(_SAMPLE_S)
+
+
+async def load(server: ServerProcess, options: argparse.Namespace) -> dict[str, Any]:
+    """Run all clients for the time asked for, and return the figures."""
+    found, held = LoadOutcome(), list[tuple[float, int, int]]()
+    reading = asyncio.ensure_future(memory(server, held))
+    limits = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(_LONG_S)
+    async with aiohttp.ClientSession(server.url, connector=limits[0], timeout=limits[1]) as http:
+        async with http.get("/v1/models") as response:
+            most_tokens = (await response.json())["data"][0]["max_model_len"]
+        end_s = asyncio.get_running_loop().time() + 60 * options.minutes
+        clients = (PatientClient(http, number, options) for number in range(options.times * options.accepted))
+        await asyncio.gather(*(each.ask_until(end_s, most_tokens, found) for each in clients))
+        reading.cancel()
+        left = await _left(http)
+    took_ms = [float(each) for each in server.said(_REFUSED)]
+    later = np.array(held[len(held) // 2 :])
+    growth = np.polyfit(later[:, 0] / 60, later[:, 1:] / 2**10, 1)[0] if len(later) > 1 else np.zeros(2)
+    return {
+        "clients": options.times * options.accepted,
+        "accepted": found.num_accepted,
+        "whole": found.num_whole,
+        "refused": found.num_refused,
+        "failed": found.num_failed,
+        "refusal_p50_ms": _percentile(took_ms, 50),
+        "refusal_p99_ms": _percentile(took_ms, 99),
+        "refusal_most_ms": max(took_ms, default=0.0),
+        "refusal_client_p99_ms": _percentile([1e3 * each for each in found.refusal_s], 99),
+        "server_mib": round(later[-1, 1] / 2**10, 1),
+        "server_growth_mib_per_min": round(float(growth[0]), 2),
+        "engine_mib": round(later[-1, 2] / 2**10, 1),
+        "engine_growth_mib_per_min": round(float(growth[1]), 2),
+        "left": left,
+    }
+
+
+async def _left(http: aiohttp.ClientSession) -> int:
+    """Return the pages held and the samples open once the server has told that there are none, or late."""
+    until_s = time.monotonic() + _IDLE_S
+    while True:
+        async with http.get("/metrics") as response:
+            left = int(sum(float(each) for each in _LEFT.findall(await response.text())))
+        if not left or time.monotonic() > until_s:
+            return left
+        await asyncio.sleep(_SAMPLE_S)
+
+
+def _percentile(values: list[float], percent: int) -> float:
+    return round(float(np.percentile(values, percent)), 2) if values else 0.0
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure what the options describe."""
+    limits = f"server.max_requests={options.accepted}", "--log-requests"
+    command = ("scripts.serve", options.recipe, *options.overrides, *limits, "--port", "0")
+    with started(*command) as server:
+        return {"overload": asyncio.run(load(server, options))}
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    """Print the figures as a Markdown row."""
+    found = result["overload"]
+    heads = (
+        "clients", "accepted", "whole", "refused", "failed", "refusal p50", "p99", "most", "p99 for clients",
+        "server", "engine", "pages and samples left",
+    )  # fmt: skip
+    counts = (str(found[each]) for each in ("clients", "accepted", "whole", "refused", "failed"))
+    names = ("refusal_p50_ms", "refusal_p99_ms", "refusal_most_ms", "refusal_client_p99_ms")
+    sizes = (
+        f"{found[f'{each}_mib']:.0f} MiB, {found[f'{each}_growth_mib_per_min']:+.2f} a minute"
+        for each in ("server", "engine")
+    )
+    row = (*counts, *(f"{found[each]:.1f} ms" for each in names), *sizes, str(found["left"]))
+    print(markdown(heads, [row]))

@@ -1,0 +1,82 @@
+"""Read the files by which a server or a router encrypts HTTP, and knows who is on the other side.
+
+A router believes whoever shows a certificate of its `--tls-authority`, at whatever address: replicas come and
+go, and the authority signs them alone. A server may demand a certificate of its clients in the same way.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths of PEM files; the certificate needs its private key, and the authority of clients needs both."""
+
+    certificate: str | None = None
+    private_key: str | None = None
+    client_authority: str | None = None
+
+    def for_clients(self) -> ssl.SSLContext | None:
+        """Return how connections of clients are encrypted, None if they are not.
+
+        Raises ValueError for files that cannot be used.
+        """
+        if self.certificate is None:
+            for option, path in {
+                "--tls-private-key": self.private_key,
+                "--tls-client-authority": self.client_authority,
+            }.items():
+                if path is not None:
+                    raise ValueError(f"{option} is read only with --tls-certificate; give both")
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._show(context)
+        if self.client_authority is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            _believe(context, "--tls-client-authority", self.client_authority)
+        return context
+
+    def for_replicas(self, authority: str | None) -> ssl.SSLContext | None:
+        """Return how a router encrypts what it asks replicas of this authority, None without one.
+
+        It shows them its own certificate, if it has one. Raises ValueError for files that cannot be used.
+        """
+        if authority is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        _believe(context, "--tls-authority", authority)
+        if self.certificate is not None:
+            self._show(context)
+        return context
+
+    def _show(self, context: ssl.SSLContext) -> None:
+        """Let a context show the certificate."""
+        assert self.certificate is not None, "there is none to show"
+        if self.private_key is None:
+            raise ValueError("--tls-certificate needs --tls-private-key; give both")
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            context.load_cert_chain(self.certificate, self.private_key, password=_no_password)
+        except OSError as error:  # ssl.SSLError is one
+            raise _unusable("--tls-certificate, --tls-private-key", error) from error
+
+
+def _believe(context: ssl.SSLContext, option: str, path: str) -> None:
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_verify_locations(path)
+    except OSError as error:
+        raise _unusable(f"{option} {path}", error) from error
+
+
+def _unusable(what: str, error: OSError) -> ValueError:
+    return ValueError(f"{what}: {error.strerror or error}; name PEM files that this user can read")
+
+
+def _no_password() -> str:
+    """Refuse a private key that has a password, for which OpenSSL would ask at the terminal."""
+    raise ValueError("the private key has a password; store it without")

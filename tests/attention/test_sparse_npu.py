@@ -1,0 +1,188 @@
+"""Sparse attention by an NPU's operators reads what the definition reads, in steps and in replays of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attention.latent import LatentUp
+from attention.reference import StaticDecodes
+from attention.sparse import SparseAttention, SparseMetadata
+from continuous_batching.batch import Batch
+from devices.ascend_limits import product
+from devices.shapes import AttentionShape, IndexShape, LatentShape
+from recipes.machine import Npu
+from tests.attention.planned import planned
+from tests.device_kinds import machine, operators, stand_in_alone
+
+pytestmark = [pytest.mark.npu, stand_in_alone]
+
+NOTHING = np.empty(0, np.int64)
+HEADS, PAGE, ROWS, PAGES, TOP = 4, 16, 3, 8, 20
+INDEX = IndexShape(num_heads=16, head_dim=128, top_k=TOP)
+SHAPE = AttentionShape(
+    HEADS, 1, 512, PAGE, 0.05, torch.float32, (None,), latent=LatentShape(64, 128, 128, INDEX)
+)
+OF_GLM = replace(SHAPE, latent=LatentShape(64, 192, 256, INDEX))
+INDEXER, ATTENTION = "npu::npu_lightning_indexer", "npu::npu_sparse_flash_attention"
+DENSE = "npu::npu_fused_infer_attention_score"
+
+
+class Bench:
+    """The definition on the CPU and the operators under test, over pages with the same numbers."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        fused = operators("npu", "fused", shape)[1]
+        assert isinstance(fused, SparseAttention)
+        fused.check()
+        self.shape, self.fused, self.plain = shape, fused, SparseAttention(shape)
+        self.generator = torch.Generator().manual_seed(5)
+        self.table = 1 + np.random.default_rng(2).permutation(ROWS * PAGES).reshape(ROWS, PAGES).astype(
+            np.int32
+        )
+        self.planes = [each.new_planes(1 + ROWS * PAGES) for each in (self.plain, self.fused)]
+        for planes in self.planes:
+            for plane in planes:
+                plane[1:] = torch.nan
+        assert shape.latent is not None
+        sizes = shape.latent.nope_dim, shape.latent.value_dim
+        up = self.random(HEADS, sizes[0], 512) / 8, self.random(HEADS, 512, sizes[1]) / 8
+        self.ups = [LatentUp(*up), LatentUp(*(each.to(fused.device) for each in up))]
+        self.lens = [0] * ROWS
+
+    def random(self, *sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=self.generator)
+
+    def drawn(self, count: int) -> dict[str, Tensor]:
+        """What so many tokens bring: what is written, what chooses, and what attends."""
+        assert self.shape.latent is not None
+        return {
+            "latents": self.random(count, 1, 512),
+            "rope_keys": self.random(count, 1, 64),
+            "index_keys": self.random(count, 128),
+            "index_query": self.random(count, 16, 128),
+            "weights": self.random(count, 16),
+            "nope": self.random(count, HEADS, self.shape.latent.nope_dim),
+            "rope": self.random(count, HEADS, 64),
+        }
+
+    def batch(self, spans: dict[int, int]) -> Batch:
+        starts = np.array([self.lens[row] for row in spans])
+        stops = starts + np.array(list(spans.values()))
+        for row, stop in zip(spans, stops.tolist()):
+            self.lens[row] = stop
+        return Batch(np.array(list(spans)), starts, stops, NOTHING, NOTHING, NOTHING)
+
+    def attend(self, number: int, parts: dict[str, Tensor], metadata: Any) -> Tensor:
+        """Write, choose and attend on one of the two devices."""
+        attention = (self.plain, self.fused)[number]
+        parts = {name: each.to(attention.device) for name, each in parts.items()}
+        latents, rope_keys, index_keys = self.planes[number]
+        attention.write(parts["latents"], parts["rope_keys"], latents, rope_keys, metadata)
+        attention.write_index(parts["index_keys"], index_keys, metadata)
+        if attention.is_sparse(metadata):
+            attention.choose(parts["index_query"], parts["weights"], index_keys, metadata)
+        return attention.attend_heads(
+            parts["nope"], parts["rope"], self.ups[number], latents, rope_keys, metadata, 0
+        )
+
+    def step(self, spans: dict[int, int]) -> tuple[Tensor, Tensor]:
+        batch, parts = self.batch(spans), self.drawn(sum(spans.values()))
+        both = [
+            self.attend(number, parts, planned(each, batch, self.table)).cpu()
+            for number, each in enumerate((self.plain, self.fused))
+        ]
+        return both[0], both[1]
+
+
+def log() -> Any:
+    found = machine("npu")
+    assert isinstance(found, Npu)
+    return found.launch_log
+
+
+def near(ours: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(ours, expected, rtol=0, atol=3e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("shape", [SHAPE, OF_GLM], ids=["deepseek", "glm"])
+def test_steps_read_what_the_definition_reads(shape: AttentionShape) -> None:
+    """Prompts, chunks whose border lies on both sides of the first choice, and decodes, in one call each."""
+    bench = Bench(shape)
+    steps: list[dict[int, int]] = [{0: 12}, {0: 1, 1: 18}, {1: 1, 0: 30, 2: 3}, {2: 40}, {0: 1, 1: 1, 2: 1}]
+    for spans in steps:
+        with log().reading() as asked:
+            expected, ours = bench.step(spans)
+        near(ours, expected)
+        names = [each.name for each in asked]
+        reads_all = all(bench.lens[row] <= TOP for row in spans)
+        takes_long = shape is SHAPE or max(spans.values()) <= 16
+        is_dense = reads_all and takes_long
+        assert (names.count(INDEXER), names.count(ATTENTION)) == ((0, 0) if is_dense else (1, 1))
+        assert (DENSE in names) == is_dense
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_replay_reads_its_lengths_on_the_device(width: int) -> None:
+    """A captured step with a padding row, replayed at other lengths: one launch each, and no update."""
+    bench = Bench(SHAPE)
+    bench.step({0: 15, 1: 40})
+    device, num_rows = bench.fused.device, 3
+    count = num_rows * width
+    inputs = {name: each.to(device) for name, each in bench.drawn(count).items()}
+    places, lens = (torch.zeros(count, dtype=torch.int32, device=device) for _ in range(2))
+    table = torch.zeros(num_rows, PAGES, dtype=torch.int32, device=device)
+    lens += 1
+    graph: Any = torch.get_device_module("npu").NPUGraph()
+    with torch.get_device_module("npu").graph(graph):
+        metadata = bench.fused.plan_static(StaticDecodes(places, table, lens))
+        output = bench.attend(1, inputs, metadata)
+    for _ in range(3):
+        batch, parts = bench.batch({0: width, 1: width}), bench.drawn(count)
+        positions = np.concatenate([np.arange(*each) for each in zip(batch.starts, batch.stops)])
+        rows = np.repeat(batch.slots, width)
+        at = bench.table[rows, positions // PAGE] * PAGE + positions % PAGE
+        places[: 2 * width] = torch.from_numpy(at).int().to(device)
+        lens[: 2 * width] = torch.from_numpy(positions + 1).int().to(device)
+        table[:2] = torch.from_numpy(bench.table[:2]).to(device)
+        for name, each in parts.items():
+            inputs[name].copy_(each)
+        with log().reading() as asked:
+            bench.fused.replay(graph, [metadata], lens[width - 1 :: width].tolist())
+        names = [each.name for each in asked if each.in_graph]
+        assert [names.count(each) for each in (INDEXER, ATTENTION)] == [1, 1]
+        assert "update" not in {each.kind for each in asked}
+        ours = {name: each[: 2 * width] for name, each in parts.items()}
+        planned_here = planned(bench.plain, batch, bench.table)
+        assert isinstance(planned_here, SparseMetadata)
+        near(output[: 2 * width].cpu(), bench.attend(0, ours, planned_here))
+        assert bool(output.isfinite().all()), "a padding row reads the null page"
+
+
+def indexed(**changes: int) -> AttentionShape:
+    return replace(SHAPE, latent=LatentShape(64, 128, 128, replace(INDEX, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("310P", SHAPE, "latent attention, whose operators the 310P lacks"),
+        ("910B", replace(SHAPE, head_dim=256), "kv_lora_rank and qk_rope_head_dim are 256 and 64"),
+        ("910B", replace(SHAPE, num_heads=12), "each device has 12 heads"),
+        (
+            "910B",
+            replace(SHAPE, latent=LatentShape(64, 128, 128, replace(INDEX, num_heads=96))),
+            "96 and 128",
+        ),
+        ("910C", replace(SHAPE, latent=LatentShape(64, 128, 128, replace(INDEX, top_k=2500))), "is 2500"),
+        ("910C", replace(SHAPE, page_size=32, int8_pages=True), "whose pages in int8 are not written"),
+    ],
+)
+def test_what_the_operators_do_not_take_is_refused(name: str, shape: AttentionShape, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        product(name, "").check(shape, takes_float32=True)

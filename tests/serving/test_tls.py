@@ -1,0 +1,139 @@
+"""HTTP is encrypted where files say so, and either side believes only certificates of its authority."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serving.router.replicas import ReplicaTrust, upstream_of
+from serving.router.upstream import Lost
+from serving.tls import TlsFiles
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server, defects
+
+FOLDER = Path(__file__).parent / "certificates"
+AUTHORITY, STRANGERS = str(FOLDER / "authority.pem"), str(FOLDER / "stranger.pem")
+BODY = {"prompt": "1+1=", "temperature": 0, "max_tokens": 1}
+
+
+def files_of(name: str, client_authority: str | None = None) -> TlsFiles:
+    return TlsFiles(str(FOLDER / f"{name}.pem"), str(FOLDER / f"{name}.key"), client_authority)
+
+
+def options_of(name: str) -> list[str]:
+    files = files_of(name)
+    assert files.certificate is not None
+    assert files.private_key is not None
+    return ["--tls-certificate", files.certificate, "--tls-private-key", files.private_key]
+
+
+def client_of(url: str, files: TlsFiles) -> httpx.Client:
+    context = files.for_replicas(AUTHORITY)
+    assert context is not None
+    return httpx.Client(base_url=url, verify=context, timeout=PATIENCE_S, trust_env=False)
+
+
+def wait_until_ready(client: httpx.Client) -> None:
+    until_s = time.monotonic() + PATIENCE_S
+    while client.get("/ready").status_code != 200:
+        assert time.monotonic() < until_s, "it is never ready"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def replica() -> Iterator[Server]:
+    """Answers only clients whose certificate is of the authority."""
+    server = Server(TINY, *options_of("engine"), "--tls-client-authority", AUTHORITY)
+    assert server.url.startswith("https://")
+    with client_of(server.url, files_of("engine")) as client:
+        wait_until_ready(client)
+    yield server
+    assert server.close() == 0
+
+
+@pytest.mark.slow
+def test_a_router_of_the_authority_is_answered(replica: Server) -> None:
+    options = ["--replica", replica.url, "--tls-authority", AUTHORITY, *options_of("engine")]
+    router = Server(*options, verb="scripts.route")
+    with client_of(router.url, TlsFiles()) as client:  # the router asks its own clients for no certificate
+        wait_until_ready(client)
+        assert client.post("/v1/completions", json=BODY).json()["choices"][0]["text"] == "2"
+        with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert '"text":"2"' in lines[0]
+        assert lines[-1] == "data: [DONE]"
+    assert router.close() == 0
+
+
+@pytest.mark.slow
+def test_who_has_no_certificate_of_the_authority_gets_no_answer(replica: Server) -> None:
+    for files in (TlsFiles(), files_of("stranger")):
+        with client_of(replica.url, files) as client, pytest.raises(httpx.TransportError):
+            client.get("/health")
+    with httpx.Client(timeout=PATIENCE_S, trust_env=False) as plain, pytest.raises(httpx.TransportError):
+        plain.get(f"http://127.0.0.1:{replica.port}/health")
+    assert not defects(replica, 0), "strangers fill no log with tracebacks"
+
+
+@pytest.mark.slow
+def test_a_refusal_can_be_read_before_the_connection_ends(replica: Server) -> None:
+    """Also where the client still sends what was refused: no direction of TLS can be ended alone."""
+    context = files_of("engine").for_replicas(AUTHORITY)
+    assert context is not None
+    plain = socket.create_connection(("127.0.0.1", replica.port), PATIENCE_S)
+    with context.wrap_socket(plain) as client:  # it takes the descriptor over
+        client.sendall(b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200)
+        answer = b""
+        while b"shorten them" not in answer:
+            received = client.recv(1 << 16)
+            assert received, answer
+            answer += received
+    assert answer.startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize(("shown", "authority"), [("stranger", AUTHORITY), ("engine", STRANGERS)])
+def test_a_router_asks_nothing_of_a_server_of_another_authority(shown: str, authority: str) -> None:
+    async def test() -> None:
+        num_connected = 0
+
+        def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal num_connected
+            num_connected += 1
+            writer.close()
+
+        context = files_of(shown).for_clients()
+        server = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=context)
+        port = server.sockets[0].getsockname()[1]
+        trust = ReplicaTrust(tls=TlsFiles().for_replicas(authority))
+        with pytest.raises(Lost, match=r"no connection: .*(CERTIFICATE_VERIFY_FAILED|verify failed)"):
+            await upstream_of(f"https://127.0.0.1:{port}", trust).ask("GET", "/ready", [], b"")
+        assert not num_connected
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(test())
+
+
+def test_files_that_cannot_be_used_are_named() -> None:
+    certificate, key = str(FOLDER / "engine.pem"), str(FOLDER / "engine.key")
+    for files, said in (
+        (TlsFiles(certificate), "--tls-certificate needs --tls-private-key"),
+        (TlsFiles(None, key), "--tls-private-key is read only with --tls-certificate"),
+        (TlsFiles(None, None, AUTHORITY), "--tls-client-authority is read only with --tls-certificate"),
+        (TlsFiles(certificate, str(FOLDER / "stranger.key")), "--tls-certificate, --tls-private-key: "),
+        (TlsFiles(certificate, key, "/nowhere"), "--tls-client-authority /nowhere: No such file"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            files.for_clients()
+    with pytest.raises(ValueError, match="the router has no --tls-authority to know it by"):
+        upstream_of("https://127.0.0.1:8001", ReplicaTrust())
+    context = files_of("engine").for_clients()
+    assert context is not None
+    assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
