@@ -212,9 +212,14 @@ class LatentAttention(Attention):
         """
         output = query.new_empty(*query.shape[:2], self.shape.head_dim)
         for span in metadata.spans:
-            latents, rope_keys = self._of_span(layer_keys, layer_values, span)
-            self._attend_span(query, torch.cat((latents, rope_keys), -1), latents, span, None, output)
+            keys, latents = self._of_pages(layer_keys, layer_values, span)
+            self._attend_span(query, keys, latents, span, None, output)
         return output
+
+    def _of_pages(self, layer_keys: Tensor, layer_values: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+        """Return the keys [n, 1, L + R] and the values [n, 1, L] of absorbed queries."""
+        latents, rope_keys = self._of_span(layer_keys, layer_values, span)
+        return torch.cat((latents, rope_keys), -1), latents
 
     def attend_heads(
         self,

@@ -80,6 +80,7 @@ class Attention:
 
     indexed: bool = True  # whether pages of a tensor may be read and written by their numbers
     captures_spans: bool = False  # whether a captured step may have several tokens of a row
+    gives_sums: bool = True  # whether it has `attend_with_sums`
 
     def __init__(self, shape: AttentionShape, device: torch.device | str = "cpu") -> None:
         self.shape = shape
@@ -147,6 +148,10 @@ class Attention:
             )
         )
         return AttentionMetadata(to_device(write_index, self.device), spans)
+
+    def places(self, write_index: NDArray[np.int64]) -> Tensor:
+        """Return the cache places [T] of the step's tokens on the device, in the type that `write` takes."""
+        return to_device(write_index, self.device)
 
     def write(
         self,
@@ -220,10 +225,34 @@ class Attention:
         window, sinks = self.shape.windows[layer], self.sinks.get(layer)
         output = torch.empty_like(query)
         for span in metadata.spans:
-            keys = self._numbers(layer_keys[span.pages].flatten(0, 1))
-            values = self._numbers(layer_values[span.pages].flatten(0, 1))
+            keys, values = self._of_pages(layer_keys, layer_values, span)
             self._attend_span(query, keys, values, span, window, output, sinks)
         return output
+
+    def attend_with_sums(
+        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AttentionMetadata, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """Attend as `attend` does, to a part of the keys of requests; no layer has a window or sinks.
+
+        Returns the output of each query, and the logarithm of the sum of the exponents of its scores, float32
+        [T, H], by which the outputs of several parts are joined.
+        """
+        sums = query.new_empty(query.shape[:2], dtype=torch.float32)
+        output: Tensor | None = None
+        for span in metadata.spans:
+            keys, values = self._of_pages(layer_keys, layer_values, span)
+            if output is None:
+                output = query.new_empty(*query.shape[:2], values.shape[-1])
+            self._attend_span(query, keys, values, span, None, output, None, sums)
+        assert output is not None, "a step has spans"
+        return output, sums
+
+    def _of_pages(self, layer_keys: Tensor, layer_values: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values [n, K, D] of a span's pages."""
+        keys, values = (
+            self._numbers(pages[span.pages].flatten(0, 1)) for pages in (layer_keys, layer_values)
+        )
+        return keys, values
 
     def _attend_span(
         self,
@@ -234,8 +263,12 @@ class Attention:
         window: int | None,
         output: Tensor,
         sinks: Tensor | None = None,
+        sums: Tensor | None = None,
     ) -> None:
-        """Write the span's rows of the output, given keys and values of its request from the first on."""
+        """Write the span's rows of the output, given keys and values of its request from the first on.
+
+        If there are `sums`, the logarithms of the sums of exponents of their scores are written there.
+        """
         for start in range(span.start, span.stop, QUERY_ROWS):
             stop = min(start + QUERY_ROWS, span.stop)
             # The padding of a captured step lies before the first key
@@ -243,7 +276,9 @@ class Attention:
             if window is not None:
                 seen = max(seen, start - window + 1)
             rows = slice(span.first_row + start - span.start, span.first_row + stop - span.start)
-            output[rows] = self._dense(query[rows], keys[seen:stop], values[seen:stop], window, sinks)
+            read = keys[seen:stop], values[seen:stop]
+            of_rows = None if sums is None else sums[rows]
+            output[rows] = self._dense(query[rows], *read, window, sinks, of_rows)
 
     def graph_sizes(
         self, sizes: list[int], beside: int = 0, most_layers: int = 0, *, joins: bool = False
@@ -287,9 +322,18 @@ class Attention:
         return scores if cap is None else (scores / cap).tanh() * cap
 
     def _dense(
-        self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None,
+        sinks: Tensor | None,
+        sums: Tensor | None = None,
     ) -> Tensor:
-        """Attend from queries [t, H, D] at the last t of the L positions of `keys` and `values` [L, K, D]."""
+        """Attend from queries [t, H, D] at the last t of the L positions of `keys` and `values` [L, K, D].
+
+        The logarithms of the sums of exponents are written to `sums` [t, H].
+        """
         num_rows, length = len(query), len(keys)
         grouped = query.float().unflatten(1, (keys.shape[1], -1))
         scores = self._capped(torch.einsum("tkgd,lkd->kgtl", grouped, keys.float()) * self.shape.scale)
@@ -302,6 +346,8 @@ class Attention:
         if sinks is not None:
             of_head = sinks.float().view(*scores.shape[:2], 1, 1).expand(-1, -1, num_rows, 1)
             scores = torch.cat((scores, of_head), -1)
+        if sums is not None:
+            sums.copy_(scores.logsumexp(-1).flatten(0, 1).t())
         weights = scores.softmax(-1)[..., :length]
         return torch.einsum("kgtl,lkd->tkgd", weights, values.float()).flatten(1, 2).to(query.dtype)
 

@@ -61,7 +61,9 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
         raise
     _print_columns(_rows(loaded, plan.longest_tokens))
     print()
-    _print_columns([*memory_plan.report(loaded.recipe, config, plan, share), *_decided(loaded.recipe)])
+    rows = memory_plan.report(loaded.recipe, config, plan, share)
+    divided = sizing.of_divided_pages(loaded.recipe, config, memory_bytes, share)
+    _print_columns([*rows, *divided, *_decided(loaded.recipe)])
 
 
 def _decided(recipe: Recipe) -> list[tuple[str, str]]:

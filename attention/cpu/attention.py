@@ -57,6 +57,8 @@ class CpuAttention(Attention):
     fit; they are slow without. With `compile`, other loops are compiled within the time `limit`.
     """
 
+    gives_sums = False
+
     def __init__(
         self,
         shape: AttentionShape,

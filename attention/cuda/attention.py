@@ -78,6 +78,8 @@ class CudaAttention(Attention):
     positions are summed in chunks of `CHUNK`, and chunks are combined in order, wherever they were computed.
     """
 
+    gives_sums = False
+
     def __init__(
         self, shape: AttentionShape, device: torch.device | str = "cpu", *, batch_invariant: bool = False
     ) -> None:

@@ -50,6 +50,8 @@ class AtbMetadata(AttentionMetadata):
 class AtbAttention(AscendAttention):
     """Attention on a 310P, which stores pages as [P, C, B, 16] in the format FRACTAL_NZ."""
 
+    gives_sums = False
+
     def __init__(
         self,
         shape: AttentionShape,

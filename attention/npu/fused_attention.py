@@ -159,9 +159,24 @@ class FusedAttention(AscendAttention):
         assert isinstance(metadata, FusedMetadata)
         calls = [self._arguments(query, layer_keys, layer_values, part, layer) for part in metadata.parts]
         if torch_npu.npu.is_current_stream_capturing():
-            return self._capture(calls[0], metadata.captured, metadata.workspaces, layer)
+            return self._seen(*self._capture(calls[0], metadata.captured, metadata.workspaces, layer))
         parts = [self._seen(*self._operator(**call)) for call in calls]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def attend_with_sums(
+        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AttentionMetadata, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """See Attention.attend_with_sums."""
+        assert isinstance(metadata, FusedMetadata)
+        calls = [
+            self._arguments(query, layer_keys, layer_values, part, layer) | {"softmax_lse_flag": True}
+            for part in metadata.parts
+        ]
+        if torch_npu.npu.is_current_stream_capturing():
+            output, sums = self._capture(calls[0], metadata.captured, metadata.workspaces, layer)
+            return output, sums[..., 0]
+        outputs, sums_of = zip(*(self._operator(**call)[:2] for call in calls))
+        return torch.cat(outputs), torch.cat(sums_of)[..., 0]
 
     @property
     def _operator(self) -> Any:
@@ -237,8 +252,11 @@ class FusedAttention(AscendAttention):
         captured: list[CapturedCall],
         workspaces: dict[int | None, Tensor],
         layer: int = 0,
-    ) -> Tensor:
-        """Capture the call as a task group, which a replay enters once its event is recorded."""
+    ) -> tuple[Tensor, Tensor]:
+        """Capture the call as a task group, which a replay enters once its event is recorded.
+
+        Returns its two results, of which the second has a value only if the call asks for it.
+        """
         kind = call.get("pre_tokens")
         if kind not in workspaces:
             measure = torch_npu._npu_fused_infer_attention_score_get_max_workspace
@@ -246,7 +264,7 @@ class FusedAttention(AscendAttention):
                 measure = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace
             workspaces[kind] = measure(**call)
         output = torch.empty_like(call["query"])
-        num_sums = (*output.shape[:2], 1) if self.leaves_first_out else (1,)
+        num_sums = (*output.shape[:2], 1) if call.get("softmax_lse_flag") else (1,)
         lse = torch.empty(num_sums, dtype=torch.float32, device=self.device)
         call |= {"workspace": workspaces[kind], "out": [output, lse]}
         stream, event = torch_npu.npu.current_stream(), torch_npu.npu.ExternalEvent()
@@ -255,7 +273,7 @@ class FusedAttention(AscendAttention):
         torch_npu.npu.graph_task_group_begin(stream)
         self._operator.out(**call)
         captured.append(CapturedCall(event, torch_npu.npu.graph_task_group_end(stream), call, layer))
-        return self._seen(output, lse)
+        return output, lse
 
     def replay(self, graph: Any, metadata: Sequence[AttentionMetadata], kv_lens: list[int]) -> None:
         """Run a captured step, and update its calls with the lengths of this step."""

@@ -62,7 +62,7 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         windows: Windows = None,
     ) -> FusedLatentMetadata:
         """Compute what all layers of this step share; see Attention.plan."""
-        index = to_device(write_index, self.device)
+        index = self.places(write_index)
         table, lens = self.page_table(batch, page_table), batch.stops - batch.starts
         is_long = lens > MOST_LATENT_QUERIES
         parts: tuple[FusedSpans, ...] = ()
@@ -76,6 +76,10 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
             chosen = np.flatnonzero(is_long)
             long = long_spans(batch, chosen, page_table, self.shape.page_size, self.device)
         return FusedLatentMetadata(index, (), parts, short_rows=short_rows, long=long)
+
+    def places(self, write_index: NDArray[np.int64]) -> Tensor:
+        """Return the cache places [T] on the device, in int64, which these operators take."""
+        return to_device(write_index, self.device)
 
     def plan_static(self, decodes: StaticDecodes, windows: Windows = None) -> FusedLatentMetadata:
         """Plan a captured step; `replay` gives the lengths on the host."""
@@ -218,6 +222,31 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         metadata: FusedLatentMetadata,
     ) -> Tensor:
         """Attend from all spans of `metadata.parts`, whose queries [T, H, L] are in the space of latents."""
+        call = self._absorbed_call(query, rope, layer_latents, layer_rope_keys, metadata)
+        return up.raised(self._called(call, metadata)[0])
+
+    def attend_with_sums(
+        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AttentionMetadata, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """See Attention.attend_with_sums.
+
+        The operator's page excludes sums for latents; vllm-ascend's context_parallel/mla_cp.py asks for them.
+        """
+        assert isinstance(metadata, FusedLatentMetadata)
+        latents, rope = query.split((self.shape.head_dim, self.latent.rope_dim), -1)
+        call = self._absorbed_call(latents, rope, layer_keys, layer_values, metadata)
+        output, sums = self._called(call | {"softmax_lse_flag": True}, metadata)
+        return output, sums[..., 0]
+
+    def _absorbed_call(
+        self,
+        query: Tensor,
+        rope: Tensor,
+        layer_latents: Tensor,
+        layer_rope_keys: Tensor,
+        metadata: FusedLatentMetadata,
+    ) -> dict[str, Any]:
+        """Return the operator's arguments for queries in the space of latents."""
         (part,) = metadata.parts
         latents = layer_latents.flatten(2)  # [P, B, L]
         call = self._shared(part.query_ends, part.kv_lens) | {
@@ -233,11 +262,16 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         if part.is_decodes and self.product.unmasks_decodes:
             del call["atten_mask"]
             call["sparse_mode"] = ALL
+        return call
+
+    def _called(self, call: dict[str, Any], metadata: FusedLatentMetadata) -> tuple[Tensor, Tensor]:
+        """Return the operator's two results, which a captured step computes anew at each replay."""
         if torch_npu.npu.is_current_stream_capturing():
             # All latent layers are one group, in which the calls run in the order of their capture
             captured = metadata.captured
-            return up.raised(self._capture(call, captured, metadata.workspaces, len(captured)))
-        return up.raised(torch_npu.npu_fused_infer_attention_score(**call)[0])
+            return self._capture(call, captured, metadata.workspaces, len(captured))
+        output, sums = torch_npu.npu_fused_infer_attention_score(**call)[:2]
+        return output, sums
 
     def _expanded(
         self,

@@ -61,6 +61,8 @@ class SingleMetadata(FusedMetadata, Generic[Long]):
 class SingleQueryAttention(FusedAttention, Generic[Long]):
     """Attention on an NPU whose fused attention reads these pages, [P, B, K, D], for single queries."""
 
+    gives_sums = False
+
     def _long_calls(
         self, batch: Batch, chosen: NDArray[np.int64], page_table: NDArray[np.int32]
     ) -> tuple[Long, ...]:
@@ -125,7 +127,7 @@ class SingleQueryAttention(FusedAttention, Generic[Long]):
         if singles is not None and singles.rows is None:
             call = single(query, singles)
             if torch_npu.npu.is_current_stream_capturing():
-                return self._capture(call, metadata.captured, metadata.workspaces, layer).view_as(query)
+                return self._capture(call, metadata.captured, metadata.workspaces, layer)[0].view_as(query)
             return self._attended(call).view_as(query)
         output = torch.empty_like(query)
         if singles is not None:

@@ -42,22 +42,28 @@ class Group:
     """The ranks of a process group, in which this process is `rank`, counted from 0.
 
     `inside` names the method that the host is in, so that a hanging rank can be located. `few` are those of
-    its ranks that divide the same experts, if that is neither all nor one of them. `tokens` are all ranks if
+    its ranks that divide the same experts, if that is neither all nor one of them; `neighbours` are those
+    that divide the pages of the cache, if there are several. `tokens` are all ranks if
     each has experts of its own, over HCCL: nothing else goes through that communicator, each of whose buffers
     has `buffer_mib` MiB once it is open for tokens.
     """
 
     inside = ""
     few: Group | None = None
+    neighbours: Group | None = None
     tokens: Group | None = None
     buffer_mib = 0
     timeout_s = 0.0  # how long a collective waits; process groups of some of the ranks wait as long
     store: dist.Store | None = None  # the store through which the ranks have joined
 
     def __init__(
-        self, ranks: dist.ProcessGroup, few: Group | None = None, tokens: Group | None = None
+        self,
+        ranks: dist.ProcessGroup,
+        few: Group | None = None,
+        tokens: Group | None = None,
+        neighbours: Group | None = None,
     ) -> None:
-        self._ranks, self.few, self.tokens = ranks, few, tokens
+        self._ranks, self.few, self.tokens, self.neighbours = ranks, few, tokens, neighbours
         self.rank, self.size = ranks.rank(), ranks.size()
         self._hccl_name: str | None = None
         self._is_near: bool | None = None
@@ -87,6 +93,14 @@ class Group:
         _gather_into(gathered.flatten(0, 1), x.contiguous(), group=self._ranks)
         self.inside = ""
         return gathered
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """Send part r of `x` [ranks, ...] to rank r; return [ranks, ...], what each rank has sent here."""
+        received = x.new_empty(x.shape)
+        self.inside = "exchange"
+        dist.all_to_all_single(received, x.contiguous(), group=self._ranks)
+        self.inside = ""
+        return received
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         """Return rank `root`'s `x`, in place; `x` is contiguous."""
@@ -163,6 +177,9 @@ class Alone(Group):
     def all_gather(self, x: Tensor) -> Tensor:
         return x[None]
 
+    def exchange(self, x: Tensor) -> Tensor:
+        return x
+
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         return x
 
@@ -183,6 +200,15 @@ def sharing_experts(group: Group, size: int) -> Group:
     assert group.few is not None, "a group is divided before a decoder is made"
     assert group.few.size == size, f"parts of {group.few.size} ranks, and {size} divide an expert"
     return group.few
+
+
+def dividing_pages(group: Group, size: int) -> Group:
+    """Return the ranks that divide the same pages of the cache, which are `size` of a group."""
+    if size == 1:
+        return ALONE
+    assert group.neighbours is not None, "a group is divided before a decoder is made"
+    assert group.neighbours.size == size, f"parts of {group.neighbours.size} ranks, and {size} divide a page"
+    return group.neighbours
 
 
 class StageLinks:
@@ -242,7 +268,7 @@ def divided(world: Group, share: Share) -> tuple[Group, StageLinks]:
 
     All ranks must call it at the same time.
     """
-    size, rank, few, tokens = share.tensors, world.rank, None, None
+    size, rank, few, tokens, neighbours = share.tensors, world.rank, None, None, None
     wait = timedelta(seconds=world.timeout_s)
 
     def in_parts(size: int) -> list[Any]:
@@ -253,14 +279,21 @@ def divided(world: Group, share: Share) -> tuple[Group, StageLinks]:
         few = Group(in_parts(sharing)[rank // sharing])
     if 1 < size == share.experts and dist.get_backend() == "hccl":
         tokens = Group(in_parts(size)[rank // size])
+    if 1 < share.contexts < size:
+        neighbours = Group(in_parts(share.contexts)[rank // share.contexts])
     if share.stages == 1:
         world.few, world.tokens = few, tokens
+        world.neighbours = world if share.contexts == size > 1 else neighbours
         return world, NO_LINKS
     groups = in_parts(size)
     before = None if share.is_first else rank + size  # the last stage has the first ranks
     after = None if share.is_last else rank - size
     own = groups[rank // size]
-    return (Group(own, few, tokens) if size > 1 else ALONE), StageLinks(before, after)
+    if size == 1:
+        return ALONE, StageLinks(before, after)
+    group = Group(own, few, tokens, neighbours)
+    group.neighbours = group if share.contexts == size else neighbours
+    return group, StageLinks(before, after)
 
 
 def watchdog_s(timeout_s: float) -> float:

@@ -28,7 +28,8 @@ class Share:
 
     The stages hold consecutive layers; the first has the embedding, the last the norm and the head. The
     experts of each layer are spread over `experts` parts of the tensor ranks, which are neighbours in equal
-    numbers; the neighbours of a part divide each of its experts.
+    numbers; the neighbours of a part divide each of its experts. Each page of the cache is divided between
+    `contexts` neighbours, which would hold the same otherwise.
     """
 
     tensor: int = 0
@@ -36,15 +37,16 @@ class Share:
     stage: int = 0
     stages: int = 1
     experts: int = 1
+    contexts: int = 1
 
     def __post_init__(self) -> None:
         assert 0 <= self.tensor < self.tensors, f"rank {self.tensor} of {self.tensors}"
         assert 0 <= self.stage < self.stages, f"stage {self.stage} of {self.stages}"
 
     @staticmethod
-    def of_rank(rank: int, tensors: int, stages: int, experts: int = 1) -> Share:
+    def of_rank(rank: int, tensors: int, stages: int, experts: int = 1, contexts: int = 1) -> Share:
         """Return the share of a rank among all. The last stage, which samples, has the first ranks."""
-        return Share(rank % tensors, tensors, stages - 1 - rank // tensors, stages, experts)
+        return Share(rank % tensors, tensors, stages - 1 - rank // tensors, stages, experts, contexts)
 
     @property
     def of_an_expert(self) -> tuple[int, int]:
@@ -274,6 +276,37 @@ def check_experts(config: DecoderConfig, tensors: int, count: int) -> None:
             f"{total} experts cannot be spread evenly over {count} parts of {tensors} tensor ranks;"
             f" choose one of {', '.join(possible)}"
         )
+
+
+def most_contexts(config: DecoderConfig, tensors: int) -> int:
+    """Return how many neighbours of the tensor ranks hold the same keys and values of a layer: all latents.
+
+    It is 1 as well where a layer keeps what is not divided: a window, a state, index keys, or sinks.
+    """
+    if config.recurrent is not None or config.has_sinks or any(each is not None for each in config.windows):
+        return 1
+    if config.latent is not None:
+        return tensors if config.latent.index is None else 1
+    return max(1, tensors // config.num_kv_heads)
+
+
+def check_contexts(config: DecoderConfig, tensors: int, count: int) -> None:
+    """Raise ValueError unless `count` neighbours can divide each page of the cache between them."""
+    most = most_contexts(config, tensors)
+    possible = [str(each) for each in range(1, most + 1) if most % each == 0]
+    if str(count) in possible:
+        return
+    why = f"{most} of {tensors} tensor ranks hold the same keys and values"
+    for has, what in (
+        (config.recurrent is not None, "recurrent states"),
+        (config.has_sinks, "attention sinks"),
+        (config.latent is not None and config.latent.index is not None, "index keys of sparse attention"),
+        (any(each is not None for each in config.windows), "sliding windows"),
+    ):
+        why = f"the model has {what}, which are not divided" if has else why
+    raise ValueError(
+        f"{count} ranks cannot divide a page of the cache: {why}; choose {' or '.join(possible)}"
+    )
 
 
 def check_stages(config: DecoderConfig, count: int) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from attention.divided import DividedAttention, DividedLatentAttention, check_divided, shapes_of
 from attention.reference import Attention
 from attention.sparse import SparseAttention
 from continuous_batching.slots import SlotPool
@@ -25,7 +26,8 @@ from models.drafting.mtp import Mtp
 from models.head import FIRST_KEY, FeaturePages, Head
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.recurrent import new_states
-from models.parallel.group import Group
+from models.ops.reference import Ops
+from models.parallel.group import Group, dividing_pages
 from models.parallel.share import Share
 from recipes.assembly.families import draft_config
 from recipes.assembly.memory_plan import MemoryPlan
@@ -51,6 +53,23 @@ def shape_of(page_size: int, config: DecoderConfig) -> AttentionShape:
         has_sinks=config.has_sinks,
         latent=None if config.latent is None else latent_shape(config.latent),
     )
+
+
+def operators_of(
+    recipe: Recipe, machine: Machine, part: DecoderConfig, share: Share, group: Group
+) -> tuple[Ops, Attention]:
+    """Return the device's operators, and attention over the pages that a rank with this share holds.
+
+    Raises ValueError where its neighbours cannot divide them.
+    """
+    shape, count = shape_of(recipe.cache.page_size, part), share.contexts
+    if count == 1:
+        return machine.operators(shape)
+    check_divided(shape, count)
+    of_parts, of_whole = shapes_of(shape, count)
+    (ops, parts), (_, whole) = machine.operators(of_parts), machine.operators(of_whole)
+    kind = DividedAttention if shape.latent is None else DividedLatentAttention
+    return ops, kind(shape, parts, whole, dividing_pages(group, count))
 
 
 def latent_shape(latent: LatentConfig) -> LatentShape:
@@ -102,7 +121,7 @@ def _own_layer(recipe: Recipe, config: MtpConfig, machine: Machine, group: Group
     Its needs of the device are those of the model's own layers.
     """
     assert recipe.model.path is not None, "the layer is read from the model's checkpoint"
-    head = Mtp(config, *machine.operators(shape_of(recipe.cache.page_size, share.part(config))), group, share)
+    head = Mtp(config, *operators_of(recipe, machine, share.part(config), share, group), group, share)
     try:
         mtp_weights.load(head, recipe.model.path)
     except ValueError as error:

@@ -36,7 +36,7 @@ from models.step.graphs import captured_sizes
 from models.step.runner import ModelRunner, RowSampler
 from models.step.stage_runner import StageRunner
 from models.step.warm_up import capture, largest_step_bytes, warm_up
-from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, shape_of
+from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, operators_of
 from recipes.assembly.families import WITH_MTP, overridden_fields, share_of, unknown_fields, unread_layers
 from recipes.assembly.live_memory import LiveMemory
 from recipes.assembly.memory_plan import MemoryPlan, report
@@ -207,7 +207,7 @@ def _loaded(
 ) -> Decoder:
     """Return this rank's part of the decoder, with its weights."""
     group, share, stages = place
-    ops, attention = machine.operators(shape_of(recipe.cache.page_size, share.part(config)))
+    ops, attention = operators_of(recipe, machine, share.part(config), share, group)
     attention.check()
     attention.check_longest(memory.longest_tokens)
     if config.is_int8:

@@ -19,7 +19,7 @@ from models.config import DecoderConfig
 from models.drafting.config import Eagle3Config, MtpConfig, mtp_config
 from models.modelslim import check_cache, described, without_method
 from models.parallel.placement import read as read_placement
-from models.parallel.share import Share, check_experts, check_ranks, check_stages
+from models.parallel.share import Share, check_contexts, check_experts, check_ranks, check_stages
 from models.quantization import KEY, Quantization
 from recipes.config_overrides import named_overrides, with_overrides
 from recipes.deepseek import model as deepseek
@@ -223,6 +223,8 @@ def share_of(recipe: Recipe, rank: int) -> tuple[DecoderConfig, Share]:
         name = "tensor"
         check_ranks(config, parallel.tensor, parallel.expert)
         check_groups(config, parallel.tensor, parallel.expert)
+        name = "context"
+        check_contexts(config, parallel.tensor, parallel.context)
         name = "pipeline"
         check_stages(config, parallel.pipeline)
         if parallel.placement is not None and config.mixture is not None:
@@ -231,7 +233,8 @@ def share_of(recipe: Recipe, rank: int) -> tuple[DecoderConfig, Share]:
             config = replace(config, mixture=replace(config.mixture, placement=placement))
     except ValueError as error:
         raise RecipeError(f"parallel.{name}", str(error), value=getattr(parallel, name)) from error
-    return config, Share.of_rank(rank, parallel.tensor, parallel.pipeline, parallel.expert)
+    parts = parallel.tensor, parallel.pipeline, parallel.expert, parallel.context
+    return config, Share.of_rank(rank, *parts)
 
 
 def draft_config(recipe: Recipe, config: DecoderConfig) -> DecoderConfig | None:

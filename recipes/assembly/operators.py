@@ -22,21 +22,29 @@ def check_operators(recipe: Recipe, config: DecoderConfig, longest_tokens: int, 
     device = recipe.device
     for product in PRODUCTS:
         if device.kind == "npu" and product.name == device.product:
-            _check(recipe, share.part(config), product, longest_tokens)
+            _check(recipe, share.part(config), product, longest_tokens, share.contexts)
             draft = draft_config(recipe, config)
             if draft is not None and not isinstance(draft, MtpConfig):  # which is as the model's own layers
                 _check(recipe, draft, product, longest_tokens)
 
 
-def _check(recipe: Recipe, config: DecoderConfig, product: AscendProduct, longest_tokens: int) -> None:
+def _check(
+    recipe: Recipe, config: DecoderConfig, product: AscendProduct, longest_tokens: int, contexts: int = 1
+) -> None:
     # Imported here because they import torch, which takes a second
+    from attention.divided import check_divided, shapes_of
     from models.layers.dtypes import TORCH_DTYPES
     from recipes.assembly.decoders import shape_of
 
     dtype, shape = TORCH_DTYPES[config.dtype], shape_of(recipe.cache.page_size, config)
     product.check_dtype(dtype)
+    shapes = [shape]
+    if contexts > 1:
+        check_divided(shape, contexts)
+        shapes = [*shapes_of(shape, contexts)]
     if recipe.device.attention != "reference":
-        product.check(shape, takes_float32=recipe.device.virtual_fp32)
+        for each in shapes:
+            product.check(each, takes_float32=recipe.device.virtual_fp32)
         product.check_longest(longest_tokens)
     if config.is_int8:
         product.check_int8(dtype, config.int8_forms)

@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from devices.ascend_limits import MOST_GATHERED, PRODUCTS
+from devices.ascend_limits import MOST_GATHERED, PAGE_STEP, PRODUCTS
 from devices.host_memory import host_memory_bytes
 from kv_cache.groups import ITEM_BYTES, most_pages
 from models.config import DTYPE_BYTES, DecoderConfig, HeadConfig, IndexConfig, bytes_of_adapters
 from models.drafting.config import MtpConfig
 from models.packing import WIDENED_ROWS
-from models.parallel.share import Share
+from models.parallel.share import Share, most_contexts
 from recipes.assembly.families import draft_config
 from recipes.assembly.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
 from recipes.assembly.memory_plan import GIB, WHOLE, MemoryPlan, WindowPages, in_gib
@@ -93,11 +93,39 @@ def plan_memory(
     return _with_pages(recipe, both, sizing, num_devices)
 
 
+def of_divided_pages(
+    recipe: Recipe, config: DecoderConfig, memory_bytes: int | None, share: Share
+) -> list[tuple[str, str]]:
+    """Return the row on what the cache would hold if ranks divided its pages, where they hold copies of them.
+
+    Pages keep their size, and on an NPU each rank's part of one is what its operators take.
+    """
+    if recipe.parallel.context > 1 or config.int8_cache:
+        return []
+    most, size = most_contexts(config, share.tensors), recipe.cache.page_size
+    step = PAGE_STEP if recipe.device.kind == "npu" else 1
+    count = max(each for each in range(1, most + 1) if most % each == 0 and size % (each * step) == 0)
+    if count == 1:
+        return []
+    divided = replace(recipe, parallel=replace(recipe.parallel, context=count))
+    plan = plan_memory(divided, config, memory_bytes, share=replace(share, contexts=count))
+    longest = f"a request up to {plan.longest_tokens:,}"
+    return [
+        ("divided pages", f"parallel.context={count} would hold {plan.cache_tokens - 1:,} tokens, {longest}")
+    ]
+
+
 def _page_bytes(recipe: Recipe, both: list[DecoderConfig], tensor: int) -> int:
-    """Return the bytes of a page of the layers that need all tokens, and of the features of a head."""
-    token_bytes = tensor * sum(each.kv_bytes_by_group(tensor)[0] for each in both)
-    features = sum(each.feature_bytes for each in both if isinstance(each, HeadConfig))
-    return recipe.cache.page_size * token_bytes + features
+    """Return the bytes of a page of the layers that need all tokens, and of the features of a head.
+
+    Neighbours divide the pages of the model and of its own prediction layer, but not those of a draft model,
+    nor features.
+    """
+    size, num_bytes = recipe.cache.page_size, 0
+    for number, each in enumerate(both):
+        contexts = recipe.parallel.context if number == 0 or isinstance(each, MtpConfig) else 1
+        num_bytes += tensor * (size // contexts) * each.kv_bytes_by_group(tensor)[0]
+    return num_bytes + sum(each.feature_bytes for each in both if isinstance(each, HeadConfig))
 
 
 def _with_pages(
@@ -160,11 +188,13 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
         item_bytes += FLOAT32_BYTES  # rows are widened to float32, and their results lie beside them
     logits = num_slots * (vocab_size or config.vocab_size) * (config.dtype_bytes + LOGIT_BYTES)
     read = 0
+    if recipe.parallel.context > 1:  # a request's pages are gathered for a layer at a time
+        read += _longest_cached(recipe, config) * config.kv_bytes_by_group()[0] // config.num_layers
     if is_plain or is_latent or config.int8_cache:
         longest = _longest_cached(recipe, config)
         if config.int8_cache and not is_plain:
             longest = max(longest, MOST_GATHERED)
-        read = _read_bytes(config, min(longest, most_read), in_float32=is_plain)
+        read += _read_bytes(config, min(longest, most_read), in_float32=is_plain)
     widened = 0
     if (
         config.kept_form is not None and not is_npu

@@ -116,6 +116,7 @@ FOREIGN = (
     _near("worldSize npuDeviceIds", "parallel.tensor", "ASCEND_RT_VISIBLE_DEVICES says which devices"),
     _same("pipeline_parallel_size pp_size pp", "parallel.pipeline"),
     _near("enable_expert_parallel ep_size ep", "parallel.expert", "a number that divides `parallel.tensor`"),
+    _same("decode_context_parallel_size dcp_size dcp", "parallel.context", "it divides `parallel.tensor`"),
     _near("data_parallel_size dp_size dp", "", "scripts.route spreads requests over engines"),
     _same("NumSpecTokens num_spec_tokens num_speculative_tokens", "speculation.max_tokens", "with a kind"),
     _near("speculative_config", "speculation.kind"),

@@ -21,7 +21,11 @@ from recipes.schema.checks import (
     page_contradictions,
 )
 from recipes.schema.keys import key, keys_of
-from recipes.schema.parallel_section import ParallelSection, stage_contradictions
+from recipes.schema.parallel_section import (
+    ParallelSection,
+    context_contradictions,
+    stage_contradictions,
+)
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_section import SchedulerSection
 from recipes.schema.server_section import ServerSection
@@ -328,6 +332,7 @@ class Recipe:
             is_sharing=self.cache.prefix_sharing,
             is_open=self.cache.events_open or self.cache.events_key_file is not None,
         )
+        yield from self._context_contradictions()
         yield from page_contradictions(
             self.server,
             is_sharing=self.cache.prefix_sharing,
@@ -348,6 +353,18 @@ class Recipe:
             self.parallel, self.speculation.kind, count_experts=self.device.count_experts
         )
         yield from self._length_contradictions()
+
+    def _context_contradictions(self) -> Iterator[RecipeError]:
+        elsewhere = {
+            "server.pages_at": self.server.pages_at,
+            "server.prompt_replicas": self.server.prompt_replicas or None,
+        }
+        yield from context_contradictions(
+            self.parallel,
+            self.cache.page_size,
+            self.cache.dtype,
+            next((name for name, value in elsewhere.items() if value is not None), None),
+        )
 
     def _length_contradictions(self) -> Iterator[RecipeError]:
         cache, longest = self.cache, self.scheduler.max_request_tokens

@@ -28,12 +28,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention.divided import DividedAttention, DividedLatentAttention, shapes_of
 from attention.reference import Attention
 from attention.sparse import latent_attention
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from devices.ascend_limits import BUFFER_MIB
+from devices.shapes import AttentionShape
 from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.groups import DType
 from models.checkpoint import weights
@@ -41,7 +43,7 @@ from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.layers.logit_parts import LogitParts
 from models.ops.reference import Ops
-from models.parallel.group import Backend, Group, divided, join
+from models.parallel.group import Backend, Group, divided, dividing_pages, join
 from models.parallel.share import Share
 from models.quantization import Quantization
 from models.sampling.follower import FollowerSampler
@@ -98,6 +100,7 @@ def built(
     int8_at_load: bool = False,
     dtype: DType = "float32",
     experts: int = 1,
+    contexts: int = 1,
     dispatches: bool = False,
     int8_cache: bool = False,
 ) -> tuple[Decoder, int]:
@@ -113,7 +116,7 @@ def built(
         config = replace(config, mixture=replace(config.mixture, placement=placement))
     if int8_at_load:
         config = replace(config, quantization=Quantization(ignore=(), is_stored=False))
-    decoder = empty(config, group, kind, way, experts)
+    decoder = empty(config, group, kind, way, experts, contexts)
     if dispatches:
         product = decoder.ops.product  # type: ignore[attr-defined]
         dtypes = *product.dtypes, "float32"  # which the stand-in takes here
@@ -127,18 +130,33 @@ def page_size(config: DecoderConfig) -> int:
 
 
 def empty(
-    config: DecoderConfig, group: Group, kind: Kind = "cpu", way: Way | None = None, experts: int = 1
+    config: DecoderConfig,
+    group: Group,
+    kind: Kind = "cpu",
+    way: Way | None = None,
+    experts: int = 1,
+    contexts: int = 1,
 ) -> Decoder:
     """The group's decoder before it has weights: in plain torch on the CPU, unless a way is named.
 
-    Its experts are spread over so many parts of the group.
+    Its experts are spread over so many parts of the group, and so many ranks divide a page, which has as many
+    times the tokens.
     """
-    share = Share(group.rank, group.size, experts=experts)
-    shape = shape_of(page_size(config), share.part(config))
-    attention = Attention if shape.latent is None else latent_attention
+    share = Share(group.rank, group.size, experts=experts, contexts=contexts)
+    shape = shape_of(contexts * page_size(config), share.part(config))
+    kind_of = Attention if shape.latent is None else latent_attention
     is_plain = kind == "cpu" and way is None
-    operators = (Ops(), attention(shape)) if is_plain else machine(kind, way or "fused").operators(shape)
-    return Decoder(config, *operators, group, share)
+
+    def operators(shape: AttentionShape) -> tuple[Ops, Attention]:
+        return (Ops(), kind_of(shape)) if is_plain else machine(kind, way or "fused").operators(shape)
+
+    if contexts == 1:
+        return Decoder(config, *operators(shape), group, share)
+    (ops, parts), (_, whole) = (operators(each) for each in shapes_of(shape, contexts))
+    divides = DividedAttention if shape.latent is None else DividedLatentAttention
+    attention = divides(shape, parts, whole, dividing_pages(group, contexts))
+    attention.check()
+    return Decoder(config, ops, attention, group, share)
 
 
 def logits_of(decoder: Decoder, *, graphs: bool = False) -> Tensor:
@@ -158,12 +176,12 @@ def cache_of(decoder: Decoder) -> KVCache:
     """The pages of a rank."""
     part, attention = decoder.part, decoder.attention
     layers = [LayerPages(attention.new_planes)] * part.num_layers
-    return KVCache(layers, page_size(part), [NUM_PAGES], indexed=attention.indexed)
+    return KVCache(layers, attention.shape.page_size, [NUM_PAGES], indexed=attention.indexed)
 
 
 def table(decoder: Decoder) -> SlotPool:
     """The rows of two requests that draw their tokens, with pages for all of them."""
-    size = page_size(decoder.config)
+    size = decoder.attention.shape.page_size
     slots = SlotPool(len(LENS), max(LENS) + NUM_DRAWN, size)
     rng, first_page = np.random.default_rng(3), 1
     for number, length in enumerate(LENS):
@@ -279,12 +297,14 @@ def collectives(group: Group, device: torch.device) -> dict[str, Tensor]:
         return torch.tensor([[group.rank + 1.0, -group.rank]], device=device)
 
     column = brought().repeat(3, 1)[:, :1]
+    each = torch.arange(group.size, device=device)
     found = {
         "sum": group.all_reduce(brought()),
         "sum of a column": group.all_reduce(column),
         "largest": group.all_reduce_max(brought()),
         "all": group.all_gather(brought()),
         "all of a column": group.all_gather(column),
+        "one of each": group.exchange(10.0 * group.rank + each) - group.rank,
         "of the last": group.broadcast(brought(), group.size - 1),
     }
     return {name: tensor.cpu() for name, tensor in found.items()}
@@ -314,7 +334,8 @@ def main(backend: Backend, rank: int, size: int, folder: Path) -> None:
     torch.save(collectives(group, device), folder / f"collectives.{rank}.pt")
     for name, case in json.loads((folder / "cases.json").read_text()).items():
         graphs, joins, chooses = (case.pop(name, False) for name in ("graphs", "joins", "chooses"))
-        divided(group, Share(rank, size, experts=case.get("experts", 1)))
+        share = Share(rank, size, experts=case.get("experts", 1), contexts=case.get("contexts", 1))
+        divided(group, share)
         group.open_for_tokens(BUFFER_MIB if case.get("dispatches") else 0, device)
         decoder, num_bytes = built(Path(case.pop("path")), group, kind, **case)
         found: dict[str, Any] = {"bytes": num_bytes}

@@ -90,6 +90,9 @@ SPREAD = {
     for name in MODELS
     if "moe" in name or name.startswith(("mixtral", "deep", "gpt", "minimax", "hy_v3"))
 }
+# Those whose pages two neighbours divide: latents, and a key-value head of which both have copies
+BY_ALL = "deepseek_v3_divided"  # by four, where there are four ranks
+DIVIDED = {BY_ALL: "deepseek_v3", "qwen2_yarn_divided": "qwen2_yarn"}
 # Those whose tokens are chosen, too, which hangs on a rank's rows of the head alone: where these do not
 # divide evenly, are tied to the embedding, and have caps
 CHOOSE = ("llama_biased", "qwen2_yarn", "deepseek_v3", "gemma2", "fused")
@@ -97,7 +100,7 @@ CHOOSE = ("llama_biased", "qwen2_yarn", "deepseek_v3", "gemma2", "fused")
 # int8 that do not divide alike
 AMONG_FOUR = (
     *("llama_biased", "qwen2_yarn", "gpt_oss_half", "deepseek_v2_spread", "phi3_part", "gemma2"),
-    *("minimax_m2_spread", "olmo3_full"),
+    *("minimax_m2_spread", "olmo3_full", "deepseek_v3_divided", "qwen2_yarn_divided"),
     *("int8_at_load", "int8_stored", "bfloat16", "fused"),
 )
 AT_LOAD, STORED, BFLOAT16, FUSED = "int8_at_load", "int8_stored", "bfloat16", "fused"
@@ -134,6 +137,7 @@ def checkpoints(folder: Path) -> Cases:
             changed = replace(variant, options=options, saved_as=torch.float32, shard_size="5GB")
             cases[variant.name] = {"path": str(make(changed, folder)[1])}
     cases |= {name: cases[of] | {"experts": 2} for name, of in SPREAD.items()}
+    cases |= {name: cases[of] | {"contexts": 2} for name, of in DIVIDED.items()}
     cases[BFLOAT16] = cases["qwen2_yarn"] | {"dtype": "bfloat16"}
     cases[FUSED] = cases["qwen2_yarn"] | {"way": "fused"}
     cases[AT_LOAD] = cases[INT8_MODEL] | {"int8_at_load": True}
@@ -180,6 +184,7 @@ def found(cases: Cases, tmp_path_factory: pytest.TempPathFactory) -> Callable[[i
     @cache
     def of(size: int) -> Found:
         some = {name: cases[name] for name in (cases if size == 2 or THOROUGH else AMONG_FOUR)}
+        some[BY_ALL] = some[BY_ALL] | {"contexts": size}
         return run_ranks("gloo", size, tmp_path_factory.mktemp("ranks"), some)
 
     return of
@@ -195,6 +200,7 @@ def check_collectives(ranks: list[dict[str, Tensor]]) -> None:
         "largest": [[size, 0]],
         "all": [[[rank + 1, -rank]] for rank in range(size)],
         "all of a column": [[[rank + 1]] * 3 for rank in range(size)],
+        "one of each": [10 * rank for rank in range(size)],
         "of the last": [[size, 1 - size]],
     }
     for rank in ranks:
@@ -218,7 +224,7 @@ class InParts(Ops):
 
 
 def alone(case: dict[str, Any]) -> Decoder:
-    case = {name: value for name, value in case.items() if name not in ("experts", "chooses")}
+    case = {name: value for name, value in case.items() if name not in ("experts", "contexts", "chooses")}
     return built(Path(case.pop("path")), ALONE, **case)[0]
 
 
@@ -316,7 +322,7 @@ def test_what_one_engine_has_told_hccl_the_next_one_changes(
     assert caplog.messages == []
 
 
-@each_of([*MODELS, *SPREAD, FUSED])
+@each_of([*MODELS, *SPREAD, *DIVIDED, FUSED])
 def test_ranks_compute_what_one_computes(
     size: int, name: str, cases: Cases, found: Callable[[int], Found]
 ) -> None:

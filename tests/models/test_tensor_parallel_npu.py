@@ -25,7 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_layer_types": {"num_key_value_heads": 1},
     "gemma3_layer_types": {},
     "deepseek_v3": {"moe_intermediate_size": 32},
-    "qwen3_moe": {"moe_intermediate_size": 32},
+    "qwen3_moe": {"moe_intermediate_size": 32, "num_key_value_heads": 1},
 }
 
 SPREAD = ("deepseek_v3_spread", "qwen3_moe_spread")  # whole experts over two parts of the ranks
@@ -33,9 +33,12 @@ SENT = ("qwen3_moe_sent",)  # whole experts on every rank, to which tokens are s
 INT8 = {"int8": "llama_biased", "int8_spread": "qwen3_moe_spread", "int8_sent": "qwen3_moe_sent"}
 
 
-ALL = (*MODELS, *SPREAD, *SENT)
+# Whose pages two ranks divide: latents, and one key-value head
+DIVIDED = {"deepseek_v3_divided": "deepseek_v3", "qwen3_moe_divided": "qwen3_moe"}
+
+ALL = (*MODELS, *SPREAD, *SENT, *DIVIDED)
 # Decodes of these are also computed without a capture, which sends the same calls
-EAGER = cases(("deepseek_v3_spread", "qwen3_moe_sent"), ALL)
+EAGER = cases(("deepseek_v3_spread", "qwen3_moe_sent", *DIVIDED), ALL)
 EAGER_INT8 = cases(("int8_sent",), tuple(INT8))
 # What four ranks do as two do not: fewer key heads, or tokens, than ranks, and experts that two divide
 AMONG_FOUR = (
@@ -58,6 +61,7 @@ def checkpoints(folder: Path, size: int) -> Cases:
     plain |= {name: plain[name.removesuffix("_spread")] | {"experts": 2} for name in SPREAD}
     dispatches = {"experts": size, "dispatches": True}
     plain |= {name: plain[name.removesuffix("_sent")] | dispatches for name in SENT}
+    plain |= {name: plain[of] | {"contexts": 2} for name, of in DIVIDED.items()}
     captured = {f"{name}_captured": case | {"graphs": True} for name, case in plain.items()}
     apart, int8 = plain["qwen3_layer_types"] | {"dtype": "bfloat16"}, {}
     sums = {

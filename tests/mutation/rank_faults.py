@@ -4,7 +4,30 @@ from __future__ import annotations
 
 from tests.mutation.fault import Fault
 
+_DIVIDED = "tests/models/test_tensor_parallel.py::test_ranks_compute_what_one_computes"
+
 FAULTS = {
+    "part_of_a_rank_dropped": Fault(
+        "attention/divided.py::DividedAttention.joined",
+        "parts[..., :-1], parts[..., -1:]",
+        "parts[:-1, ..., :-1], parts[:-1, ..., -1:]",
+        "what the last neighbour has of a request's keys is forgotten",
+        _DIVIDED,
+    ),
+    "parts_weighed_alike": Fault(
+        "attention/divided.py::DividedAttention.joined",
+        "(output * (sums - total).exp()).sum(0)",
+        "output.mean(0)",
+        "a rank with few keys of a request counts as much as one with many",
+        _DIVIDED,
+    ),
+    "parts_gathered_in_turn": Fault(
+        "attention/divided.py::DividedAttention.all_of",
+        "self.neighbours.all_gather(own).movedim(0, 2)",
+        "self.neighbours.all_gather(own).movedim(0, 1).reshape(made[first : first + most].shape)",
+        "a gathered page has one rank's tokens after the other's, and not in their order",
+        _DIVIDED,
+    ),
     "resize_told_too_late": Fault(
         "continuous_batching/engine.py::Engine.resize",
         (

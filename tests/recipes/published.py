@@ -309,6 +309,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "DeepSeek-V2-Lite-Chat": DEEPSEEK_V2_LITE,
     "DeepSeek-V3-W8A8": DEEPSEEK_W8A8,
     "DeepSeek-R1-W8A8": DEEPSEEK_W8A8,
+    "DeepSeek-V3.1-W8A8": DEEPSEEK_W8A8,
     "DeepSeek-V3.2-W8A8": DEEPSEEK_V3_2,
     "GLM-5.1-W8A8": GLM_5_1,
     "GLM-5.1-W4A8": GLM_5_1,

@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from attention.divided import shapes_of
+from attention.latent import LatentAttention
 from devices.ascend_limits import product
 from models.checkpoint.int4 import largest_side
 from models.layers.dtypes import TORCH_DTYPES
+from models.parallel.share import Share
 from models.step.graphs import ladder
 from recipes.__main__ import main
 from recipes.assembly.decoders import shape_of
 from recipes.assembly.families import share_of
-from recipes.assembly.memory_plan import GIB, report
+from recipes.assembly.memory_plan import GIB, MemoryPlan, report
 from recipes.assembly.sizing import plan_memory
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT, Recipe
@@ -103,6 +106,65 @@ def test_show_plans_without_the_device(capsys: pytest.CaptureFixture[str]) -> No
         main(["show", path, "device.memory_gib=12"])
 
 
+DEEPSEEK, QWEN = "recipes/deepseek/deepseek_v3.1_910c_tp16.yaml", "recipes/qwen3/qwen3_8b_910b.yaml"
+
+
+@pytest.mark.parametrize("count", [2, 8, 16])
+def test_ranks_that_divide_pages_hold_as_many_times_the_tokens(count: int) -> None:
+    def planned(count: int) -> MemoryPlan:
+        ranks = (f"parallel.context={count}", "cache.page_size=256")
+        recipe = load(DEEPSEEK, [*ranks, "cache.memory_gib=6", "cache.memory_fraction=null"])
+        config, share = share_of(recipe, 0)
+        return plan_memory(recipe, config, 64 * GIB, share=share)
+
+    whole, divided = planned(1), planned(count)
+    assert divided.page_bytes * count == whole.page_bytes
+    assert count * whole.num_pages <= divided.num_pages < count * (whole.num_pages + 1)
+    shape = shape_of(256, Share(0, 16, contexts=count).part(share_of(load(DEEPSEEK), 0)[0]))
+    parts, _ = shapes_of(shape, count)
+    held = [sum(each.nbytes for each in LatentAttention(each).new_planes(3)) for each in (shape, parts)]
+    assert held[0] == count * held[1], "what is allocated is what is planned"
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "said"),
+    [
+        (
+            DEEPSEEK,
+            "parallel.context=32",
+            "parallel.context: 32 ranks cannot divide a page of the cache: 16 of 16",
+        ),
+        (DEEPSEEK, "cache.page_size=68", "cache.page_size is 68, which it does not divide"),
+        (DEEPSEEK, "cache.dtype=int8", "cache.dtype is int8, whose pages are not divided"),
+        (
+            DEEPSEEK,
+            "server.pages_at=tcp://127.0.0.1:1",
+            "server.pages_at is set, and engines exchange whole pages",
+        ),
+        (
+            QWEN,
+            "parallel.context=2",
+            "parallel.context: 2 ranks cannot divide a page of the cache: 1 of 1 tensor",
+        ),
+        (
+            "recipes/gpt_oss/gpt_oss_20b_910b.yaml",
+            "parallel.context=2",
+            "the model has sliding windows, which are",
+        ),
+    ],
+)
+def test_what_ranks_cannot_divide_is_refused(path: str, change: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        share_of(load(path, [change]), 0)
+
+
+def test_show_says_what_divided_pages_would_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["show", DEEPSEEK, "parallel.context=1"])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "divided pages parallel.context=8 would hold 810,880 tokens, a request up to 163,840" in lines
+    assert "cache 6.81 GiB, 103,936 tokens" in lines
+
+
 def kind_of(recipe: Recipe) -> object:
     """What of a recipe matters where another model is served; all of it with --thorough.
 
@@ -138,7 +200,8 @@ SMALL = (TINY, "cache.num_pages=64", "server.step_timeout_s=300", "device.virtua
 for path in sys.argv[1:]:
     recipe = load(path)
     tensor = 1 if recipe.parallel.pipeline > 1 else min(2, recipe.parallel.tensor)  # two ranks are enough
-    changes = [*SMALL, f"parallel.tensor={tensor}"]
+    # The tiny model has a key-value head for each of two ranks
+    changes = [*SMALL, f"parallel.tensor={tensor}", "parallel.context=1"]
     if recipe.model.quantization == "w4a16":  # the tiny model is not packed
         changes.append("model.quantization=auto")
     llm = LLM(path, *changes)

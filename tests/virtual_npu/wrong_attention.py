@@ -228,7 +228,6 @@ ATTENTION = [
         "latent",
     ),
     Wrong("latent", to("value", torch.zeros_like), "value", "that is not the key", "latent"),
-    Wrong("latent", put(return_softmax_lse=True), "return_softmax_lse", "is True", "latent"),
     Wrong(
         "latent",
         lambda call: {

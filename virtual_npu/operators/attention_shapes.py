@@ -100,8 +100,6 @@ def _latent(call: Call) -> Iterator[Breach]:
             yield "num_query_heads", f"{heads} over num_key_value_heads {kv_heads}"
         if call["block_table"] is None or not _same(call["key"], call["value"]):
             yield "value", f"{shape(call['value'])} that is not the key, or without a block_table"
-        if call["return_softmax_lse"]:
-            yield "return_softmax_lse", True
     elif dim != 128 or kv_heads != heads or call["block_table"] is not None:
         yield "query_rope", f"given with heads of {dim}, {heads} over {kv_heads}"
 
@@ -334,8 +332,9 @@ SHAPES = (
     Rule(
         "latent",
         "with rope, heads are 128 with as many kv heads and no paging; or 512 with one kv head, 1 to 128"
-        " query heads (a power of two), a page table, the key as value, and no softmax_lse",
-        DOC + "; vllm-ascend attention/mla_v1.py",
+        " query heads (a power of two), a page table, and the key as value. The page excludes softmax_lse,"
+        " for which vllm-ascend asks where ranks divide a sequence",
+        DOC + "; vllm-ascend attention/mla_v1.py and attention/context_parallel/mla_cp.py",
         "expand the latents for long spans, absorb the queries of short ones",
         _latent,
     ),
