@@ -117,7 +117,7 @@ def _decodes(inputs: Inputs, states: Tensor, metadata: StateMetadata) -> Tensor:
         ssm_state_indices=targets,
         **{"g" if decay.ndim == 2 else "gk": decay},
     )
-    return read
+    return read.to(value.dtype)  # which it is already, but in float32 on the stand-in
 
 
 def _rows_of(spans: Sequence[StateSpan], device: torch.device) -> Tensor:

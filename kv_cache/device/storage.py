@@ -42,6 +42,7 @@ class LayerPages:
     # The heads of the layer here, which divide this axis of each plane evenly; one: it is not divided
     num_heads: int = 1
     head_axis: int = 1
+    holds_state: bool = False  # a page is the whole state of a request, and no token's
 
 
 class CacheLayers:
@@ -81,12 +82,14 @@ class CacheLayers:
         return self.of(0)[0].device
 
     def scratch(self, num_places: int) -> CacheLayers:
-        """Return pages of at least `num_places` tokens for work without requests.
+        """Return pages of at least `num_places` tokens, each in a row of its own, for work without requests.
 
-        Layers that make their planes in the same way share them.
+        Layers that make their planes in the same way share them. A row has a state of its own: operators may
+        take no more rows than there are states.
         """
         num_pages = -(-num_places // self.page_size)
-        made = {new: new(num_pages) for new in {each.new_planes for each in self.layers}}
+        kinds = {(each.new_planes, each.holds_state) for each in self.layers}
+        made = {new: new(num_places if is_state else num_pages) for new, is_state in kinds}
         return CacheLayers(self.layers, [made[each.new_planes] for each in self.layers], self.page_size)
 
     def clear_null_page(self) -> None:

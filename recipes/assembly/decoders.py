@@ -141,7 +141,7 @@ def layers_of(decoder: Decoder | Head) -> list[LayerPages]:
             layers.append(LayerPages(planes, config.group_of(layer)))
         else:  # one function for all layers that make equal planes
             new = made.setdefault(state, partial(new_states, state, device=attention.device))
-            layers.append(LayerPages(new, 1 + len(config.window_groups)))
+            layers.append(LayerPages(new, 1 + len(config.window_groups), holds_state=True))
     if isinstance(config, HeadConfig):
         shape, dtype = (config.num_kept, config.hidden_size), TORCH_DTYPES[config.dtype]
         layers.append(
