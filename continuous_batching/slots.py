@@ -50,8 +50,7 @@ class SlotPool:
         self.num_drafts = self._integers()  # drafts that follow the known tokens in token_ids
         self.num_drafted = self._integers()  # drafts that were verified
         self.num_accepted = self._integers()  # verified drafts that were accepted
-        # Numbers of last cached tokens that a draft model or head has not computed yet, and that the
-        # recurrent state has not taken in, because they were drafts
+        # Last cached tokens that a draft model or head lacks, and that the recurrent state has not taken in
         self.draft_lag, self.state_lag = self._integers(), self._integers()
         self.num_pages = self._integers()  # entries of page_table in use
         # Pages in use that were published in the prefix cache, or found there

@@ -12,6 +12,24 @@ TokenIds = NDArray[np.int32]
 KEY_BYTES = 32
 
 
+def page_salt(salt: str, adapter: str = "") -> str:
+    """Return the salt of a request's pages, from the salt of its own and the digest of its adapter.
+
+    The adapter stands first, and the request's salt as a hash. So no salt that a client chooses is that of an
+    adapter, and all have a bounded length. Without either it is empty.
+    """
+    if not salt and not adapter:
+        return ""
+    own = hashlib.sha256(salt.encode()).hexdigest() if salt else ""
+    return f"{adapter}:{own}"
+
+
+def adapter_of(salt: str) -> str:
+    """Return the digest of the adapter whose pages have this salt, as `page_salt` made it; "" for none."""
+    adapter, colon, _ = salt.partition(":")
+    return adapter if colon else ""
+
+
 def page_keys(tokens: TokenIds, page_size: int, salt: str, known: Sequence[bytes] = ()) -> list[bytes]:
     """Return the key of every full page of `tokens`; `known` are the keys of its first pages.
 

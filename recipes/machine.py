@@ -119,6 +119,7 @@ class Cpu(Machine):
 
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
         from attention.cpu.attention import CpuAttention
+        from attention.cpu.decodes import decodes
         from models.ops.cpu.ops import CpuOps, keep_memory
 
         keep_memory()
@@ -135,7 +136,11 @@ class Cpu(Machine):
         if shape.latent is not None:
             return ops, latent_attention(shape)
         plain = self.asked.attention == "reference"
-        return ops, Attention(shape) if plain else CpuAttention(shape, compile=compiles, limit=limit)
+        if plain:
+            return ops, Attention(shape)
+        read = decodes() if isinstance(found, Products) else found
+        source = None if isinstance(read, str) else read
+        return ops, CpuAttention(shape, compile=compiles, limit=limit, decodes=source)
 
     def recurrence(self, state_dtype: str) -> Recurrence:
         from attention.cpu.recurrent import CpuRecurrence

@@ -18,6 +18,7 @@ import msgspec
 from borders.files import in_one_line
 from borders.refusal import BadRequest, abbreviate_json
 from continuous_batching.request import Request
+from kv_cache.page_keys import adapter_of
 from models.checkpoint.adapter_files import CONFIG, WEIGHTS, AdapterFiles, look_at
 from recipes.schema.adapters_section import AdaptersSection
 from recipes.schema.recipe import ROOT
@@ -50,10 +51,6 @@ class NamedAdapter:
     number: int
     files: AdapterFiles
     is_there: bool = True  # the adapter is loaded into its place
-
-    def salted(self, salt: str) -> str:
-        """Return the page salt of this adapter's requests, which keeps their pages apart from all others."""
-        return f"{salt}:adapter:{self.files.digest}"
 
 
 class KnownAdapters:
@@ -196,7 +193,7 @@ class ServedAdapters(KnownAdapters):
     def check(self, request: Request) -> None:
         """Raise Unavailable if a request's place no longer holds the request's adapter."""
         held = {each.number: each for each in self.all if each.is_there}.get(request.adapter)
-        is_same = held is not None and request.cache_salt.endswith(held.files.digest)
+        is_same = held is not None and adapter_of(request.cache_salt) == held.files.digest
         if request.adapter and not is_same:
             raise Unavailable("the adapter was unloaded, or is being loaded again", 0.0)
 

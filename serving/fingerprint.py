@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kv_cache.exchange.messages import NO_DRAFTS
 from recipes.assembly import versions
 from recipes.schema.keys import keys_of
 from recipes.schema.recipe import Recipe
@@ -39,14 +40,14 @@ def of(recipe: Recipe, server_version: str) -> str:
         if not each.name.startswith("server.") and each.kind is not Path
     }
     digest = hashlib.sha256(json.dumps([server_version, versions.installed(), keys], default=str).encode())
-    _add_files(digest, recipe)
+    _add_files(digest, recipe.model.path)
     return f"fp_{digest.hexdigest()[:16]}"
 
 
 def of_weights(recipe: Recipe) -> str:
     """Return the version of a recipe's weights, by which their users can tell them from others."""
     digest = hashlib.sha256(json.dumps([recipe.model.weights, recipe.model.seed]).encode())
-    _add_files(digest, recipe)
+    _add_files(digest, recipe.model.path)
     return f"w_{digest.hexdigest()[:16]}"
 
 
@@ -67,8 +68,21 @@ def of_pages(recipe: Recipe) -> str:
         if each.name.startswith("model.") and each.name != "model.pooling" and each.kind is not Path
     }
     digest = hashlib.sha256(json.dumps([keys, recipe.cache.dtype], default=str).encode())
-    _add_files(digest, recipe)
+    _add_files(digest, recipe.model.path)
     return f"kv_{digest.hexdigest()[:16]}"
+
+
+def of_drafts(recipe: Recipe) -> str:
+    """Return what an engine keeps of a prompt beside the model's layers: the kind, and a digest of weights.
+
+    An MTP layer is in the model's own files, and so in `of_pages`.
+    """
+    asked = recipe.speculation
+    if asked.kind not in ("draft", "eagle3", "mtp"):
+        return NO_DRAFTS
+    digest = hashlib.sha256(json.dumps([asked.kind, asked.draft_dtype, asked.draft_quantization]).encode())
+    _add_files(digest, asked.draft_path)
+    return f"{asked.kind} {digest.hexdigest()[:16]}"
 
 
 def of_continuations(recipe: Recipe, server_version: str) -> str:
@@ -85,9 +99,9 @@ def of_continuations(recipe: Recipe, server_version: str) -> str:
     return f"go_{digest.hexdigest()[:16]}"
 
 
-def _add_files(digest: hashlib._Hash, recipe: Recipe) -> None:
-    folder = recipe.model.path
-    if folder is None:  # the recipe defines the model itself, with random weights
+def _add_files(digest: hashlib._Hash, folder: Path | None) -> None:
+    """Add the files of a checkpoint; there are none where the recipe defines the model itself."""
+    if folder is None:
         return
     for file in sorted({file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()}):
         digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())

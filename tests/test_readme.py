@@ -328,7 +328,7 @@ def test_every_family_stands_in_the_table_of_supported_models() -> None:
     page = (ROOT / "docs/models.md").read_text()
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| [`")]
     assert {name for row in rows for name in row.split("`")[1::2]} == set(SUPPORTED)
-    words = {24: "Twenty-four", 25: "Twenty-five", 26: "Twenty-six", 30: "Thirty"}
+    words = {24: "Twenty-four", 25: "Twenty-five", 26: "Twenty-six", 30: "Thirty", 36: "Thirty-six"}
     assert f"{words[len(SUPPORTED)]} kinds of `model_type`" in page
     assert f"{len(SUPPORTED)} kinds of models](docs/models.md)" in (ROOT / "README.md").read_text()
 

@@ -22,10 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from attention.cpu.decodes import Decodes, TileShape
 from attention.cpu.tiles import DecodeTiles, PromptSpan, QueryChunk
 from attention.reference import Attention, AttentionMetadata, Windows
 from continuous_batching.batch import Batch, ragged_ranges
 from devices.compiled import Compiled, CompileLimit
+from devices.cpp_sources import KINDS
 from devices.onednn import product_dtype
 from devices.shapes import AttentionShape
 
@@ -49,9 +51,10 @@ class CpuMetadata(AttentionMetadata):
 
 
 class CpuAttention(Attention):
-    """Attention on a CPU; with `compile`, its loops are compiled by a C++ compiler within the time `limit`.
+    """Attention on a CPU.
 
-    Decodes are slow without it.
+    With `decodes`, the source that is compiled for this machine, decodes are read by it where whole vectors
+    fit; they are slow without. With `compile`, other loops are compiled within the time `limit`.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class CpuAttention(Attention):
         *,
         compile: bool = False,
         limit: CompileLimit | None = None,
+        decodes: Decodes | None = None,
     ) -> None:
         super().__init__(shape, device)
         self.tile = max(1, math.gcd(shape.page_size, TILE))
@@ -70,20 +74,17 @@ class CpuAttention(Attention):
         self.key_view = (-1, heads, self.tile // lanes, dim, lanes)
         self.value_view = (-1, heads, dim // value_lanes, self.tile, value_lanes)
         self.compile = compile
+        lying = TileShape(self.tile, lanes, value_lanes)
+        self._decodes = decodes if lying.is_whole and shape.dtype in KINDS else None
+        self._lying = lying
         self._no_sinks = torch.full((shape.num_heads,), -torch.inf)
         self._is_plain = shape.score_cap is None and not shape.has_sinks
         self._product_dtype = product_dtype(shape.dtype)
-        self._store_loop, self._decode_loop = self._store, self._decode
+        self._store_loop = self._store
         self._rows_loop, self._columns_loop = self._rows, self._columns
         self._weigh_loop, self._scatter_loop = self._weigh, self._scatter
         if compile:
             self._store_loop = Compiled(self._store, ((0,), (0,), (), (), (1,)), limit=limit)
-            self._decode_loop = Compiled(
-                self._decode_fused,
-                ((0,), (), (), (), (0,), (0,), (0,), (0,), (0, 1), (0, 1)),
-                limit=limit,
-                plain=self._decode,
-            )
             self._rows_loop = Compiled(self._rows, ((0,), (0,)), limit=limit)
             self._columns_loop = Compiled(self._columns, ((0,), (0,), (0,)), limit=limit)
             self._weigh_loop = Compiled(self._weigh, ((1, 3), (0,), (0,), ()), limit=limit)
@@ -112,8 +113,6 @@ class CpuAttention(Attention):
         if num_decodes:
             slots = np.repeat(batch.slots[is_short], counts)
             ends = ragged_ranges(starts + 1, starts + counts + 1)
-            if num_decodes == 1:  # duplicated, because Compiled requires at least two
-                slots, ends = np.repeat(slots, 2), np.repeat(ends, 2)
             sizes = page_table, shape.page_size, tile
             tiles = {w: DecodeTiles.of(slots, ends, *sizes, w, shape.first_key) for w in used}
         prompts = {
@@ -174,22 +173,8 @@ class CpuAttention(Attention):
             sinks = self.sinks[layer].float()
         decoded = None
         if metadata.num_decodes:
-            chosen = query[metadata.decodes].float()
-            if metadata.num_decodes == 1:  # duplicated, as planned
-                chosen = chosen.expand(2, -1, -1).contiguous()
             tiles = metadata.tiles[window]
-            decoded = self._decode_loop(
-                chosen,
-                layer_keys,
-                layer_values,
-                sinks,
-                tiles.address,
-                tiles.row,
-                tiles.low,
-                tiles.high,
-                tiles.of_row,
-                tiles.is_tile,
-            )[: metadata.num_decodes]
+            decoded = self._decoded(query[metadata.decodes].float(), layer_keys, layer_values, sinks, tiles)
             if len(decoded) == len(query):
                 return decoded
         output = torch.empty_like(query)
@@ -203,6 +188,15 @@ class CpuAttention(Attention):
             for chunk in prompt.chunks:
                 self._attend_chunk(query, keys, values, chunk, sinks, output)
         return output
+
+    def _decoded(
+        self, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, tiles: DecodeTiles
+    ) -> Tensor:
+        """Return what the decodes' float32 queries [R, H, D] read."""
+        if self._decodes is not None:
+            read = self._decodes.attend(query, keys, values, sinks, tiles, self.shape, self._lying)
+            return read.to(self.shape.dtype)
+        return self._decode(query, keys, values, sinks, tiles)
 
     def _attend_whole(self, query: Tensor, fresh: Sequence[Tensor], tokens: slice) -> Tensor:
         """Attend within a prompt whose queries [T, H, D] see all `fresh` keys and values up to their own.
@@ -284,24 +278,15 @@ class CpuAttention(Attention):
         values.view(self.value_view)[tile, :, :, offset] = value
 
     def _decode(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        sinks: Tensor,
-        address: Tensor,
-        row: Tensor,
-        low: Tensor,
-        high: Tensor,
-        of_row: Tensor,
-        is_tile: Tensor,
+        self, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, tiles: DecodeTiles
     ) -> Tensor:
-        """Attend from queries [R, H, D] over their tiles, `SLAB` tiles at a time; returns [R, H, D]."""
+        """Attend without the compiled source, `SLAB` tiles at a time; returns [R, H, D]."""
         keys, values = keys.view(self.key_view), values.view(self.value_view)
         query = query.unflatten(1, (self.shape.num_kv_heads, -1)) * self.shape.scale
         place = torch.arange(self.tile, dtype=torch.int32)
         parts = []
-        for slab in zip(address.split(SLAB), row.split(SLAB), low.split(SLAB), high.split(SLAB)):
+        planned = tiles.address, tiles.row, tiles.low, tiles.high
+        for slab in zip(*(each.split(SLAB) for each in planned)):
             at, rows, begin, end = slab
             exists = place < end[:, None]
             seen = exists & (place >= begin[:, None])
@@ -313,42 +298,7 @@ class CpuAttention(Attention):
             value = torch.where(exists[:, None, :, None], value, 0.0)
             parts.append((peak, weights.sum(-1), weights @ value))
         peak, weight, output = (torch.cat(each).flatten(1, 2) for each in zip(*parts))
-        return _combine(peak, weight, output, sinks, of_row, is_tile).to(self.shape.dtype)
-
-    def _decode_fused(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        sinks: Tensor,
-        address: Tensor,
-        row: Tensor,
-        low: Tensor,
-        high: Tensor,
-        of_row: Tensor,
-        is_tile: Tensor,
-    ) -> Tensor:
-        """Compute `_decode` in a form for the compiler, which reads the tiles in place and each vector once.
-
-        The sums of all query heads of a group become one loop that shares its loads.
-        """
-        heads, group = self.shape.num_kv_heads, self.shape.num_heads // self.shape.num_kv_heads
-        key = keys.view(self.key_view)[address].float()  # [J, K, W/S, D, S]
-        value = values.view(self.value_view)[address].float()  # [J, K, D/E, W, E]
-        asked = query.unflatten(1, (heads, group))[row]  # [J, K, G, D]
-        place = torch.arange(self.tile, dtype=torch.int32)
-        exists = place < high[:, None]
-        seen = (exists & (place >= low[:, None]))[:, None]
-        value = torch.where(exists[:, None, None, :, None], value, 0.0)
-        outputs = []
-        scores = [(asked[:, :, g, None, :, None] * key).sum(3).flatten(2) for g in range(group)]
-        scores = [torch.where(seen, self._capped(each * self.shape.scale), -torch.inf) for each in scores]
-        peaks = [each.amax(-1) for each in scores]
-        weights = [torch.exp(each - peak[..., None]) for each, peak in zip(scores, peaks)]
-        parts = [(each[:, :, None, :, None] * value).sum(3).flatten(2) for each in weights]
-        for g, (peak, each, part) in enumerate(zip(peaks, weights, parts)):
-            outputs.append(_combine(peak, each.sum(-1), part, sinks[g::group], of_row, is_tile))
-        return torch.stack(outputs, 2).flatten(1, 2).to(self.shape.dtype)
+        return _combine(peak, weight, output, sinks, tiles.of_row, tiles.is_tile).to(self.shape.dtype)
 
 
 def _combine(

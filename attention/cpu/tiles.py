@@ -61,7 +61,7 @@ class DecodeTiles:
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
 
-        column = np.arange(max(2, counts.max()))  # Compiled requires at least two
+        column = np.arange(counts.max())
         is_tile = column < counts[:, None]
         begin = (np.cumsum(counts) - counts)[:, None]
         arrays = (

@@ -303,4 +303,5 @@ class SlotLifecycle:
             for copy in group.come_back(row, first, pages):
                 self.tables.copy(copy)
         slots.num_computed[row] = swapped.num_computed
-        slots.draft_lag[row], slots.state_lag[row] = swapped.draft_lag, swapped.state_lag
+        slots.draft_lag[row] = swapped.draft_lag
+        slots.state_lag[row] = swapped.state_lag

@@ -8,7 +8,7 @@ where they are answered, and all of them where nothing else runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -101,11 +101,14 @@ class Splitting:
             return ours
         return [each for each in ours if not self._has_slot(each)]
 
-    def choose(self, prompt: RoutedPrompt, sent: Sent, now_s: float) -> SplitChoice:
-        """Choose where the prompt of a request is computed, and count it there from now on."""
+    def choose(self, prompt: RoutedPrompt, sent: Sent, now_s: float, but: Sequence[int] = ()) -> SplitChoice:
+        """Choose where the prompt of a request is computed, and count it there from now on.
+
+        The replicas in `but` lack the request's model or adapter.
+        """
         if not self._endpoint_of:
             return _NO_SPLIT
-        places = self._places(sent.replica)
+        places = [each for each in self._places(sent.replica) if each not in but]
         to_compute = prompt.num_tokens - sent.hit_tokens
         if self._split == "never" or not places or to_compute <= prompt.tokens_a_key:
             return _NO_SPLIT

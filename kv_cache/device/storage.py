@@ -39,6 +39,9 @@ class LayerPages:
 
     new_planes: Callable[[int], tuple[Tensor, ...]]
     group: int = 0
+    # The heads of the layer here, which divide this axis of each plane evenly; one: it is not divided
+    num_heads: int = 1
+    head_axis: int = 1
 
 
 class CacheLayers:
@@ -142,32 +145,49 @@ class KVCache(CacheLayers):
         """Bytes of a page in each layer, all planes together."""
         return [sum(map(_page_bytes, planes)) for planes in self.planes]
 
-    def read_layer(self, layer: int, pages: Index) -> Callable[[], Bytes]:
+    def read_layer(self, layer: int, pages: Index, heads: range | None = None) -> Callable[[], Bytes]:
         """Start to copy some pages of a layer to the host; the function returned waits for the bytes.
 
-        The bytes are the first plane of all these pages, then the next.
+        The bytes are the first plane of all these pages, then the next; of some `heads` of this layer alone,
+        if they are given.
         """
         parts = self._copied(self.of(layer), pages)
         done = _queued(self.device)
 
         def wait() -> Bytes:
             done()
-            return np.concatenate([_bytes_of(part) for part in parts])
+            return np.concatenate(
+                [_bytes_of(self._of_heads(layer, part, heads).contiguous()) for part in parts]
+            )
 
         return wait
 
-    def write_layer(self, layer: int, pages: Index, data: Bytes) -> None:
-        """Write bytes, as `read_layer` returns them, to some pages of a layer.
+    def write_layer(self, layer: int, pages: Index, data: Bytes, heads: range | None = None) -> None:
+        """Write bytes, as `read_layer` returns them, to some pages of a layer, or to some of its heads there.
 
         The bytes may change afterwards, and a device is not waited for.
         """
         at = 0
         for tensor in self.of(layer):
-            part, count = _host_pages(tensor, len(pages)), len(pages) * _page_bytes(tensor)
+            whole = self._of_heads(layer, tensor, heads)
+            part, count = _host_pages(whole, len(pages)), len(pages) * _page_bytes(whole)
             _bytes_of(part)[:] = data[at : at + count]
-            _exchange(part, np.arange(len(pages)), tensor, pages, to_host=False, indexed=self._indexed)
+            if whole is tensor:
+                _exchange(part, np.arange(len(pages)), tensor, pages, to_host=False, indexed=self._indexed)
+            elif self._indexed:
+                whole.index_copy_(0, _index(pages, whole), part.to(whole.device, non_blocking=True))
+            else:
+                _copy_slices(part, np.arange(len(pages)), whole, pages)
             at += count
         assert at == len(data), f"{len(data)} bytes are not those of {len(pages)} pages"
+
+    def _of_heads(self, layer: int, pages: Tensor, heads: range | None) -> Tensor:
+        """Return a view of some heads of a layer's pages, and the pages themselves for all of them."""
+        made = self.layers[layer]
+        if heads is None or len(heads) == made.num_heads:
+            return pages
+        width = pages.shape[made.head_axis] // made.num_heads
+        return pages.narrow(made.head_axis, heads.start * width, len(heads) * width)
 
     def apply(self, copies: Sequence[PageCopy]) -> None:
         """Make page copies, one after the other. Off the CPU they are only queued, in that order."""

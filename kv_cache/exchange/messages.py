@@ -25,12 +25,14 @@ from borders.field_types import LAST_ID, LONGEST_NAME
 from borders.numbers import PORTS
 from borders.refusal import LONGEST_LINE, one_line
 
-VERSION = 1
+VERSION = 2
 HEAD = struct.Struct("<III")
 _LENGTHS = struct.Struct("<II")
 LONGEST_MESSAGE = 2**26  # enough for a prompt of 16 M tokens
 # Bound of every message but a request for a prompt's pages, and so of all that an engine of prompts sends
 LONGEST_SHORT = 2**16
+
+NO_DRAFTS = "none"
 
 Index = Annotated[int, Meta(ge=0, le=LAST_ID)]
 Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # number of a transfer, or of bytes
@@ -52,6 +54,7 @@ class Hello(PageMessage, frozen=True):
     transport: Name
     window: bytes  # description by which the peer reaches the window
     window_bytes: Number
+    drafts: Name = NO_DRAFTS  # what it keeps of a prompt beside the model's own layers
 
 
 class Welcome(PageMessage, frozen=True):
@@ -166,13 +169,15 @@ class PageIdentity:
 
     model: str  # digest of everything but the tokens that a page's content depends on
     page_size: int
-    layout: list[str]  # layout of a page in each layer
+    layout: list[str]  # layout of a page in each layer, those of a drafter last
+    drafts: str = NO_DRAFTS  # digest of the draft model, or of the head, that has layers of its own
 
     def difference(self, hello: Hello) -> str | None:
         """Describe the first difference to another engine, with both values; None if there is none."""
         pairs = {
             "the version of the messages": (VERSION, hello.version),
             "the model": (self.model, hello.model),
+            "speculation.kind, with its weights,": (self.drafts, hello.drafts),
             "cache.page_size": (self.page_size, hello.page_size),
             "the number of layers": (len(self.layout), len(hello.layout)),
         }

@@ -285,15 +285,19 @@ class PageLink:
                 " sent; raise server.page_window_mib there"
             )
         try:
-            self._reach = transport.reach(hello.window, hello.window_bytes)
+            self._reach = reach = transport.reach(hello.window, hello.window_bytes)
         except (OSError, ValueError) as error:
             return str(error)
+        if not self.connection.is_open:  # it may have ended before there was a reach to close
+            reach.close()
         self._ring = Ring(hello.window_bytes)
         return None
 
     def _lost(self, why: str) -> None:
         is_fault = isinstance(self.connection.error, Damaged | Unproven | ValueError) and not self._is_unfit
         self._server.has_ended(self, why, is_fault=is_fault)
+        if self._reach is not None:
+            self._reach.close()
         with self._has_room:
             self._has_room.notify()
         self._server.asked.put(LinkAsked(self, None))

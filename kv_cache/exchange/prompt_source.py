@@ -14,6 +14,7 @@ import time
 import zlib
 from dataclasses import dataclass
 
+from borders.field_types import LONGEST_NAME
 from borders.refusal import one_line
 from borders.shared_secret import Unproven
 from kv_cache.exchange.channel import NONE, Credentials
@@ -94,8 +95,11 @@ class PromptSource:
     ) -> tuple[Connection, int] | None:
         """Request pages; return the connection and the number of the transfer.
 
-        Returns None if the engine was lost a moment ago, or let others wait in vain.
+        Returns None if the engine was lost a moment ago, or let others wait in vain; and for names that are
+        too long to be told, which would end the connection for all.
         """
+        if max(len(cache_salt), len(tenant)) > LONGEST_NAME:
+            return None
         if time.monotonic() < self._not_before_s:
             return None
         if self._life is None or not self._life.connection.is_open:
@@ -138,6 +142,7 @@ class PromptSource:
                 self._name,
                 window.description,
                 self._window_bytes,
+                own.drafts,
             )
         )
 
@@ -167,16 +172,18 @@ class _Life:
             self.connection.end(str(error))
             return
         try:
-            self._window = source._transport.expose(source._window_bytes)
-            self.connection.window = self._window.memory
-            self.connection.start(sock, source._hello(self._window))
+            self._window = window = source._transport.expose(source._window_bytes)
+            self.connection.window = window.memory
+            self.connection.start(sock, source._hello(window))
+            if not self.connection.is_open:  # it may have ended before there was a window to close
+                window.close()
         except (OSError, RuntimeError) as error:  # a RuntimeError means that the system has no thread for it
             self.connection.end(str(error))
             sock.close()
 
     def _ended(self, why: str) -> None:
         if self._window is not None:
-            self._window.reached()  # reached or not, its name must not remain
+            self._window.close()
         if isinstance(self.connection.error, Stalled):
             self._pause_s = STALLED_S
         if isinstance(self.connection.error, Unproven):

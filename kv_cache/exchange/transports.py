@@ -4,8 +4,7 @@ A transport has two calls: the engine that answers exposes a window of its memor
 (`expose`), and the engine that computes prompts writes bytes there (`put`). Messages go over a socket beside
 it, whatever the transport.
 
-On hardware the two calls correspond to those of Mooncake's transfer engine (register memory, write to a
-peer's) or of HIXL's; neither is implemented or tried here. A write must have arrived when `put` returns.
+mooncake.py does both by Mooncake's transfer engine. A write must have arrived when `put` returns.
 """
 
 from __future__ import annotations
@@ -36,6 +35,10 @@ class PageWindow(Protocol):
         """Note that the peer has opened the window."""
         ...
 
+    def close(self) -> None:
+        """Let nobody write to the window any more: its connection has ended. Any thread may call it."""
+        ...
+
 
 class Reach(Protocol):
     """The same memory, seen by the peer."""
@@ -46,6 +49,10 @@ class Reach(Protocol):
         Any bytes that are returned must follow the message about them on the socket, and reach the window
         that way.
         """
+        ...
+
+    def close(self) -> None:
+        """Write no more: the connection has ended. Any thread may call it, also while another one writes."""
         ...
 
 
@@ -71,6 +78,9 @@ class _Memory:
     def reached(self) -> None:
         """Do nothing: the peer opens nothing."""
 
+    def close(self) -> None:
+        """Do nothing: only the connection's own thread writes to it."""
+
 
 class _Behind:
     """Sends bytes over the socket, behind the messages about them."""
@@ -78,6 +88,9 @@ class _Behind:
     def put(self, offset: int, data: Bytes) -> Bytes | None:
         """Return the bytes, to be sent with the message."""
         return data
+
+    def close(self) -> None:
+        """Do nothing: the socket ends with the connection."""
 
 
 class Tcp:
@@ -117,6 +130,10 @@ class _SharedWindow:
         with suppress(FileNotFoundError):
             self._path.unlink()
 
+    def close(self) -> None:
+        """Remove the name of a window that nobody has reached; who has it open shares no other memory."""
+        self.reached()
+
     def __del__(self) -> None:
         self.reached()
 
@@ -129,6 +146,9 @@ class _SharedReach:
         """Copy the bytes, which are visible to the peer at once."""
         self._memory[offset : offset + len(data)] = data
         return None
+
+    def close(self) -> None:
+        """Do nothing: the memory is freed when neither side has it open."""
 
 
 class SharedMemory:

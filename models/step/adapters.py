@@ -58,6 +58,8 @@ class Adapters:
         decoder.adapters = self.rooms = AdapterRooms(most, rank, decoder.attention.device)
         self._sizes = {name: (inputs, outputs) for name, inputs, outputs in decoder.config.linears()}
         self._rooms = list(self._attached(decoder))
+        # The digest of the files in each place, by which another engine names the same adapter
+        self.digests: dict[int, str] = {}
         self._is_elsewhere = lambda name: decoder.share.is_elsewhere(name, decoder.config)
 
     def _attached(self, decoder: Decoder) -> Iterator[_Room]:

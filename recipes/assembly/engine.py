@@ -246,7 +246,9 @@ def _adapters(recipe: Recipe, decoder: Decoder) -> Adapters | None:
     adapters = Adapters(decoder, asked.most, asked.rank)
     for number, (name, folder) in enumerate((asked.folders or {}).items(), 1):
         try:
-            adapters.put(number, adapters.read(look_at(ROOT / folder, asked.rank)))
+            files = look_at(ROOT / folder, asked.rank)
+            adapters.put(number, adapters.read(files))
+            adapters.digests[number] = files.digest
         except (ValueError, OSError) as error:
             raise RecipeError(
                 f"adapters.folders.{name}", in_one_line(error), "correct it, or leave it out"

@@ -274,9 +274,9 @@ def _kept_bytes(device: DeviceSection, config: DecoderConfig) -> int:
     """Return the bytes of a number in the type in which this CPU keeps the model's weights."""
     if config.dtype == "float32":
         return FLOAT32_BYTES
-    from models.ops.cpu.products import missing_for_products  # imported here because it imports torch
+    from devices.cpp_sources import missing_for_sources  # imported here because it imports torch
 
-    if device.compile is not False and device.attention == "fused" and missing_for_products() is None:
+    if device.compile is not False and device.attention == "fused" and missing_for_sources() is None:
         return config.dtype_bytes
     return _multiplied_bytes(config)
 

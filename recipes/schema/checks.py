@@ -52,12 +52,7 @@ def event_contradictions(endpoint: str | None, *, is_sharing: bool) -> Iterator[
         )
 
 
-_OWN_PAGES = ("draft", "eagle3", "mtp")  # kinds of speculation that keep keys of their own beside the model's
-
-
-def page_contradictions(
-    server: ServerSection, *, is_sharing: bool, ranks: int, speculation: str
-) -> Iterator[RecipeError]:
+def page_contradictions(server: ServerSection, *, is_sharing: bool, ranks: int) -> Iterator[RecipeError]:
     """Yield what contradicts `server.pages_at` and `server.prompt_replicas`."""
     pages_at, prompt_replicas = server.pages_at, server.prompt_replicas
     asked = {"server.pages_at": pages_at, "server.prompt_replicas": list(prompt_replicas) or None}
@@ -66,6 +61,7 @@ def page_contradictions(
             if endpoint is not None:
                 yield from _address_contradictions(name, endpoint, server)
     yield from _credential_contradictions(server)
+    yield from _mooncake_contradictions(server)
     if pages_at in prompt_replicas and pages_at is not None:
         yield RecipeError(
             ("server.pages_at", "server.prompt_replicas"),
@@ -95,13 +91,6 @@ def page_contradictions(
                 "leave this out, or set parallel.tensor and parallel.pipeline to 1",
                 value=asked[name],
             )
-        if speculation in _OWN_PAGES:
-            yield RecipeError(
-                (name, "speculation.kind"),
-                f"what {speculation} has of a prompt beside the model's pages is not exchanged",
-                "leave this out, or set speculation.kind to none, ngram or suffix",
-                value=asked[name],
-            )
 
 
 _TLS = ("pages_tls_certificate", "pages_tls_private_key", "pages_tls_authority")
@@ -122,6 +111,30 @@ def _address_contradictions(name: str, endpoint: str, server: ServerSection) -> 
             "set server.pages_key_file to a secret (openssl rand -hex 32), or server.pages_open to true where"
             " nobody else reaches this network",
             value=endpoint,
+        )
+
+
+def _mooncake_contradictions(server: ServerSection) -> Iterator[RecipeError]:
+    """Yield what contradicts `server.page_transport: mooncake`, and keys that nothing else reads."""
+    names = ("server.mooncake_host", "server.page_transport")
+    if server.page_transport != "mooncake":
+        if server.mooncake_host is not None:
+            problem = f"read only where server.page_transport is mooncake, and it is {server.page_transport}"
+            yield RecipeError(names, problem, "leave it out", value=server.mooncake_host)
+        return
+    if server.mooncake_host is None:
+        yield RecipeError(
+            names,
+            "required where server.page_transport is mooncake, and missing",
+            "set it to the address at which the other engine reaches this machine",
+        )
+    if not server.pages_open:
+        yield RecipeError(
+            ("server.page_transport", "server.pages_open"),
+            "Mooncake's transfer engine listens at all addresses and asks nobody who it is, and"
+            " server.pages_open is false",
+            "set server.pages_open to true where nobody else reaches this machine, or this to tcp",
+            value="mooncake",
         )
 
 

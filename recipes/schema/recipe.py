@@ -318,7 +318,6 @@ class Recipe:
             self.server,
             is_sharing=self.cache.prefix_sharing,
             ranks=self.parallel.ranks,
-            speculation=self.speculation.kind,
         )
         yield from answer_contradictions(self.server.tool_format, self.server.reasoning)
         yield from tier_contradictions(

@@ -90,8 +90,18 @@ class ServerSection:
         " names one in the header x-prompt-replica, as scripts.route does",
         default=(),
     )
-    page_transport: Literal["tcp", "shared_memory"] = key(
-        "prompt_replicas: how bytes of pages come; shared_memory: from engines on the same machine",
+    page_transport: Literal["tcp", "shared_memory", "mooncake"] = key(
+        "prompt_replicas: how bytes of pages come; shared_memory: from engines on the same machine; mooncake:"
+        " by Mooncake's transfer engine (docs/fleet.md), which both engines must name",
+        default="tcp",
+    )
+    mooncake_host: str | None = key(
+        "page_transport: the name or address at which the other engine's transfer engine reaches this"
+        " machine; required where page_transport is mooncake",
+        default=None,
+    )
+    mooncake_protocol: Literal["tcp", "rdma", "ascend"] = key(
+        "how Mooncake's transfer engine writes; refused where the machine has no device for it",
         default="tcp",
     )
     page_window_mib: float = key(

@@ -22,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import Empty
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,8 +38,11 @@ from kv_cache.device.storage import KVCache
 from kv_cache.exchange.channel import Credentials, TlsContexts
 from kv_cache.exchange.connection import Connection, Wake
 from kv_cache.exchange.messages import AllSent, NotSent, PageIdentity, PagePart, PagesWanted
+from kv_cache.exchange.mooncake import Mooncake
 from kv_cache.exchange.page_server import PageLink, PageServer
 from kv_cache.exchange.prompt_source import Came, PromptSource, taken, unwanted
+from kv_cache.exchange.transports import TRANSPORTS, Transport
+from kv_cache.page_keys import adapter_of
 from kv_cache.pages import Index
 from models.decoder import Decoder
 from recipes.schema.recipe import Recipe
@@ -108,8 +112,10 @@ class PageFetches:
         Raises BadRequest for a request that could never be served.
         """
         source = self._sources.get(leader.prompt_replica)
-        if source is None or leader.adapter:  # another engine numbers its adapters differently
+        if source is None:
             return False
+        # The salt tells the other engine which adapter it is, because its places have numbers of their own
+        assert bool(leader.adapter) == bool(adapter_of(leader.cache_salt)), "a salt names its adapter"
         engine = self._engine
         engine.scheduler.check(leader)
         expected = engine.expect_pages(leader)
@@ -268,15 +274,26 @@ class Sending:
 
 
 class PageSends:
-    """A runner that also sends what it computes for others; it replaces the engine's runner and wraps it."""
+    """A runner that also sends what it computes for others; it replaces the engine's runner and wraps it.
+
+    `adapters` are the digests of the adapters here, by the numbers of their places.
+    """
 
     def __init__(
-        self, engine: Engine, cache: KVCache, decoder: Decoder, server: PageServer, most_part_bytes: int
+        self,
+        engine: Engine,
+        cache: KVCache,
+        decoder: Decoder,
+        server: PageServer,
+        most_part_bytes: int,
+        adapters: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._engine, self._cache, self._server = engine, cache, server
         self._runner, engine.runner = engine.runner, self
         self._layer_bytes = cache.layer_bytes
+        self._num_layers = decoder.part.num_layers  # those of a drafter lie behind them
         self._most_part_bytes = most_part_bytes
+        self._adapters = adapters
         self._sendings: dict[str, Sending] = {}  # keyed by the ids of their requests
         # One entry for each span of this step: the slot's pages, and how many of them will be full.
         self._spans: list[tuple[Sending, Index, int]] = []
@@ -339,6 +356,12 @@ class PageSends:
             else:
                 self._fail(sending, f"its prompt ended with {request.finish_reason}")
 
+    def leave_adapter(self, number: int) -> None:
+        """Give up the prompts that are being computed with the adapter in this place, which goes."""
+        for sending in [*self._sendings.values()]:
+            if sending.request.adapter == number and not sending.is_computed:
+                self._fail(sending, "its adapter is being replaced")
+
     def _of(self, link: PageLink, number: int | None) -> list[Sending]:
         return [
             each for each in self._sendings.values() if each.link is link and number in (None, each.number)
@@ -350,6 +373,11 @@ class PageSends:
         if self._num_of[link] >= MOST_SENDINGS:
             link.conclude(NotSent(wanted.number, f"{MOST_SENDINGS} prompts of it wait here already"))
             return
+        digest = adapter_of(wanted.cache_salt)
+        number = next((each for each, other in self._adapters.items() if other == digest), None)
+        if digest and number is None:
+            link.conclude(NotSent(wanted.number, f"there is no adapter of the digest {digest[:16]}... here"))
+            return
         tokens = np.frombuffer(wanted.tokens, dtype="<i4").astype(np.int32)
         num_pages, now_s = len(tokens) // size, engine.clock()
         self._num_asked += 1
@@ -359,6 +387,7 @@ class PageSends:
             SamplingParams(max_tokens=1, temperature=0.0),
             tenant=wanted.tenant,
             cache_salt=wanted.cache_salt,
+            adapter=0 if number is None else number,
             priority=wanted.priority,
             arrival_s=now_s,
             timeout_s=wanted.lease_s,
@@ -379,16 +408,25 @@ class PageSends:
     def _tapped(self, batch: Batch, run: Callable[[], Any]) -> Any:
         """Run a batch, and read from each layer the pages that it completes for others."""
         slots = self._engine.slots
-        if self._sendings:
-            self._spans = [
-                (sending, slots.pages(row), stop // slots.page_size)
-                for row, stop in zip(batch.slots.tolist(), batch.stops.tolist())
-                if (sending := self._sendings.get(slots.requests[row].id)) is not None
-            ]
-        try:
+        if not self._sendings:
             return run()
+        own = [
+            (index, sending, slots.pages(row))
+            for index, row in enumerate(batch.slots.tolist())
+            if (sending := self._sendings.get(slots.requests[row].id)) is not None
+        ]
+        self._spans = [
+            (sending, pages, int(batch.stops[index]) // slots.page_size) for index, sending, pages in own
+        ]
+        try:
+            result = run()
         finally:
             self._spans = []
+        # A drafter has computed its part by now, as far as the batch says
+        for index, sending, pages in own if len(batch.draft_stops) else ():
+            for layer in range(self._num_layers, len(self._layer_bytes)):
+                self._read(sending, layer, pages, int(batch.draft_stops[index]) // slots.page_size)
+        return result
 
     def _after_layer(self, layer: int) -> None:
         for sending, pages, num_full in self._spans:
@@ -476,6 +514,11 @@ class PageExchange:
         """Return whether a sample waits for its pages, and will therefore end as soon as it begins."""
         return self._fetches is not None and self._fetches.end(stream, reason)
 
+    def leave_adapter(self, number: int) -> None:
+        """Compute no more for others with the adapter in this place (see `PageSends.leave_adapter`)."""
+        if self._sends is not None:
+            self._sends.leave_adapter(number)
+
     def take(self) -> list[Fetch]:
         """Do what is due between two steps, and return the requests that wait no longer."""
         self.wake.clear()
@@ -499,10 +542,12 @@ def exchange_of(recipe: Recipe, built: BuiltEngine) -> PageExchange | None:
         return None
     start_s = time.perf_counter()
     cache, wake = built.runner.cache, Wake()
-    identity = PageIdentity(fingerprint.of_pages(recipe), recipe.cache.page_size, cache.layout)
+    identity = PageIdentity(
+        fingerprint.of_pages(recipe), recipe.cache.page_size, cache.layout, fingerprint.of_drafts(recipe)
+    )
     log.info("pages of model %s (%.2g s)", identity.model, time.perf_counter() - start_s)
     sends = fetches = None
-    credentials = credentials_of(asked)
+    credentials, transports = credentials_of(asked), transports_of(asked)
     if asked.pages_at is not None:
         part_bytes = max(_MOST_PART_BYTES, *cache.layer_bytes)
         try:
@@ -513,6 +558,7 @@ def exchange_of(recipe: Recipe, built: BuiltEngine) -> PageExchange | None:
                 wake,
                 most_part_bytes=part_bytes,
                 most_tokens=most_tokens,
+                transports=transports,
                 credentials=credentials,
             )
         except OSError as error:
@@ -520,7 +566,8 @@ def exchange_of(recipe: Recipe, built: BuiltEngine) -> PageExchange | None:
                 "server.pages_at", in_one_line(error), "choose another", value=asked.pages_at
             ) from error
         log.info("prompts for others: %s, port %d", asked.pages_at, server.port)
-        sends = PageSends(built.engine, cache, built.runner.decoder, server, part_bytes)
+        adapters = {} if built.adapters is None else built.adapters.digests
+        sends = PageSends(built.engine, cache, built.runner.decoder, server, part_bytes, adapters)
     if asked.prompt_replicas:
         sources = {
             endpoint: PromptSource(
@@ -529,12 +576,29 @@ def exchange_of(recipe: Recipe, built: BuiltEngine) -> PageExchange | None:
                 wake,
                 transport=asked.page_transport,
                 window_bytes=int(asked.page_window_mib * _MIB),
+                transports=transports,
                 credentials=credentials,
             )
             for endpoint in asked.prompt_replicas
         }
         fetches = PageFetches(built.engine, cache, sources, asked.page_wait_s, wake)
     return PageExchange(wake, sends, fetches)
+
+
+def transports_of(asked: ServerSection) -> dict[str, Transport]:
+    """Return the transports of an engine; raises RecipeError if Mooncake's is asked for and cannot be had."""
+    if asked.page_transport != "mooncake" or asked.mooncake_host is None:
+        return TRANSPORTS
+    try:
+        mooncake = Mooncake(asked.mooncake_host, asked.mooncake_protocol)
+    except ImportError as error:
+        fix = "bash scripts/setup.sh mooncake installs it, and the system libibverbs1 and libnl-3"
+        raise RecipeError("server.page_transport", f"needs {error}", fix, value="mooncake") from error
+    except OSError as error:
+        name, fix = "server.mooncake_protocol", "choose another, such as tcp"
+        raise RecipeError(name, in_one_line(error), fix, value=asked.mooncake_protocol) from error
+    log.info("pages by Mooncake's transfer engine, %s at %s", asked.mooncake_protocol, asked.mooncake_host)
+    return TRANSPORTS | {"mooncake": mooncake}
 
 
 def credentials_of(asked: ServerSection) -> Credentials:

@@ -105,10 +105,13 @@ class TimedRunner:
 
 
 class AdapterLoads:
-    """Reads adapters in a thread; only the copy to the device happens between two steps."""
+    """Reads adapters in a thread; only the copy to the device happens between two steps.
 
-    def __init__(self, adapters: Adapters | None) -> None:
-        self._adapters = adapters
+    `leave` is told of each place whose adapter another is about to replace.
+    """
+
+    def __init__(self, adapters: Adapters | None, leave: Callable[[int], None]) -> None:
+        self._adapters, self._leave = adapters, leave
         self._reading: list[tuple[PutAdapter, Future[Parts]]] = []
         self._thread = ThreadPoolExecutor(1, "adapters")
 
@@ -139,7 +142,9 @@ class AdapterLoads:
         except (ValueError, OSError) as error:
             return AdapterPut(message.number, message.digest, in_one_line(error))
         assert self._adapters is not None, "read for a place"
+        self._leave(message.number)
         self._adapters.put(message.number, parts)
+        self._adapters.digests[message.number] = message.digest
         return AdapterPut(message.number, message.digest, "")
 
 
@@ -182,7 +187,7 @@ class Worker:
         engine.runner = self._clock = TimedRunner(engine.runner)
         scheduler = engine.scheduler
         self._grammars = GrammarQueue(Grammars(load_text, scheduler.vocab_size, scheduler.eos_token_ids))
-        self._adapters = AdapterLoads(adapters)
+        self._adapters = AdapterLoads(adapters, _ignore if pages is None else pages.leave_adapter)
         self._pages, self._profiler, self._learned = pages, profiler, learned
         self._fence = Fence(engine, live, self._send, self._num_begun, self._settle)
         self._poller = zmq.Poller()
@@ -492,6 +497,10 @@ class Worker:
 
     def _send(self, message: FromEngine) -> None:
         self._socket.send(encode(message))
+
+
+def _ignore(number: int) -> None:
+    """Ignore that an adapter goes: no other engine asks for its pages."""
 
 
 def _between(since_s: float | None, until_s: float | None) -> float | None:

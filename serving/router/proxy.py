@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -232,7 +232,7 @@ class Proxy:
         refusal: Callable[[], Awaitable[None]] | None = None  # passes on what the last replica has said
         while (sent := await self._next(routed, tried, known)) is not None:
             replica = self._replicas[sent.replica]
-            split = self._splitting.choose(prompt, sent, time.monotonic())
+            split = self._splitting.choose(prompt, sent, time.monotonic(), self._others_than(routed))
             self._figures.sent(replica, sent, prompt, split, is_again=bool(tried))
             tried.append(sent.replica)
             counted = _Counted(self._routing, replica, sent, split.place)
@@ -333,10 +333,14 @@ class Proxy:
         why = f"the replica was lost ({lost}), and may have done this or not: check, or send it again"
         await reply.error(502, why, code="replica_lost")
 
+    def _others_than(self, routed: _Routed) -> Sequence[int]:
+        """Return the replicas that lack what a request names: its model, or its adapter."""
+        return self._models.others_than(routed.model) if routed.is_bound else ()
+
     def _sent(self, routed: _Routed, tried: list[int]) -> Sent | None:
         """Choose a replica of the model; one that computes prompts for others is the last resort."""
-        others = self._models.others_than(routed.model) if routed.is_bound else ()
-        now_s, apart, but = time.monotonic(), self._splitting.not_for_answers, [*others, *tried]
+        others, now_s = self._others_than(routed), time.monotonic()
+        apart, but = self._splitting.not_for_answers, [*others, *tried]
         sent = self._routing.send(routed.prompt, now_s, routed.session, [*but, *apart]) if apart else None
         return sent or self._routing.send(routed.prompt, now_s, routed.session, but)
 

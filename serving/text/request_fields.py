@@ -25,6 +25,7 @@ from borders.field_table import FIELDS, MOST_SAMPLES, WITHOUT_ANSWER, taken_by
 from borders.refusal import BadRequest, abbreviate_json
 from continuous_batching.request import Request, SamplingParams, TokenIds, TokenSequence, packed_ids
 from continuous_batching.scheduling.validation import too_long
+from kv_cache.page_keys import page_salt
 from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.grammars.structured_output import FIELDS as STRUCTURED
 from serving.grammars.structured_output import formed_answer, grammar_of
@@ -139,7 +140,7 @@ def parse_request(
             prompt=prompt,
             params=params,
             tenant=values.get("tenant", values.get("user", "")),
-            cache_salt=salt if adapter is None else adapter.salted(salt),
+            cache_salt=page_salt(salt, "" if adapter is None else adapter.files.digest),
             adapter=0 if adapter is None else adapter.number,
             **{name: values[name] for name in ("priority", "arrival_s", "timeout_s") if name in values},
         )

@@ -87,7 +87,7 @@ def test_the_replica_of_prompts_that_has_most_of_it_gets_it() -> None:
     assert place.endpoint == "c"
 
 
-@pytest.mark.parametrize("why", ["closed", "unreachable", "never"])
+@pytest.mark.parametrize("why", ["closed", "unreachable", "never", "without the adapter"])
 def test_nobody_else_computes_it(why: str) -> None:
     routing, splitting = made("never" if why == "never" else "always")
     if why == "closed":
@@ -95,7 +95,8 @@ def test_nobody_else_computes_it(why: str) -> None:
     if why == "unreachable":
         splitting.is_known(HERE, "", ["tcp://three:1"], 0)
     sent = routing.send(RoutedPrompt(1000, range(62), 16), 0.0, but=[PROMPTS, OTHER])
-    assert splitting.choose(RoutedPrompt(1000, range(62), 16), sent, 0.0).place is None
+    but = [PROMPTS] if why == "without the adapter" else []
+    assert splitting.choose(RoutedPrompt(1000, range(62), 16), sent, 0.0, but).place is None
     assert routing.queued_tokens.tolist() == [1000, 0, 0]
 
 

@@ -18,6 +18,7 @@ from kv_cache.exchange.connection import Connection, Wake
 from kv_cache.exchange.messages import (
     HEAD,
     LONGEST_MESSAGE,
+    VERSION,
     AllSent,
     Damaged,
     Hello,
@@ -145,7 +146,7 @@ def test_a_connection_that_ended_before_it_was_made_is_none() -> None:
 
 
 def hello(**changes: object) -> Hello:
-    fields = {"version": 1, "model": "m", "page_size": 16, "layout": ["a", "b"], "transport": "tcp"}
+    fields = {"version": VERSION, "model": "m", "page_size": 16, "layout": ["a", "b"], "transport": "tcp"}
     return msgspec.convert(["Hello", *(fields | changes).values(), b"", 1], Hello)
 
 
@@ -157,7 +158,7 @@ def hello(**changes: object) -> Hello:
         ({"page_size": 8}, "cache.page_size is 16 at the engine of prompts and 8 at the one of answers"),
         ({"layout": ["a"]}, "the number of layers is 2"),
         ({"layout": ["a", "c"]}, "a page of layer 1 is b at"),
-        ({"version": 2}, "the version of the messages is 1"),
+        ({"version": 1}, f"the version of the messages is {VERSION}"),
     ],
 )
 def test_what_differs_is_named(changes: dict[str, object], words: str | None) -> None:

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from continuous_batching.request import Request, SamplingParams
+from devices.cpp_sources import KINDS, missing_for_sources
 from models.ops.cpu import products as module
 from models.ops.cpu.ops import CpuOps
-from models.ops.cpu.products import KINDS, Panels, Products, missing_for_products, narrowed, products
+from models.ops.cpu.products import Panels, Products, narrowed, products
 from recipes import machine
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.patience import PATIENCE_S
 
-pytestmark = pytest.mark.skipif(missing_for_products() is not None, reason=str(missing_for_products()))
+pytestmark = pytest.mark.skipif(missing_for_sources() is not None, reason=str(missing_for_sources()))
 SHAPES = [
     (1, 1),
     (31, 7),

@@ -131,6 +131,18 @@ def test_each_group_of_windows_has_addresses_and_pages_of_its_own(width):
         assert pages.t().tolist() == [[7, 8, 0], [5, 0, 0], *[[0] * 3] * 3]
 
 
+def test_padding_writes_no_state_of_a_row():
+    slots = slots_of_two()
+    slots.state_table = np.array([[0], [6], [0], [4]], dtype=np.int32)
+    values = torch.full((num_values(5, 1, slots.max_pages, 0, 1),), 77, dtype=torch.int32)
+    inputs = GraphInputs(values, 5, 1, slots, 100, num_states=1)
+    both, one = (Batch(np.array(rows), *[np.array([2])] * 5) for rows in ([1, 3], [3]))
+    for batch, wanted in ((both, [6, 4, 0, 0, 0]), (one, [4, 0, 0, 0, 0])):
+        count = len(batch.slots)
+        inputs.fill(replace(batch, starts=np.full(count, 1), stops=np.full(count, 2)))
+        assert split(values, 5, 1, 0, 1)[3].tolist() == wanted
+
+
 def test_tokens_stand_at_the_end_of_a_row_of_several():
     slots = slots_of_two()
     inputs = inputs_of(3, 4, slots, first_token=100)

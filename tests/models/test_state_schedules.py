@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import recount
@@ -24,6 +25,7 @@ from recipes.schema.recipe import ROOT
 from tests.device_kinds import settings, stand_in_alone
 from tests.models.families import VOCABULARY, expected_logprobs, make, wide
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
+from tests.thorough import cases
 
 VARIANTS = {each.name: each for each in RECURRENT_VARIANTS}
 NUM_NEW, NUM_SLOTS, NEAR = 12, 4, 1e-3
@@ -111,8 +113,13 @@ def states_of(engine: Engine) -> StateGroup:
     return group
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "kimi_linear"])
+CELLS = cases(
+    [*(("qwen3_5", way) for way in WAYS), ("qwen3_next", "swapped"), ("kimi_linear", "overlapped")],
+    [(name, way) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear") for way in WAYS],
+)
+
+
+@pytest.mark.parametrize(("name", "way"), CELLS)
 def test_tokens_are_those_of_transformers(name: str, way: str, case_named: Callable[[str], Case]) -> None:
     model, path = case_named(name)
     engine = built(path, WAYS[way]).engine
@@ -147,8 +154,9 @@ class Oracle(Proposer):
         return Guesses(tokens, counts)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "kimi_linear"])
-@pytest.mark.parametrize("way", ["states of the slots alone", "swapped", "overlapped"])
+@pytest.mark.parametrize(
+    ("name", "way"), [("qwen3_5", "swapped"), ("kimi_linear", "states of the slots alone")]
+)
 def test_drafts_change_no_token(name: str, way: str, case_named: Callable[[str], Case]) -> None:
     """Drafts that are accepted are taken in by the next step, those that are refused by none."""
     model, path = case_named(name)
@@ -167,6 +175,7 @@ WIDE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 
 
 @pytest.mark.npu
+@pytest.mark.slow
 @stand_in_alone
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
 def test_captured_steps_advance_the_states_of_their_rows(name: str, tmp_path: Path) -> None:
@@ -183,3 +192,26 @@ def test_captured_steps_advance_the_states_of_their_rows(name: str, tmp_path: Pa
     runner.graphs.takes = lambda batch: taken.append(takes(batch)) or taken[-1]
     check(model, served(built_one.engine))
     assert 0 < sum(taken) < len(taken), "some steps are captured, and some are not"
+
+
+def test_states_are_equal_to_the_bit_however_a_prompt_is_cut(case_named: Callable[[str], Case]) -> None:
+    """In chunks of one block and of two, with and without other prompts before it."""
+    _, path = case_named("qwen3_5")
+    found = []
+    for num_blocks, before in ((1, 0), (2, 0), (2, 3)):
+        one = built(
+            path, {"scheduler.max_batch_tokens": num_blocks * GRID + NUM_SLOTS, "model.dtype": "bfloat16"}
+        )
+        engine, config = one.engine, one.config
+        for request in (*requests()[1 : 1 + before], requests()[0]):
+            engine.add(request)
+            while engine.has_work:
+                engine.step()
+        prompt = requests()[0]
+        entries = engine.scheduler.prefix.find(engine.scheduler.page_keys(prompt), prompt.prompt, "")
+        page = int(states_of(engine).beside[entries[2 * GRID // 16 - 1]])
+        assert page > 0
+        kept = [layer for layer in range(config.num_layers) if config.layer_state(layer) is not None]
+        found.append([plane[page].clone() for layer in kept for plane in one.runner.cache.of(layer)])
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))

@@ -34,9 +34,9 @@ FAULTS = {
         "tests/attention/test_latent.py::test_prompts_chunks_and_decodes_of_one_step",
     ),
     "rows_of_short_spans_as_in_the_step": Fault(
-        "attention/latent.py::LatentAttention.plan",
-        "np.cumsum(lens[~is_long]) - lens[~is_long]",
-        "(np.cumsum(lens) - lens)[~is_long]",
+        "attention/latent.py::LatentAttention._split",
+        "np.cumsum(lens[is_short]) - lens[is_short]",
+        "(np.cumsum(lens) - lens)[is_short]",
         "decodes beside a prompt read other rows",
         "tests/attention/test_latent.py::test_prompts_chunks_and_decodes_of_one_step",
     ),

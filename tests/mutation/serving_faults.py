@@ -97,9 +97,9 @@ FAULTS = {
         "tests/models/test_adapters.py::test_beams_scores_and_guesses_are_those_of_merged_weights",
     ),
     "pages_of_an_adapter_shared_by_name": Fault(
-        "serving/adapters.py::NamedAdapter.salted",
-        'f"{salt}:adapter:{self.files.digest}"',
-        'f"{salt}:adapter:{self.name}"',
+        "serving/text/request_fields.py::parse_request",
+        "adapter.files.digest",
+        "adapter.name",
         "an adapter that is loaded again with other files finds the pages of the old one",
         "tests/serving/test_adapters.py::test_what_cannot_be_loaded_is_refused_and_the_rest_goes_on",
     ),

@@ -6,6 +6,9 @@ from tests.mutation.fault import Fault
 
 RULE = "tests/attention/test_recurrent.py"
 MODEL = "tests/models/test_recurrent.py"
+SCHEDULES = "tests/continuous_batching/test_state_schedules.py"
+STORM = f"{SCHEDULES}::test_each_step_goes_on_from_the_state_of_its_tokens_whatever_happens"
+ENGINE = "tests/models/test_state_schedules.py"
 AS_TRANSFORMERS = f"{RULE}::test_any_spans_advance_as_in_transformers"
 
 FAULTS = {
@@ -127,5 +130,75 @@ FAULTS = {
         "0",
         "the plan fills the memory of the states with pages",
         "tests/recipes/test_state_plans.py::test_each_slot_has_a_state_beside_the_cache",
+    ),
+    "state_of_a_hit_written_without_a_copy": Fault(
+        "kv_cache/states.py::StateGroup.missing",
+        "self.pool.holders[pages] > 1",
+        "self.pool.holders[pages] < 0",
+        "a row writes to the state that others go on from",
+        STORM,
+    ),
+    "hit_not_cut_back_to_a_state": Fault(
+        "kv_cache/states.py::StateGroup.resumable",
+        "beside != 0 if rests else beside > 0",
+        "beside == beside",
+        "a prompt goes on behind pages of which nobody left a state",
+        f"{SCHEDULES}::test_hits_go_as_far_as_states_lie",
+    ),
+    "state_kept_one_block_late": Fault(
+        "continuous_batching/paging/checkpoints.py::Checkpoints._cuts_of",
+        "StateCut(span, position, page)",
+        "StateCut(span, position + 1, page)",
+        "what lies behind a page has taken in tokens of the next",
+        STORM,
+    ),
+    "state_of_a_failed_row_published": Fault(
+        "kv_cache/states.py::StateGroup.publish",
+        "not is_cached[at] or self.beside[name] or each.page in self._entry_of",
+        "self.beside[name] or each.page in self._entry_of",
+        "a state lies beside a page that has been forgotten because its row failed",
+        STORM,
+    ),
+    "state_advanced_by_drafts": Fault(
+        "models/step/inputs.py::state_spans",
+        "batch.drafts_by_span if batch.num_drafts else np.zeros_like(lags)",
+        "np.zeros_like(lags)",
+        "a state takes in drafts before they are verified",
+        f"{ENGINE}::test_drafts_change_no_token",
+    ),
+    "accepted_drafts_not_taken_in": Fault(
+        "continuous_batching/speculation/speculation.py::book_drafts",
+        "slots.state_lag[batch.slots] = np.maximum(slots.num_computed[batch.slots] - known, 0)",
+        "pass",
+        "a state lacks the drafts that were accepted",
+        STORM,
+    ),
+    "live_state_left_behind_by_a_swap": Fault(
+        "kv_cache/states.py::StateGroup.come_back",
+        '[*copies, PageCopy(host_pages, target, "from_host", group=self.number)]',
+        "copies",
+        "a request comes back without its state",
+        STORM,
+    ),
+    "padding_writes_a_live_state": Fault(
+        "models/step/graph_inputs.py::GraphInputs._pad",
+        "self._states[first_row:] = 0",
+        "pass",
+        "padding of a captured step advances the state of an earlier batch's row",
+        "tests/models/test_graphs.py::test_padding_writes_no_state_of_a_row",
+    ),
+    "prompts_cut_off_the_grid": Fault(
+        "continuous_batching/paging/checkpoints.py::Checkpoints.aligned",
+        "np.where(stops < known, stops // GRID * GRID, stops)",
+        "stops.copy()",
+        "states depend on how prompts were cut",
+        STORM,
+    ),
+    "states_for_sharing_hold_up_requests": Fault(
+        "kv_cache/states.py::StateGroup.give_up",
+        "if not self._is_crowded: ...",
+        "return",
+        "a checkpoint is written where no page is left to copy it to",
+        STORM,
     ),
 }

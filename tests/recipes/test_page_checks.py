@@ -22,21 +22,19 @@ def said(
     *,
     is_sharing: bool = True,
     ranks: int = 1,
-    speculation: str = "none",
     **credentials: Any,
 ) -> list[RecipeError]:
     server = ServerSection(pages_at=pages_at, prompt_replicas=prompt_replicas, **credentials)
-    return [*page_contradictions(server, is_sharing=is_sharing, ranks=ranks, speculation=speculation)]
+    return [*page_contradictions(server, is_sharing=is_sharing, ranks=ranks)]
 
 
-@pytest.mark.parametrize("speculation", ["none", "ngram", "suffix"])
-def test_either_role_and_both_are_allowed(speculation: str) -> None:
+def test_either_role_and_both_are_allowed() -> None:
     for pages_at, sources in ((None, ()), (HERE, ()), (None, (THERE,)), (HERE, (THERE,))):
-        assert not said(pages_at, sources, speculation=speculation)
+        assert not said(pages_at, sources)
 
 
 def test_an_engine_without_a_role_may_be_anything() -> None:
-    assert not said(is_sharing=False, ranks=8, speculation="draft")
+    assert not said(is_sharing=False, ranks=8)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +108,6 @@ def test_an_engine_does_not_compute_for_itself() -> None:
     [
         ({"is_sharing": False}, "cache.prefix_sharing"),
         ({"ranks": 2}, "parallel"),
-        *(({"speculation": each}, "speculation.kind") for each in ("draft", "eagle3", "mtp")),
     ],
 )
 def test_each_role_contradicts_what_cannot_exchange_pages(cause, key: str) -> None:
@@ -123,7 +120,7 @@ def test_each_role_contradicts_what_cannot_exchange_pages(cause, key: str) -> No
 
 
 def test_all_that_is_wrong_is_said() -> None:
-    assert len(said(HERE, (HERE,), is_sharing=False, ranks=2, speculation="mtp")) == 7
+    assert len(said(HERE, (HERE,), is_sharing=False, ranks=2)) == 5
 
 
 def test_a_recipe_is_refused_in_one_line() -> None:
@@ -133,3 +130,14 @@ def test_a_recipe_is_refused_in_one_line() -> None:
     assert "server.pages_at" in line
     assert "is no tcp://HOST:PORT" in line
     assert "\n" not in line
+
+
+def test_mooncake_has_a_host_and_a_network_of_its_own() -> None:
+    assert not said(None, (HERE,), page_transport="mooncake", mooncake_host="127.0.0.1", pages_open=True)
+    (error,) = said(None, (HERE,), page_transport="mooncake", pages_open=True)
+    assert error.keys == ("server.mooncake_host", "server.page_transport")
+    (error,) = said(None, (HERE,), page_transport="mooncake", mooncake_host="a", **SECRET)
+    assert error.keys == ("server.page_transport", "server.pages_open")
+    assert "asks nobody who it is" in str(error)
+    (error,) = said(None, (HERE,), mooncake_host="a")
+    assert "read only where server.page_transport is mooncake, and it is tcp" in str(error)

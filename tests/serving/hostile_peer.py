@@ -10,7 +10,16 @@ from typing import Any
 
 import msgspec
 
-from kv_cache.exchange.messages import HEAD, Hello, PageMessage, PagesWanted, Welcome, framed, lengths_of
+from kv_cache.exchange.messages import (
+    HEAD,
+    VERSION,
+    Hello,
+    PageMessage,
+    PagesWanted,
+    Welcome,
+    framed,
+    lengths_of,
+)
 from kv_cache.exchange.messages import unframed as decoded
 from tests.kv_cache import device
 from tests.serving.page_pair import Listener, Pair, cache_of
@@ -42,7 +51,7 @@ class AnswersPeer:
         self._data = b""
         if greets and pair is not None:
             layout = cache_of(pair.prompts).layout
-            self.say(Hello(1, "the model", device.PAGE_SIZE, layout, "tcp", b"", window_bytes))
+            self.say(Hello(VERSION, "the model", device.PAGE_SIZE, layout, "tcp", b"", window_bytes))
 
     def say(self, message: Frame) -> None:
         with suppress(ConnectionError):  # it has ended by then

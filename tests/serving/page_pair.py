@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,10 +18,11 @@ from continuous_batching.request import Request, SamplingParams
 from kv_cache.device.storage import KVCache
 from kv_cache.exchange.channel import NONE, Credentials
 from kv_cache.exchange.connection import Wake
-from kv_cache.exchange.messages import HEAD, PageIdentity
+from kv_cache.exchange.messages import HEAD, NO_DRAFTS, PageIdentity
 from kv_cache.exchange.page_server import PageServer
 from kv_cache.exchange.prompt_source import PromptSource
 from kv_cache.exchange.transports import TRANSPORTS, Transport
+from recipes.assembly.engine import BuiltEngine
 from serving.engine.page_exchange import PageExchange, PageFetches, PageSends
 from tests.continuous_batching.recount import recount
 from tests.kv_cache import device
@@ -54,10 +55,20 @@ class Pair:
         num_answer_pages: int = 60,
         credentials: Credentials = NONE,
         answers_credentials: Credentials | None = None,
+        built: tuple[BuiltEngine, BuiltEngine] | None = None,
+        drafts: tuple[str, str] = (NO_DRAFTS, NO_DRAFTS),
         **options: Any,
     ) -> None:
-        self.prompts = device.make(attention, num_pages=num_prompt_pages, **options)
-        self.answers = device.make(attention, num_pages=num_answer_pages, **options)
+        adapters: Mapping[int, str] = {}
+        if built is None:
+            self.prompts = device.make(attention, num_pages=num_prompt_pages, **options)
+            self.answers = device.make(attention, num_pages=num_answer_pages, **options)
+            self.decoder = device.model(attention).decoder
+        else:
+            self.prompts, self.answers = (each.engine for each in built)
+            self.decoder = built[0].runner.decoder
+            adapters = {} if built[0].adapters is None else built[0].adapters.digests
+        page_size = self.prompts.slots.page_size
         for engine in (self.prompts, self.answers):
             engine.clock = time.monotonic
         self.page_bytes = sum(cache_of(self.answers).layer_bytes)
@@ -66,23 +77,23 @@ class Pair:
         one, other = Wake(), Wake()
         self.server = PageServer(
             HERE,
-            PageIdentity("the model", device.PAGE_SIZE, layout),
+            PageIdentity("the model", page_size, layout, drafts[0]),
             one,
             most_part_bytes=max(most_part_bytes, *cache_of(self.prompts).layer_bytes),
             transports=transports,
             credentials=credentials,
         )
-        self.decoder = device.model(attention).decoder
         self.sends = PageSends(
             self.prompts,
             cache_of(self.prompts),
             self.decoder,
             self.server,
             most_part_bytes,
+            adapters,
         )
         self.source = PromptSource(
             f"tcp://127.0.0.1:{between(self.server.port)}",
-            PageIdentity(answers_model, device.PAGE_SIZE, cache_of(self.answers).layout),
+            PageIdentity(answers_model, page_size, cache_of(self.answers).layout, drafts[1]),
             other,
             transport=transport,
             window_bytes=window_bytes,

@@ -21,6 +21,7 @@ import torch
 from msgspec.structs import replace
 
 from continuous_batching.request import Request
+from kv_cache.page_keys import page_salt
 from recipes.schema.adapters_section import AdaptersSection
 from recipes.schema.recipe import ROOT
 from serving.adapters import AdapterPut, PutAdapter, ServedAdapters
@@ -225,7 +226,7 @@ def test_an_adapter_is_not_asked_for_before_a_new_engine_has_it(folders: Path) -
         await loading
 
     asyncio.run(load())
-    request = Request("one", [1], adapter=1, cache_salt=adapters.find("one").salted(""))
+    request = Request("one", [1], adapter=1, cache_salt=page_salt("", adapters.find("one").files.digest))
     adapters.check(request)
     adapters.begin()  # of another engine
     assert sent[1] == sent[0]

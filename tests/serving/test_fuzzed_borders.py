@@ -30,7 +30,7 @@ from continuous_batching.routing.routing import Routing
 from kv_cache.event_messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kv_cache.exchange import connection, prompt_source
 from kv_cache.exchange.channel import Encrypted
-from kv_cache.exchange.messages import AllSent, Hello, NotSent, PagesWanted, PartTaken, Unwanted
+from kv_cache.exchange.messages import VERSION, AllSent, Hello, NotSent, PagesWanted, PartTaken, Unwanted
 from recipes.cluster.router_client import RouterClient
 from serving.engine.messages import (
     Add,
@@ -80,7 +80,7 @@ def frame_of(mutator: Mutator, messages: list[Any]) -> tuple[bytes, bool]:
 def test_an_engine_of_prompts_survives_what_engines_of_answers_say() -> None:
     mutator, pair = Mutator(1), Pair()
     layout = cache_of(pair.prompts).layout
-    hello = Hello(1, "the model", device.PAGE_SIZE, layout, "tcp", b"", 1 << 14)
+    hello = Hello(VERSION, "the model", device.PAGE_SIZE, layout, "tcp", b"", 1 << 14)
     wish = PagesWanted(**(WISH | {"tokens": TOKENS * 2, "tenant": "t", "cache_salt": "s"}))
     said = [wish, wish, wish, hello, Unwanted(1), PartTaken()]
     num_said = 0

@@ -22,6 +22,7 @@ from kv_cache.exchange.connection import UnhandledBytes
 from kv_cache.exchange.messages import (
     HEAD,
     LONGEST_SHORT,
+    VERSION,
     AllSent,
     Hello,
     NotSent,
@@ -58,7 +59,7 @@ NO_WISHES = [
     framed_body(b"\x92\xa8Unwanted\xa2\xff\xfe"), framed_body(["PagesWanted", 1, TOKENS, b"\xff", 0, 1.0]),
     b"\xff" * 4096, framed(Unwanted(2**64 - 1)), framed(PartTaken()), framed(Welcome()),
     framed(NotSent(1, "no")), framed(PagePart(1, 0, 0, 1, 0, 8, 0), 8) + b"x" * 8, HEAD.pack(2**26, 0, 0),
-    framed(Hello(1, "the model", device.PAGE_SIZE, [], "tcp", b"", 1)),
+    framed(Hello(VERSION, "the model", device.PAGE_SIZE, [], "tcp", b"", 1)),
 ]  # fmt: skip
 
 
@@ -165,7 +166,7 @@ def test_who_says_no_hello_is_dropped_in_time_and_takes_no_place(monkeypatch: py
     monkeypatch.setattr(connection, "GREETING_S", 0.1)
     pair = Pair()
     silent = [AnswersPeer(pair, greets=False) for _ in range(2)]
-    silent[1].say(framed(Hello(1, "the model", 1, [], "tcp", b"", 1))[:20])
+    silent[1].say(framed(Hello(VERSION, "the model", 1, [], "tcp", b"", 1))[:20])
     pair.until(lambda: all(each.listen() for each in silent))
     for each in silent:
         each.close()
@@ -377,7 +378,7 @@ LIES = {
     "reason": lambda wish: framed(NotSent(wish.number, "x\nforged")),
     "deep": lambda wish: framed_body(b"\x91" * 60_000),
     "long message": lambda wish: HEAD.pack(LONGEST_SHORT + 1, 0, 0),
-    "hello": lambda wish: framed(Hello(1, "x", 1, [], "tcp", b"", 1)),
+    "hello": lambda wish: framed(Hello(VERSION, "x", 1, [], "tcp", b"", 1)),
     "garbage": lambda wish: b"\xff" * 4096,
 }
 

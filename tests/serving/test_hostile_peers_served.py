@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kv_cache.exchange.messages import HEAD, Hello, NotSent, PagesWanted, Unfit, Welcome
+from kv_cache.exchange.messages import HEAD, VERSION, Hello, NotSent, PagesWanted, Unfit, Welcome
 from tests.patience import PATIENCE_S
 from tests.serving.hostile_peer import AnswersPeer
 from tests.serving.router.test_prompts_apart import free_port
@@ -41,7 +41,7 @@ def greeted(port: int) -> AnswersPeer:
     model, size, layout = "x", 1, ["x"]
     while True:
         peer = AnswersPeer(port, greets=False)
-        peer.say(Hello(1, model, size, layout, "tcp", b"", 2**26))
+        peer.say(Hello(VERSION, model, size, layout, "tcp", b"", 2**26))
         told = until_told(peer, 1)
         if isinstance(told, Welcome):
             return peer

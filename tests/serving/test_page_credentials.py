@@ -17,7 +17,7 @@ from borders import shared_secret
 from borders.shared_secret import HELLO, NONCE_BYTES, Unproven, prove_as_dialler, prove_as_listener
 from kv_cache.exchange import connection, prompt_source
 from kv_cache.exchange.channel import Credentials, TlsContexts
-from kv_cache.exchange.messages import Hello, PagesWanted, Unfit, Welcome, framed
+from kv_cache.exchange.messages import VERSION, Hello, PagesWanted, Unfit, Welcome, framed
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.server_section import ServerSection
 from serving.engine.page_exchange import credentials_of
@@ -90,7 +90,7 @@ def test_nothing_is_told_and_no_prompt_is_computed_before_the_proof() -> None:
     layout = cache_of(pair.prompts).layout
     for model in ("the model", "another"):
         peer = AnswersPeer(pair, greets=False)
-        peer.say(Hello(1, model, device.PAGE_SIZE, layout, "tcp", b"", 1 << 14))
+        peer.say(Hello(VERSION, model, device.PAGE_SIZE, layout, "tcp", b"", 1 << 14))
         peer.say(PagesWanted(**WISH))
         pair.until(peer.listen)
         (told,) = peer.heard

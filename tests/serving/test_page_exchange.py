@@ -62,6 +62,9 @@ class Counting(Tcp):
         self.num_bytes += len(data)
         return data
 
+    def close(self) -> None:
+        """The bytes were counted."""
+
 
 def test_the_bytes_that_move_are_those_of_the_pages_that_were_missing() -> None:
     way = Counting()
@@ -213,6 +216,9 @@ class Reached:
         if is_faulty and way.fault == "misplaced":
             offset = 0 if offset else len(data)
         self._memory[offset : offset + len(data)] = data
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 def test_bytes_that_are_put_straight_into_the_window_are_verified() -> None:

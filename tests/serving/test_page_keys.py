@@ -15,7 +15,7 @@ import zmq
 
 from continuous_batching.request import Request, SamplingParams
 from kv_cache import page_keys as page_keys_module
-from kv_cache.page_keys import page_keys
+from kv_cache.page_keys import adapter_of, page_keys, page_salt
 from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.reader import load
 from serving.answers.jobs import Job, JobRun
@@ -116,7 +116,7 @@ def test_the_server_makes_the_keys_that_the_engine_would(served: Served) -> None
         await llm.close()
         return request.page_keys
 
-    request = Request("a", PROMPT, cache_salt="mine")
+    request = Request("a", PROMPT, cache_salt=page_salt("mine"))
     assert asyncio.run(keys_of()) == served.engine.scheduler.page_keys(request) != []
     assert asyncio.run(keys_of(max_shared_tokens=len(PROMPT))) != []
     assert asyncio.run(keys_of(max_shared_tokens=len(PROMPT) - 1)) == []
@@ -145,3 +145,17 @@ def test_each_key_of_the_server_has_a_salt_that_no_request_can_choose() -> None:
     chosen = one.salted("x").partition(":")[2]
     for guess in ("", "x", chosen, one.salt, one.salted("x")):
         assert two.salted(guess) != one.salted("x")
+
+
+def test_no_salt_of_a_request_is_that_of_an_adapter() -> None:
+    """Whatever a client writes, and however long it is, it comes to no pages but those of its own salt."""
+    digest = hashlib.sha256(b"files").hexdigest()
+    adapters = {page_salt(own, digest): own for own in ("", "x")}
+    assert len(adapters) == 2
+    assert {adapter_of(each) for each in adapters} == {digest}
+    written = ["", "x", ":", digest, f"{digest}:", f":adapter:{digest}", *adapters, "x" * 1024]
+    salts = [page_salt(each) for each in written]
+    assert len({*salts, *adapters}) == len({*written}) + len(adapters)
+    assert page_salt("") == ""
+    assert not any(map(adapter_of, salts))
+    assert max(map(len, [*salts, *adapters])) <= 2 * 64 + 1

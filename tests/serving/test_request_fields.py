@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from continuous_batching.request import SamplingParams
+from kv_cache.page_keys import page_salt
 from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text, TextOptions
 
@@ -49,7 +50,7 @@ def test_every_field_arrives(texts: dict[str, Text]) -> None:
     )
     assert request.id == "a"
     assert request.prompt.tolist() == text.encode("Hello")
-    assert (request.arrival_s, request.tenant, request.cache_salt) == (2.0, "us", "salt")
+    assert (request.arrival_s, request.tenant, request.cache_salt) == (2.0, "us", page_salt("salt"))
     assert request.priority == -3
     assert request.timeout_s == 2.5
     assert request.params == SamplingParams(

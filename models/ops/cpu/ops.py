@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from devices.compiled import Compiled, CompileLimit
+from devices.cpp_sources import KINDS
 from devices.onednn import product_dtype
-from models.ops.cpu.products import KINDS, Panels, Products
+from models.ops.cpu.products import Panels, Products
 from models.ops.reference import Ops, Packed
 
 log = logging.getLogger(__name__)

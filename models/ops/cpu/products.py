@@ -4,21 +4,11 @@ The products of few rows, which decodes are, wait for weights to be read. oneDNN
 processor does not multiply bfloat16 itself; `products.cpp` reads bfloat16 and widens it in registers,
 exactly. It also sums every row in the same order whatever the row is batched with, so a row's result is the
 same, bit by bit, for any number of rows and threads.
-
-The source is compiled by the host's C++ compiler at first use, in two or three seconds, and kept in a folder
-of the user's for the next start.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,14 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from devices.compiled import processor
-from devices.cpu_threads import loaded_library
-
-log = logging.getLogger(__name__)
+from devices.cpp_sources import KINDS, compiled_source
 
 SOURCE = Path(__file__).with_name("products.cpp")
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the source's enum Kind
-COMPILE_S = 120.0  # limit of the compiler, which takes 3 s where it is alone
 PROBE = 1 << 16  # numbers that are looked at before a whole weight is narrowed
 
 
@@ -97,76 +82,8 @@ def narrowed(weight: Tensor) -> Tensor:
     return half if torch.equal(half.float(), weight) else weight
 
 
-def missing_for_products() -> str | None:
-    """Describe what this machine lacks for the source; None if it has a compiler and a known processor."""
-    if platform.system() != "Linux":
-        return f"the system is {platform.system()}, not Linux"
-    if platform.machine() not in ("aarch64", "x86_64"):
-        return f"the processor is {platform.machine()}, neither x86_64 nor aarch64"
-    if platform.machine() == "x86_64" and not torch.cpu._is_avx2_supported():
-        return "the processor has no AVX2"
-    compiler = os.environ.get("CXX", "g++")
-    return f"there is no C++ compiler {compiler}" if shutil.which(compiler) is None else None
-
-
 @cache
 def products() -> Products | str:
     """Return the products of this machine, compiled if they are not kept, or why there are none."""
-    missing = missing_for_products()
-    if missing is not None:
-        return missing
-    openmp = loaded_library("libgomp")
-    if openmp is not None:  # the library's own team computes, not a second one beside it
-        ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
-    try:
-        return Products(ctypes.CDLL(str(_library())))
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"products.cpp cannot be compiled: {_last_line(error)}"
-
-
-def _library() -> Path:
-    """Return the compiled source of this machine, kept in the user's folder under the name of its content."""
-    compiler = os.environ.get("CXX", "g++")
-    cpu = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
-    options = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", cpu]
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, check=True, timeout=COMPILE_S
-    ).stdout
-    content = [SOURCE.read_bytes(), version, processor().encode(), *map(str.encode, options)]
-    name = f"products-{hashlib.sha256(b'|'.join(content)).hexdigest()[:16]}.so"
-    kept = _folder()
-    if kept is not None and (kept / name).is_file():
-        return kept / name
-    made = Path(tempfile.mkdtemp(prefix="products-"))
-    command = [compiler, *options, "-c", str(SOURCE), "-o", str(made / "products.o")]
-    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-    # Linked without OpenMP's library: the one that torch has loaded is meant
-    command = [compiler, "-shared", str(made / "products.o"), "-o", str(made / name)]
-    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-    if kept is None:
-        return made / name
-    for_all = kept / f".{name}.{os.getpid()}"
-    shutil.copyfile(made / name, for_all)
-    for_all.replace(kept / name)  # at once, since other processes may compile it as well
-    shutil.rmtree(made)
-    return kept / name
-
-
-def _folder() -> Path | None:
-    """Return the folder in which libraries are kept, or None if it cannot be written."""
-    cache_folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(cache_folder) / "continuous_batching" / "products"
-    if folder.parts[0] == "~":  # a user without a home
-        return None
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        log.info("products: %s cannot be written (%s), so they are compiled at each start", folder, error)
-        return None
-    return folder if os.access(folder, os.W_OK | os.X_OK) else None
-
-
-def _last_line(error: Exception) -> str:
-    said = getattr(error, "stderr", None) or b""
-    lines = said.decode("utf-8", "replace").strip().splitlines()
-    return lines[-1] if lines else str(error)
+    found = compiled_source(SOURCE)
+    return found if isinstance(found, str) else Products(found)

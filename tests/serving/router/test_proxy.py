@@ -150,10 +150,12 @@ class Fleet:
         session: str = "",
         leaves_after: int | None = None,
         headers: Sequence[tuple[bytes, bytes]] = (),
+        **fields: Any,
     ) -> tuple[int, bytes]:
         """Status and body; the client goes away after so many pieces."""
         received = asyncio.Queue[dict[str, Any]]()
-        body = json.dumps({"messages": [{"role": "user", "content": "x" * 600}], "stream": True}).encode()
+        asked = {"messages": [{"role": "user", "content": "x" * 600}], "stream": True} | fields
+        body = json.dumps(asked).encode()
         received.put_nowait({"type": "http.request", "body": body})
         status, parts = 0, list[bytes]()
         self.parts = parts

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from serving.router.models import Listed
 from tests.serving.router.test_proxy import WHOLE, Fleet, hang, run, stream
 
 HEADER = b"x-prompt-replica: "
@@ -31,6 +32,23 @@ def test_a_replica_that_answers_is_told_who_computes_the_prompt() -> None:
             assert not prompts.heads, "nothing is asked of it but by the replica that answers"
             assert fleet.figures.num_split == fleet.replicas[1].num_prompts == 1
             assert "cb_route_split_total 1" in fleet.figures.as_metrics()
+
+    run(test)
+
+
+def test_prompts_for_an_adapter_are_computed_by_who_lists_it() -> None:
+    async def test() -> None:
+        async with Fleet(stream(*WHOLE), stream(*WHOLE)) as fleet:
+            apart(fleet)
+            tiny = {"tiny": b"{}"}
+            fleet.proxy._models.learn(0, Listed(tiny | {"fox": b"{}"}, ("tiny",), ("fox",)))
+            for listed in (tiny, tiny | {"fox": b"{}"}):
+                adapters = tuple(each for each in listed if each != "tiny")
+                fleet.proxy._models.learn(1, Listed(listed, ("tiny",), adapters))
+                prompt = str(len(listed)) * 600  # nobody has seen it
+                await fleet.ask(model="fox", messages=[{"role": "user", "content": prompt}])
+            told = [HEADER in head for head in fleet.stubs[0].heads]
+            assert told == [False, True]
 
     run(test)
 

@@ -1,0 +1,101 @@
+"""Compile C++ sources of this project for the machine that they run on.
+
+A source is compiled by the host's C++ compiler at first use, in two or three seconds, with the flags of its
+processor, and kept in a folder of the user's for the next start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from devices.compiled import processor
+from devices.cpu_threads import loaded_library
+
+log = logging.getLogger(__name__)
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Kind of the sources
+COMPILE_S = 120.0  # limit of the compiler, which takes 3 s where it is alone
+
+
+def missing_for_sources() -> str | None:
+    """Describe what this machine lacks for the sources; None if it has a compiler and a known processor."""
+    if platform.system() != "Linux":
+        return f"the system is {platform.system()}, not Linux"
+    if platform.machine() not in ("aarch64", "x86_64"):
+        return f"the processor is {platform.machine()}, neither x86_64 nor aarch64"
+    if platform.machine() == "x86_64" and not torch.cpu._is_avx2_supported():
+        return "the processor has no AVX2"
+    compiler = os.environ.get("CXX", "g++")
+    return f"there is no C++ compiler {compiler}" if shutil.which(compiler) is None else None
+
+
+def compiled_source(source: Path) -> ctypes.CDLL | str:
+    """Return the library of a source, compiled if it is not kept, or why there is none."""
+    missing = missing_for_sources()
+    if missing is not None:
+        return missing
+    openmp = loaded_library("libgomp")
+    if openmp is not None:  # the library's own team computes, not a second one beside it
+        ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
+    try:
+        return ctypes.CDLL(str(_library(source)))
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{source.name} cannot be compiled: {_last_line(error)}"
+
+
+def _library(source: Path) -> Path:
+    """Return a source compiled for this machine, kept in the user's folder under the name of its content."""
+    compiler = os.environ.get("CXX", "g++")
+    cpu = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
+    options = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", cpu]
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, check=True, timeout=COMPILE_S
+    ).stdout
+    content = [source.read_bytes(), version, processor().encode(), *map(str.encode, options)]
+    name = f"{source.stem}-{hashlib.sha256(b'|'.join(content)).hexdigest()[:16]}.so"
+    kept = _folder()
+    if kept is not None and (kept / name).is_file():
+        return kept / name
+    made = Path(tempfile.mkdtemp(prefix=f"{source.stem}-"))
+    command = [compiler, *options, "-c", str(source), "-o", str(made / "source.o")]
+    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+    # Linked without OpenMP's library: the one that torch has loaded is meant
+    command = [compiler, "-shared", str(made / "source.o"), "-o", str(made / name)]
+    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+    if kept is None:
+        return made / name
+    for_all = kept / f".{name}.{os.getpid()}"
+    shutil.copyfile(made / name, for_all)
+    for_all.replace(kept / name)  # at once, since other processes may compile it as well
+    shutil.rmtree(made)
+    return kept / name
+
+
+def _folder() -> Path | None:
+    """Return the folder in which libraries are kept, or None if it cannot be written."""
+    cache_folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(cache_folder) / "continuous_batching" / "products"
+    if folder.parts[0] == "~":  # a user without a home
+        return None
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        log.info("products: %s cannot be written (%s), so they are compiled at each start", folder, error)
+        return None
+    return folder if os.access(folder, os.W_OK | os.X_OK) else None
+
+
+def _last_line(error: Exception) -> str:
+    said = getattr(error, "stderr", None) or b""
+    lines = said.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else str(error)

@@ -1,0 +1,87 @@
+"""Decodes read in C++ give what a request alone gives, to the same bits in any batch and on any threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attention.cpu.attention import CpuAttention
+from attention.cpu.decodes import Decodes, decodes
+from continuous_batching.batch import Batch
+from devices.cpp_sources import missing_for_sources
+from kv_cache.device.storage import KVCache, LayerPages
+from tests.attention.planned import planned
+from tests.attention.test_attention import NOTHING, Bench, disturb, shape
+
+pytestmark = pytest.mark.skipif(missing_for_sources() is not None, reason=str(missing_for_sources()))
+
+
+@pytest.fixture(scope="module")
+def source() -> Decodes:
+    found = decodes()
+    assert isinstance(found, Decodes), found
+    return found
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def attention_of(source: Decodes, **changes: object) -> CpuAttention:
+    made = CpuAttention(shape(**changes), decodes=source)
+    assert made._decodes is not None, "its vectors are whole"
+    return made
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": torch.float32, "page_size": 16, "windows": (None, 7, 40)},
+        {"dtype": torch.bfloat16, "page_size": 128, "num_heads": 8, "num_kv_heads": 1, "head_dim": 128},
+        {"dtype": torch.float16, "page_size": 64, "num_heads": 3, "num_kv_heads": 3, "head_dim": 48},
+        {"dtype": torch.float32, "page_size": 32, "num_heads": 30, "num_kv_heads": 2, "score_cap": 5.0},
+        {"dtype": torch.float32, "page_size": 16, "has_sinks": True, "first_key": 1},
+    ],
+    ids=["windows", "one kv head", "float16", "15 heads a kv head, cap", "sinks"],
+)
+def test_random_schedules(source: Decodes, changes: dict[str, Any]) -> None:
+    disturb(Bench(attention_of(source, **changes), seed=3), np.random.default_rng(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(source: Decodes, dtype: torch.dtype) -> None:
+    """Rows of a few tokens, of several parts, and one that others share pages with."""
+    attention = attention_of(source, page_size=16, windows=(None, 40), dtype=dtype, num_heads=6)
+    stops, generator = np.array([1, 17, 300, 1100, 640]), torch.Generator().manual_seed(1)
+    table = 1 + np.arange(5 * 70, dtype=np.int32).reshape(5, 70)
+    table[2, :10] = table[3, :10]
+    cache = KVCache([LayerPages(attention.new_planes)] * 2, 16, [1 + table.size])
+    for planes in (cache.of(0), cache.of(1)):
+        for plane in planes:
+            plane.copy_(torch.randn(plane.shape, generator=generator))
+    query = torch.randn(5, 6, 64, generator=generator).to(dtype)
+
+    def read(rows: list[int], layer: int, num_threads: int) -> torch.Tensor:
+        torch.set_num_threads(num_threads)
+        chosen = np.array(rows)
+        batch = Batch(chosen, stops[chosen] - 1, stops[chosen], NOTHING, NOTHING, NOTHING)
+        return attention.attend(query[rows], *cache.of(layer), planned(attention, batch, table), layer)
+
+    for layer in (0, 1):
+        alone = torch.cat([read([row], layer, 1) for row in range(5)])
+        for rows in ([0, 1, 2, 3, 4], [4, 2, 0], [3, 1]):
+            for num_threads in (1, 2, 5):
+                assert torch.equal(read(rows, layer, num_threads), alone[rows])
+
+
+def test_pages_of_part_vectors_are_read_by_torch(source: Decodes) -> None:
+    made = CpuAttention(shape(page_size=8), decodes=source)
+    assert made._decodes is None
+    disturb(Bench(made), np.random.default_rng(0))
