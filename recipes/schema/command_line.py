@@ -27,6 +27,7 @@ FLAGS = frozenset(
         "in-turn",
         "json",
         "kills",
+        "kernels",
         "launches",
         "laws",
         "list",
