@@ -122,8 +122,8 @@ class DeviceSection:
         default=False,
     )
     batch_invariant: bool = key(
-        "cpu, cuda: a request's results do not depend on its neighbours, bit for bit; cuda: slower; cpu: logits"
-        " depend neither on how a prompt was cut nor on threads, which needs a C++ compiler",
+        "cpu, cuda: a request's results do not depend on its neighbours, bit for bit; cuda: slower; cpu:"
+        " logits depend neither on how a prompt was cut nor on threads, which needs a C++ compiler",
         default=False,
     )
     product: Literal["310P", "910", "910B", "910C", "950"] | None = key(
