@@ -132,15 +132,23 @@ class Cpu(Machine):
         found = self._products()
         if isinstance(found, str):
             log.info("products: oneDNN's, since %s", found)
-        ops = CpuOps(compile=compiles, limit=limit, products=None if isinstance(found, str) else found)
+        invariant = self.asked.batch_invariant
+        if invariant and isinstance(found, str):
+            raise _no_invariance(found)
+        own = None if isinstance(found, str) else found
+        ops = CpuOps(compile=compiles, limit=limit, products=own, batch_invariant=invariant)
         if shape.latent is not None:
             return ops, latent_attention(shape)
         plain = self.asked.attention == "reference"
         if plain:
             return ops, Attention(shape)
         read = decodes() if isinstance(found, Products) else found
+        if invariant and isinstance(read, str):
+            raise _no_invariance(read)
         source = None if isinstance(read, str) else read
-        return ops, CpuAttention(shape, compile=compiles, limit=limit, decodes=source)
+        return ops, CpuAttention(
+            shape, compile=compiles, limit=limit, decodes=source, batch_invariant=invariant
+        )
 
     def recurrence(self, state_dtype: str) -> Recurrence:
         from attention.cpu.recurrent import CpuRecurrence
@@ -177,10 +185,21 @@ class Cpu(Machine):
             return self.asked.compile, "as device.compile says"
         if self.asked.attention == "reference":
             return False, "device.attention is reference, the plain torch"
+        if self.asked.batch_invariant:
+            return False, "device.batch_invariant is true"
         if not self._others_compile:
             return False, "another rank does not"
         missing = missing_for_compiling()
         return missing is None, missing or "there is a C++ compiler"
+
+
+def _no_invariance(why: str) -> RecipeError:
+    return RecipeError(
+        "device.batch_invariant",
+        f"products and attention that sum each row alike are compiled, and {why}",
+        "install g++, or set device.batch_invariant to false",
+        value=True,
+    )
 
 
 class Accelerator(Machine):

@@ -54,7 +54,8 @@ class CpuAttention(Attention):
     """Attention on a CPU.
 
     With `decodes`, the source that is compiled for this machine, decodes are read by it where whole vectors
-    fit; they are slow without. With `compile`, other loops are compiled within the time `limit`.
+    fit; they are slow without. With `compile`, other loops are compiled within the time `limit`. With
+    `batch_invariant` they read all spans, whose results then have the same bits however a prompt is cut.
     """
 
     gives_sums = False
@@ -67,6 +68,7 @@ class CpuAttention(Attention):
         compile: bool = False,
         limit: CompileLimit | None = None,
         decodes: CompiledDecodes | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__(shape, device)
         self.tile = max(1, math.gcd(shape.page_size, TILE))
@@ -79,6 +81,7 @@ class CpuAttention(Attention):
         lying = TileShape(self.tile, lanes, value_lanes)
         self._decodes = decodes if lying.is_whole and shape.dtype in KINDS else None
         self._lying = lying
+        self.batch_invariant = batch_invariant
         self._no_sinks = torch.full((shape.num_heads,), -torch.inf)
         self._is_plain = shape.score_cap is None and not shape.has_sinks
         self._product_dtype = product_dtype(shape.dtype)
@@ -91,6 +94,17 @@ class CpuAttention(Attention):
             self._columns_loop = Compiled(self._columns, ((0,), (0,), (0,)), limit=limit)
             self._weigh_loop = Compiled(self._weigh, ((1, 3), (0,), (0,), ()), limit=limit)
             self._scatter_loop = Compiled(self._scatter, ((0,), (1,), (1,), (0,)), limit=limit)
+
+    def check(self) -> None:
+        """Refuse what `decodes` does not read where it must read every span; see Attention.check."""
+        super().check()
+        shape = self.shape
+        if self.batch_invariant and self._decodes is None:
+            raise ValueError(
+                f"device.batch_invariant: heads of {shape.head_dim} in {shape.dtype} and pages of"
+                f" {shape.page_size} are not read in C++; set cache.page_size to a multiple of 16, or"
+                " device.batch_invariant to false"
+            )
 
     def plan(
         self,
@@ -107,7 +121,7 @@ class CpuAttention(Attention):
         first_rows = np.cumsum(lens) - lens
         used = dict.fromkeys(shape.windows if windows is None else windows)
 
-        is_short = lens <= SHORT
+        is_short = (lens <= SHORT) | self.batch_invariant
         counts, starts = lens[is_short], batch.starts[is_short]
         tokens = ragged_ranges(first_rows[is_short], first_rows[is_short] + counts)
         num_decodes, tiles = len(tokens), {}

@@ -159,6 +159,8 @@ def model_config(recipe: Recipe) -> DecoderConfig:
         kept = replace(config.recurrent, state_dtype=recipe.cache.state_dtype, num_tail=drafts)
         config = replace(config, recurrent=kept)
     config = _as_asked(config, recipe, model.quantization, model.dtype)
+    if recipe.device.batch_invariant and recipe.device.kind == "cpu":
+        check_invariance(recipe, config)
     if model.weights == "random" and config.quantization is not None:
         config = replace(config, quantization=replace(config.quantization, is_stored=False))
     return replace(config, window_groups=window_groups(recipe, config))
@@ -190,6 +192,32 @@ def check_states(recipe: Recipe, config: DecoderConfig) -> None:
             value=budget,
             limit=scheduler.num_slots + GRID,
         )
+
+
+def check_invariance(recipe: Recipe, config: DecoderConfig) -> None:
+    """Raise RecipeError for what has not been shown to have the same bits in any batch on a CPU."""
+    kinds = {rope.kind for rope in (config.rope, config.window_rope) if rope is not None}
+    asked = (
+        ("model", config.mixture is not None, "experts"),
+        ("model", config.latent is not None, "latent attention"),
+        ("model", config.recurrent is not None, "recurrent states"),
+        ("model", config.gate != "silu", f"a gate of the kind {config.gate}"),
+        ("model", config.logit_cap is not None, "capped logits"),
+        ("model", config.has_output_gate, "gates of attention"),
+        ("model", config.query_growth is not None, "queries that grow with their position"),
+        ("model", "dynamic" in kinds, "a rotary embedding that depends on the length"),
+        ("model.quantization", config.quantization is not None, "quantized weights"),
+        ("cache.dtype", recipe.cache.dtype == "int8", "int8 pages"),
+        ("adapters.most", bool(recipe.adapters.most), "adapters"),
+        ("parallel", recipe.parallel.tensor * recipe.parallel.pipeline > 1, "several ranks"),
+    )
+    for name, is_asked, what in asked:
+        if is_asked:
+            raise RecipeError(
+                (name, "device.batch_invariant"),
+                f"device.batch_invariant on a CPU is not promised for {what}",
+                "set device.batch_invariant to false",
+            )
 
 
 def overridden_fields(recipe: Recipe) -> list[str]:

@@ -26,6 +26,7 @@ FLAGS = frozenset(
         "ignore-eos",
         "in-turn",
         "json",
+        "kernels",
         "kills",
         "launches",
         "laws",

@@ -37,7 +37,7 @@ KINDS_OF = {  # the keys of `device` that only some kinds of machine read
     "threads": ("cpu",),
     "compile": ("cpu",),
     "graphs": ("cuda", "npu"),
-    "batch_invariant": ("cuda",),
+    "batch_invariant": ("cpu", "cuda"),
     "product": ("npu",),
     "memory_gib": ("cuda", "npu"),
     "virtual": ("npu",),
@@ -126,7 +126,9 @@ class DeviceSection:
         default=False,
     )
     batch_invariant: bool = key(
-        "cuda: a request's results do not depend on its neighbours, bit for bit; slower", default=False
+        "cpu, cuda: a request's results do not depend on its neighbours, bit for bit; cuda: slower; cpu:"
+        " logits depend neither on how a prompt was cut nor on threads, which needs a C++ compiler",
+        default=False,
     )
     product: Literal["310P", "910", "910B", "910C", "950"] | None = key(
         "npu: the product whose operators and limits hold; null: the one that the device reports",
@@ -411,6 +413,13 @@ class Recipe:
                 ("device.batch_invariant", "device.attention"),
                 "device.attention is reference, whose sums depend on how a prompt was cut",
                 "set device.batch_invariant to false, or device.attention to fused",
+                value=True,
+            )
+        if device.batch_invariant and device.kind == "cpu" and device.compile is True:
+            yield RecipeError(
+                ("device.compile", "device.batch_invariant"),
+                "what it compiles has other bits until it is compiled, and device.batch_invariant is true",
+                "set device.compile to auto, or device.batch_invariant to false",
                 value=True,
             )
         if device.graphs and device.attention == "reference":

@@ -42,13 +42,20 @@ def keep_memory() -> None:
 class CpuOps(Ops):
     """Linears packed for `products` or oneDNN, and small operators compiled into one loop each if asked for.
 
-    `compile` compiles them with a C++ compiler within the `limit`.
+    `compile` compiles them with a C++ compiler within the `limit`. With `batch_invariant`, a row of a plain
+    linear, norm or SwiGLU has the same bits in any batch; it needs `products` and compiles nothing else.
     """
 
     def __init__(
-        self, *, compile: bool = False, limit: CompileLimit | None = None, products: Products | None = None
+        self,
+        *,
+        compile: bool = False,
+        limit: CompileLimit | None = None,
+        products: Products | None = None,
+        batch_invariant: bool = False,
     ) -> None:
-        self.compile, self.products = compile, products
+        assert not batch_invariant or (products is not None and not compile), "oneDNN's sums depend on rows"
+        self.compile, self.products, self.batch_invariant = compile, products, batch_invariant
         # oneDNN compiles its code (2 ms a layer) for each new number of rows
         self._rounds_rows = products is None
         self._has_logged = False
@@ -56,6 +63,8 @@ class CpuOps(Ops):
         self._rms_norm, self._add_rms_norm = plain.rms_norm, plain.add_rms_norm
         self._rotary, self._swiglu, self._greedy = plain.rotary, plain.swiglu, plain.greedy
         self._geglu, self._clamped_swiglu = plain.geglu, plain.clamped_swiglu
+        if batch_invariant and products is not None:
+            self._swiglu = products.swiglu
         if compile:
             self._rms_norm = Compiled(plain.rms_norm, ((0,), (), None), limit=limit)
             self._add_rms_norm = Compiled(plain.add_rms_norm, ((0,), (0,), (), None), limit=limit)
@@ -119,8 +128,12 @@ class CpuOps(Ops):
         return -(-num_tokens // step) * step
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
-        """Pack the weight in its own type for `products`, unless oneDNN multiplies that type itself."""
-        if self.products is not None and weight.dtype in KINDS and not _multiplies(weight.dtype):
+        """Pack the weight in its own type for `products`, unless oneDNN multiplies that type itself.
+
+        With `batch_invariant` it is packed for `products` all the same.
+        """
+        is_own = self.batch_invariant or not _multiplies(weight.dtype)
+        if self.products is not None and weight.dtype in KINDS and is_own:
             return self.products.pack(weight, bias), None
         return self._pack_onednn(weight, bias)
 

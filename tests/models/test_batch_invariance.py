@@ -1,0 +1,171 @@
+"""With device.batch_invariant on a CPU, a token's logits have the same bits in any schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from continuous_batching.request import Request, SamplingParams
+from devices.cpp_sources import missing_for_sources
+from models.ops.cpu.ops import CpuOps
+from models.ops.cpu.products import Products, products
+from models.ops.reference import Ops
+from recipes import machine
+from recipes.assembly.engine import build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from recipes.schema.recipe_error import RecipeError
+from tests.models.families import VOCABULARY, make
+from tests.models.variants import Variant
+from tests.thorough import cases
+
+needs_compiler = pytest.mark.skipif(missing_for_sources() is not None, reason=str(missing_for_sources()))
+MIXTURE = ROOT / "recipes/bench/mixtral_500m.yaml"
+ANY = ROOT / "recipes/any/cpu.yaml"
+NUM_REQUESTS, NUM_NEW = 6, 30
+VARIANT = Variant(
+    "qwen3_window",
+    "qwen3",
+    {
+        "hidden_size": 72,
+        "intermediate_size": 101,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "max_window_layers": 1,
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(VARIANT, tmp_path_factory.mktemp("checkpoints"))[1]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def requests() -> list[Request]:
+    """Return requests of which every other one begins alike."""
+    rng, made = np.random.default_rng(3), []
+    opening = rng.integers(0, VOCABULARY, 40)
+    for number in range(NUM_REQUESTS):
+        own = rng.integers(0, VOCABULARY, int(rng.integers(1, 90)))
+        prompt = np.concatenate([opening[: 40 * (number % 2)], own]).astype(np.int32)
+        prompt[-1] = prompt[len(prompt) // 2]  # something to guess by
+        params = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
+        made.append(Request(str(number), prompt, params))
+    return made
+
+
+class Served:
+    """What one schedule computed: the logits of every answered token, and what happened on the way."""
+
+    def __init__(self, path: Path, overrides: list[str], asked: list[Request], seed: int | None) -> None:
+        said = [f"model.path={path}", "device.batch_invariant=true", "cache.memory_gib=null", *overrides]
+        built = build(load(ANY, said))
+        engine, sampler = built.engine, built.runner.sampler
+        start, rows = sampler.start, engine.slots
+        rng = np.random.default_rng(seed)
+        found: dict[tuple[str, int], torch.Tensor] = {}
+
+        def started(logits: torch.Tensor, owners: Any, targets: Any, *others: Any) -> Any:
+            for each, owner, target in zip(logits, owners.tolist(), targets.tolist()):
+                found[rows.requests[owner].id, target] = each.clone()  # a wrong draft's is replaced later
+            return start(logits, owners, targets, *others)
+
+        sampler.start = started  # type: ignore[method-assign]  # watched from outside
+        waiting = list(asked) if seed is None else [asked[each] for each in rng.permutation(len(asked))]
+        while waiting or engine.has_work:
+            if seed is not None:
+                torch.set_num_threads(int(rng.integers(1, 5)))
+            while waiting and (seed is None or rng.random() < 0.5):
+                engine.add(waiting.pop())
+            if engine.has_work:
+                engine.step()
+        self.counters = engine.scheduler.counters
+        self.answers = {each.id: each.answer.tolist() for each in asked}
+        self.logits = {
+            (each.id, at): found[each.id, at]
+            for each in asked
+            for at in range(len(each.tokens) - NUM_NEW, len(each.tokens))
+        }
+
+
+def schedule(seed: int) -> list[str]:
+    rng = np.random.default_rng(seed)
+    slots = int(rng.integers(1, 7))
+    return [
+        f"scheduler.num_slots={slots}",
+        f"scheduler.max_batch_tokens={int(rng.integers(slots + 4, 80))}",
+        f"cache.num_pages={int(rng.integers(12, 24))}",
+        f"cache.prefix_sharing={str(bool(rng.integers(2))).lower()}",
+        f"speculation.kind={('none', 'ngram')[seed % 2]}",
+    ]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_random_schedules_differ_in_no_bit(checkpoint: Path, dtype: str) -> None:
+    """Chunks, hits, preemptions, drafts and numbers of threads are drawn; alone is what they are held to."""
+    model = [f"model.dtype={dtype}"]
+    alone: dict[tuple[str, int], torch.Tensor] = {}
+    answers: dict[str, list[int]] = {}
+    for each in requests():
+        served = Served(checkpoint, [*model, "cache.num_pages=40", "scheduler.num_slots=1"], [each], None)
+        alone |= served.logits
+        answers |= served.answers
+    happened = np.zeros(3, np.int64)
+    for seed in range(cases(4, 500)):
+        served = Served(checkpoint, [*model, *schedule(seed)], requests(), seed)
+        assert served.answers == answers, seed
+        assert all(torch.equal(served.logits[at], alone[at]) for at in alone), seed
+        counters = served.counters
+        happened += [counters.preemptions, counters.hit_tokens, counters.draft_tokens]
+    assert (happened > 0).all(), "no request was preempted, none hit a prefix, or none had a draft"
+
+
+@needs_compiler
+def test_small_operators_give_a_row_the_same_bits_wherever_it_stands() -> None:
+    own = products()
+    assert isinstance(own, Products), own
+    ops, generator = CpuOps(products=own, batch_invariant=True), torch.Generator().manual_seed(0)
+    for width in (16, 101, 768, 5000):
+        x = 4 * torch.randn(70, 2 * width, generator=generator)
+        weight = torch.randn(2 * width, generator=generator)
+        torch.testing.assert_close(ops.swiglu(x), Ops().swiglu(x))
+        for act in (ops.swiglu, lambda rows, weight=weight: ops.rms_norm(rows, weight, 1e-6)):
+            torch.set_num_threads(1)
+            alone = torch.cat([act(row[None]) for row in x])
+            for count, num_threads in ((70, 3), (69, 2), (33, 4), (2, 5)):
+                torch.set_num_threads(num_threads)
+                assert torch.equal(act(x[:count]), alone[:count]), (width, count, num_threads)
+
+
+def test_what_is_not_promised_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a compiler, a model with experts, quantized weights, and a forced compiler."""
+
+    def refused(*overrides: str, recipe: Path = ANY) -> str:
+        tiny = [f"model.path={ROOT / 'recipes/tiny/weights'}"] if recipe == ANY else []
+        with pytest.raises(RecipeError) as error:
+            build(load(recipe, [*tiny, "device.batch_invariant=true", *overrides]))
+        return str(error.value)
+
+    assert "promised for experts" in refused("device.compile=auto", recipe=MIXTURE)
+    assert "promised for quantized weights" in refused("model.quantization=w8a8")
+    assert "has other bits until it is compiled" in refused("device.compile=true")
+    assert "device.compile is false" in refused("device.compile=false")
+    monkeypatch.setattr(machine, "products", lambda: "there is no C++ compiler g++")
+    assert "there is no C++ compiler g++; install g++" in refused()
