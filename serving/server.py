@@ -249,6 +249,7 @@ def configuration(app: ASGIApp, most_connections: int, tls: ssl.SSLContext | Non
         timeout_keep_alive=IDLE_S,
         timeout_graceful_shutdown=5,
         backlog=_BACKLOG,
+        reset_contextvars=True,  # a request that was pipelined begins with nothing of the one before it
     )
     found.load()
     found.ssl = tls  # by uvicorn's own options it would ask for a key's password at the terminal

@@ -46,7 +46,11 @@ class FusedSparseMetadata(FusedLatentMetadata):
 
 
 class FusedSparseAttention(FusedLatentAttention, SparseAttention):
-    """Sparse latent attention on an NPU that has an indexer and attention to what it chose."""
+    """Sparse latent attention on an NPU that has an indexer and attention to what it chose.
+
+    The indexer may choose the position before the first key of a layer that drafts, whose key and value are
+    zeros. Drafts may differ because of that, but no token does.
+    """
 
     def check(self) -> None:
         super().check()

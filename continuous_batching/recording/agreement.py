@@ -70,8 +70,11 @@ def answer_to(topic: str, name: str, work: Work | None, body: bytes) -> RankAnsw
     if work is None:
         return RankAnswer(topic, name, 0, "this rank knows no such topic")
     try:
-        return RankAnswer(topic, name, work(name, body))
-    except (OSError, ValueError, RuntimeError, MemoryError) as error:
+        count = int(work(name, body))
+        if not 0 <= count <= LAST_ID:
+            raise ValueError(f"{count} is no count")
+        return RankAnswer(topic, name, count)
+    except Exception as error:  # noqa: BLE001 - whatever it raises is this rank's answer: its thread goes on
         log.warning("%s %s: %s", topic, name, error)
         return RankAnswer(topic, name, 0, (str(error) or type(error).__name__)[:_LONGEST_REASON])
 

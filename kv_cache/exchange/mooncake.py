@@ -26,6 +26,7 @@ _INFINIBAND, _DAVINCI = Path("/sys/class/infiniband"), Path("/dev/davinci_manage
 _METADATA = "P2PHANDSHAKE"  # peers ask each other about their memory, and no server
 _TIMEOUT_S = 5  # the shortest limit of a write that the engine takes; its default is 30
 _ALIGNMENT = 2**21  # bytes, which HCCS asks of the addresses of memory
+_MOST_REACHED = 2**32  # bytes registered for a peer's window, whose size the peer says
 _DESCRIPTION = re.compile(r"([^\s/@]{1,255}):(\d{1,5})@(\d{1,20})")
 
 
@@ -55,6 +56,13 @@ class Mooncake:
         match = _DESCRIPTION.fullmatch(description.decode("ascii", "replace"))
         if match is None or PORTS.parse(match[2]) is None:
             raise ValueError("its window has no HOST:PORT@ADDRESS of Mooncake's")
+        if num_bytes > _MOST_REACHED:
+            raise ValueError(
+                f"its window has {num_bytes} bytes, and as many are registered here, {_MOST_REACHED} at most;"
+                " lower server.page_window_mib there"
+            )
+        if int(match[3]) + num_bytes > 2**64:
+            raise ValueError("its window ends behind the last address of 64 bits")
         return MooncakeReach(self._started(), f"{match[1]}:{match[2]}", int(match[3]), num_bytes)
 
     def _started(self) -> Any:

@@ -286,8 +286,8 @@ class PageLink:
             )
         try:
             self._reach = reach = transport.reach(hello.window, hello.window_bytes)
-        except (OSError, ValueError) as error:
-            return str(error)
+        except (MemoryError, OSError, ValueError) as error:
+            return str(error) or type(error).__name__
         if not self.connection.is_open:  # it may have ended before there was a reach to close
             reach.close()
         self._ring = Ring(hello.window_bytes)

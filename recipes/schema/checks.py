@@ -131,6 +131,10 @@ def _mooncake_contradictions(server: ServerSection) -> Iterator[RecipeError]:
         if server.mooncake_host is not None:
             problem = f"read only where server.page_transport is mooncake, and it is {server.page_transport}"
             yield RecipeError(names, problem, "leave it out", value=server.mooncake_host)
+        if server.mooncake_protocol != "tcp":
+            names = "server.mooncake_protocol", "server.page_transport"
+            problem = f"read only where server.page_transport is mooncake, and it is {server.page_transport}"
+            yield RecipeError(names, problem, "leave it out", value=server.mooncake_protocol)
         return
     if server.mooncake_host is None:
         yield RecipeError(

@@ -29,6 +29,7 @@ import anyio
 import msgspec
 from msgspec import Meta
 
+from borders.addresses import is_loopback
 from borders.field_types import LAST_ID, LONGEST_NAME
 from borders.numbers import integers
 from continuous_batching.routing.routing import Routing
@@ -486,7 +487,10 @@ def upstream_of(url: str, trust: ReplicaTrust) -> Upstream:
     is_encrypted = url.startswith("https://")
     if is_encrypted and trust.tls is None:
         raise ValueError(f"{url} is encrypted, and the router has no --tls-authority to know it by")
-    return Upstream(*address_of(url), trust.tls if is_encrypted else None)
+    host, port = address_of(url)
+    if trust.tls is not None and not (is_encrypted or is_loopback(host)):
+        raise ValueError(f"{url} is not encrypted, and the router has --tls-authority: give https://")
+    return Upstream(host, port, trust.tls if is_encrypted else None)
 
 
 def replicas_of(
