@@ -39,7 +39,7 @@ def test_what_a_model_has_today_is_taken(name):
     [
         ({"dtype": torch.float32}, "model.dtype is float32; fused attention of the {} takes "),
         ({"head_dim": 80}, "the model's head_dim is 80; fused attention of the {} takes 64 or 128: choose"),
-        ({"head_dim": 256}, "the model's head_dim is 256; "),
+        ({"head_dim": 192}, "the model's head_dim is 192; "),
         ({"num_heads": 512, "num_kv_heads": 256}, "the model has 512 query heads over 256; fused attention"),
         ({"num_heads": 128, "num_kv_heads": 1}, "the model has 128 query heads over 1; fused attention"),
         ({"page_size": 8}, "cache.page_size is 8; fused attention takes a multiple of 16 to 1024: set 128"),

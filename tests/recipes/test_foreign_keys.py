@@ -139,7 +139,8 @@ def verbs() -> Iterator[tuple[str, Callable[[list[str]], object], list[str]]]:
         if verb.takes_recipe:
             yield f"benchmark {verb.title}", benchmark_main, [*verb.title.split()]
     for verb in SIMULATIONS:
-        yield f"simulate {verb.title}", simulate, [*verb.title.split()]
+        if verb.takes_recipe:
+            yield f"simulate {verb.title}", simulate, [*verb.title.split()]
 
 
 @pytest.mark.parametrize(("main", "before"), [pytest.param(*each[1:], id=each[0]) for each in verbs()])

@@ -1,0 +1,127 @@
+"""Compare what must be computed of prompts by where a model's recurrent states are kept, on five workloads.
+
+Our column is the real scheduler on a simulated device, with the default of `cache.state_fraction` and with
+the best of several fractions. Rules of other engines run in a loop without a scheduler, each with the best of
+the same fractions. Sizes are those of Qwen3-Next-80B-A3B; memory is that for pages and kept states, without
+one state for each running request.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmark.options import markdown
+from benchmark.simulate.deployment import SIMULATED
+from continuous_batching.scheduling.scheduler import Scheduler
+from recipes.assembly.memory_plan import GIB
+from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
+from recipes.schema.recipe import CacheSection
+from recipes.schema.scheduler_section import SchedulerSection
+from simulation.shared_prompts import FULL_COUNTS, VOCAB_SIZE, WORKLOADS, Turn
+from simulation.state_rules import (
+    SGLANG,
+    STATELESS,
+    UNBOUNDED,
+    VLLM,
+    VLLM_BRANCHES,
+    KeepingRule,
+    SplitMemory,
+    ruled_share,
+    served_share,
+)
+
+PAGE_TOKENS, STEP_TOKENS = 128, 2048
+FRACTIONS = (0.2, 0.3, 0.4, 0.5, 0.75)
+PEERS = (VLLM, VLLM_BRANCHES, SGLANG)
+QUICK_SEEDS, FULL_SEEDS = (40,), (40, 41, 42)
+Row = dict[str, Any]
+
+
+def scheduler(turns: Sequence[Turn], memory: SplitMemory, num_slots: int) -> Scheduler:
+    """Return a scheduler as a recipe makes it, with so much memory for pages and kept states."""
+    most = max(len(turn.prompt) + len(turn.answer) for turn in turns)
+    limits = SchedulerLimits(
+        num_pages=memory.num_tokens // PAGE_TOKENS + 1,
+        num_host_pages=0,
+        longest_tokens=-(-most // PAGE_TOKENS) * PAGE_TOKENS,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(),
+        max_shared_tokens=None,
+        num_states=memory.num_states + num_slots + 1,
+    )
+    section = SchedulerSection(num_slots=num_slots, max_batch_tokens=STEP_TOKENS)
+    return scheduler_of(section, CacheSection(page_size=PAGE_TOKENS, num_pages=limits.num_pages), limits)
+
+
+def best_ruled(turns: Sequence[Turn], rule: KeepingRule, num_bytes: int) -> float:
+    """Return the share of a rule with the split of the memory that is best for it."""
+    return min(ruled_share(turns, rule, SplitMemory.split(num_bytes, each)) for each in FRACTIONS)
+
+
+def shares(turns: Sequence[Turn], memory_gib: int, fractions: Sequence[float], num_slots: int) -> Row:
+    """Return the shares of one workload in one memory; those of the scheduler are by fraction."""
+    num_bytes = memory_gib * GIB
+    return {
+        "everything kept": ruled_share(turns, STATELESS, UNBOUNDED),
+        STATELESS.name: ruled_share(turns, STATELESS, SplitMemory.split(num_bytes, 0.0)),
+        "ours": {
+            each: served_share(turns, scheduler(turns, SplitMemory.split(num_bytes, each), num_slots))
+            for each in fractions
+        },
+        **{rule.name: best_ruled(turns, rule, num_bytes) for rule in PEERS},
+    }
+
+
+def run(options: argparse.Namespace) -> Row:
+    """Return the means over the seeds, for each workload and memory."""
+    default = CacheSection.__dataclass_fields__["state_fraction"].default
+    assert isinstance(default, float), "the default fraction is a number"
+    fractions = sorted({default, *FRACTIONS}) if options.full else [default]
+    seeds = options.seeds or (FULL_SEEDS if options.full else QUICK_SEEDS)
+    rows = []
+    for name, draw in WORKLOADS.items():
+        drawn = [draw(np.random.default_rng(seed), FULL_COUNTS[name]) for seed in seeds]
+        for memory_gib in options.memory_gib:
+            found = [shares(turns, memory_gib, fractions, options.slots) for turns in drawn]
+            rows.append({"workload": name, "memory_gib": memory_gib, **mean(found)})
+    return {
+        "SIMULATED": SIMULATED,
+        "seeds": list(seeds),
+        "slots": options.slots,
+        "default_fraction": default,
+        "rows": rows,
+    }
+
+
+def mean(found: Sequence[Mapping[str, Any]]) -> Row:
+    """Return the means of the shares of several draws of one workload."""
+    first = found[0]
+    means = {name: float(np.mean([each[name] for each in found])) for name in first if name != "ours"}
+    ours = {
+        fraction: round(float(np.mean([each["ours"][fraction] for each in found])), 4)
+        for fraction in first["ours"]
+    }
+    return {**{name: round(share, 4) for name, share in means.items()}, "ours": ours}
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    """Print a line for each workload and memory, in percent of all prompt tokens."""
+    default = result["default_fraction"]
+    seeds = ", ".join(map(str, result["seeds"]))
+    print(f"SIMULATED: {result['SIMULATED']}; percent of prompt tokens computed, seeds {seeds}")
+    peers = [each.name for each in PEERS]
+    heads = ["workload", "GiB", "everything kept", STATELESS.name, f"ours, {default:g} for states"]
+    lines = []
+    for row in result["rows"]:
+        best = min(row["ours"], key=row["ours"].__getitem__)
+        shown = [row["everything kept"], row[STATELESS.name], row["ours"][default]]
+        cells = [f"{100 * each:.1f}" for each in shown]
+        cells.append(f"{100 * row['ours'][best]:.1f} ({best:g})")
+        lines.append(
+            [row["workload"], row["memory_gib"], *cells, *(f"{100 * row[each]:.1f}" for each in peers)]
+        )
+    print(markdown([*heads, "ours, best split", *peers], lines))
