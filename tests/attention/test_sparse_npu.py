@@ -186,3 +186,20 @@ def indexed(**changes: int) -> AttentionShape:
 def test_what_the_operators_do_not_take_is_refused(name: str, shape: AttentionShape, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         product(name, "").check(shape, takes_float32=True)
+
+
+def test_a_release_without_the_operators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = Bench(SHAPE).fused
+    monkeypatch.setattr("attention.npu.sparse_attention.lacking_here", lambda _: ["npu_lightning_indexer"])
+    with pytest.raises(ValueError, match="has no sparse attention; it lacks npu_lightning_indexer: install"):
+        fused.check()
+
+
+def test_what_was_chosen_is_kept_for_the_layers_behind() -> None:
+    """A stage that begins with a layer that shares its choice is sent it."""
+    bench = Bench(SHAPE)
+    batch, parts = bench.batch({0: 60}), bench.drawn(60)
+    metadata = planned(bench.fused, batch, bench.table)
+    assert bench.fused.choice_of(metadata).positions is None
+    bench.attend(1, parts, metadata)
+    assert bench.fused.choice_of(metadata).positions is not None

@@ -29,11 +29,13 @@ from recipes.assembly.engine import build
 from recipes.machine import Npu, start
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
+from tests.attention import test_sparse_npu, test_sums
 from tests.attention.test_atb import answering_as, atb
 from tests.attention.test_attention import Bench, shape
 from tests.attention.test_channel_scales import ChannelBench
 from tests.attention.test_latent import on_an_npu
 from tests.device_kinds import has_npu, operators, section, settings, stand_in_alone
+from tests.models import test_sparse_on_npu
 
 pytestmark = [pytest.mark.npu, pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")]
 
@@ -502,7 +504,7 @@ def test_angles_that_a_model_scales_are_turned_in_plain_torch() -> None:
 
 
 @stand_in_alone
-def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     start(section("npu"))
 
     from models.ops.npu.ops import NpuOps, chip
@@ -552,11 +554,21 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")
         ops.rotary(heads, heads.clone(), angles, angles)
         on_an_npu()
+        for sizes in (test_sums.PLAIN, test_sums.LATENT):
+            for is_captured in (False, True):
+                test_sums.read_with_sums(sizes, is_captured)
+        test_sparse_npu.test_steps_read_what_the_definition_reads(test_sparse_npu.SHAPE)
+        test_sparse_npu.test_a_replay_reads_its_lengths_on_the_device(2)
+        test_sparse_npu.test_what_was_chosen_is_kept_for_the_layers_behind()
+        with monkeypatch.context() as patch:
+            joined = test_sparse_on_npu.test_an_indexer_reads_the_queries_of_one_launch_before_attention
+            joined(tmp_path, patch)
+            test_sparse_npu.test_a_release_without_the_operators_is_refused(patch)
         with answering_as("310P"):
             _as_a_310p()
         monkeypatch.setattr(torch.npu, "is_available", lambda: False)
         with pytest.raises(ValueError, match="finds no NPU"):
             chip()
-    assert len(files) == 12
+    assert len(files) == 13
     assert all(lines.wanted.values())
     assert lines.missing() == {}

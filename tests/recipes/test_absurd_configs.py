@@ -134,7 +134,7 @@ def test_every_key_with_every_absurd_value_is_refused_or_works(family: str) -> N
         assert grown < 500 * 1024, f"{key} took {grown} KiB"
         assert time.process_time() - began_s < 5, key
     assert len(lines) > number // 3
-    assert not [key for key, line in lines.items() if "\n" in line or len(line) > 500]
+    assert not [key for key, line in lines.items() if "\n" in line or len(line) > 600]
 
 
 @pytest.mark.parametrize("pattern", ["re:(", "re:" + "(" * 5000, "re:a{99999999999}", "re:[", "re:*"])
