@@ -299,7 +299,9 @@ class StateGroup(BesideGroup):
 
     def resize(self, num_pages: int) -> None:
         super().resize(num_pages)
-        self._num_left = np.resize(self._num_left, num_pages)
+        num_left = np.zeros(num_pages, dtype=self._num_left.dtype)
+        num_left[: len(self._num_left)] = self._num_left[:num_pages]
+        self._num_left = num_left
 
     def users(self, rows: Index) -> Index:
         users: Index = super().users(rows) + self._num_left

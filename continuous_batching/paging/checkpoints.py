@@ -168,7 +168,8 @@ class Checkpoints:
             other: Request = slots.requests[row]
             for position in (*self._wanted.get(row, ()), *self._group.is_left(row)):
                 count = position // size
-                is_within = num_held < count <= len(keys) and other is not request
+                is_known = count <= len(other.page_keys)  # a broken swap may leave fewer
+                is_within = num_held < count <= len(keys) and is_known and other is not request
                 if is_within and other.page_keys[count - 1] == keys[count - 1]:
                     return True
         return False

@@ -52,6 +52,8 @@ class PrefixMatching:
         if tables.states is not None:
             self.checkpoints = Checkpoints(slots, tables.states, prefix, tables.copy, shares=prefix_sharing)
         self._blocked: dict[int, int] = {}  # row -> version of the prefix cache at its last lookup
+        # Row of a resumed search's leader -> the pages from which its other beams start, while they wait
+        self.most_found: dict[int, int] = {}
 
     def keys(self, request: Request) -> list[bytes]:
         """Return the keys of a request's full known pages, as far as they may be shared.
@@ -192,6 +194,8 @@ class PrefixMatching:
         if self._blocked.pop(row) != self._prefix.version:
             keys, held = self._usable_keys(request), slots.pages(row)
             pages = self._prefix.find(keys, request.tokens, request.cache_salt, held)
+            if (most := self.most_found.get(row)) is not None:
+                pages = pages[: max(0, most - len(held))]
             pages = self._tables.resumable(pages, row)
             if len(pages):
                 self.start_from(row, pages)
@@ -226,6 +230,7 @@ class PrefixMatching:
     def leave(self, row: int) -> None:
         """Drop the row's wait: it is being freed."""
         self._blocked.pop(row, None)
+        self.most_found.pop(row, None)
         if self.checkpoints is not None:
             self.checkpoints.leave(row)
 

@@ -169,6 +169,8 @@ class BeamSearches:
         search, slots = self.by_number[request.number], self._slots
         num_shared = search.num_shared(slots.page_size)
         row_of = {request: row}
+        if search.has_begun and self._lifecycle.tables.must_stop_to_fork:
+            self._lifecycle.matching.most_found[row] = num_shared
         for beam in search.beams:
             if beam is not request:
                 row_of[beam] = self._lifecycle.enter_beam(beam, num_shared, reserved)
@@ -186,6 +188,7 @@ class BeamSearches:
             if self._slots.num_computed[leader] >= waiting[others[0]] * size:
                 for row in others:
                     self._lifecycle.start_beam(leader, row)
+                self._lifecycle.matching.most_found.pop(leader, None)
                 if self._lifecycle.tables.must_stop_to_fork:  # it stopped here, too
                     self._lifecycle.matching.block_until_looked_up(leader)
 
