@@ -22,7 +22,7 @@ from continuous_batching.speculation.proposer import Guesses
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.states import GRID, StateGroup
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, Free, alone
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, Free, alone, searched
 from tests.thorough import cases
 
 LARGEST, NUM_REQUESTS, NUM_SLOTS = 300, 14, 4
@@ -251,3 +251,53 @@ def test_as_many_states_as_slots_neither_block_nor_preempt() -> None:
     assert engine.scheduler.counters.preemptions == 0
     with pytest.raises(AssertionError, match="3 states for 4 rows"):
         engine_of(200, NUM_SLOTS - 1)
+
+
+def test_a_pool_of_states_that_grows_counts_each_state_once() -> None:
+    engine = engine_of(200, 8)
+    for number in range(4):
+        prompt = np.random.default_rng(number).integers(0, VOCAB_SIZE, 63)
+        engine.add(Request(str(number), prompt, SamplingParams(max_tokens=90, seed=0)))
+    states = states_of(engine)
+    while not states._num_left.any():
+        engine.step()
+    before = states._num_left.copy()
+    states.resize(27)
+    assert states._num_left.tolist() == [*before.tolist(), *[0] * (27 - len(before))]
+
+
+def test_beams_begin_from_the_state_of_their_own_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader that comes back and waits for another prompt's page finds no more than its beams share."""
+    monkeypatch.setattr("tests.continuous_batching.test_state_schedules.NUM_SLOTS", 6)
+    assert sum(resumed_beside_its_own_answer(seed) for seed in range(40)) >= 3
+
+
+def resumed_beside_its_own_answer(seed: int) -> bool:
+    """Preempt a beam search, and compute a prompt that goes on from its leader's answer before it comes back.
+
+    The device holds each row's state to the tokens before it. Returns False where the beams of this seed part
+    too late, or not at all, for the two to meet.
+    """
+    random = np.random.default_rng(seed)
+    prompt = random.integers(0, VOCAB_SIZE, int(random.integers(60, 64)))
+    engine = engine_of(200, 20, max_batch_tokens=200)
+    request = Request("S", prompt, SamplingParams(max_tokens=40, beam_width=4))
+    engine.add(request)
+    search = engine.scheduler._beam_searches.by_number[request.number]
+    for _ in range(1 + int(random.integers(1, 16))):
+        engine.step()
+    engine.scheduler.preemption.preempt(search.all_rows[0])
+    engine.scheduler.prefix.forget_all()
+    leader = search.leader
+    if search.num_shared(16) > 3 or len(leader.tokens) < 66:
+        return False
+    longer = np.concatenate([leader.tokens, random.integers(0, VOCAB_SIZE, 60)])
+    engine.scheduler.waiting.remove(leader)
+    engine.add(Request("R", longer, SamplingParams(max_tokens=3)))
+    engine.scheduler._admission.admit(200, 0.0)
+    engine.scheduler.waiting.push(leader)
+    while engine.has_work:
+        engine.step()
+    expected = searched(prompt.tolist(), request.params, frozenset())
+    assert [list(each.tokens) for each in request.hypotheses] == [each[0] for each in expected]
+    return True

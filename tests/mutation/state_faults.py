@@ -12,6 +12,14 @@ ENGINE = "tests/models/test_state_schedules.py"
 AS_TRANSFORMERS = f"{RULE}::test_any_spans_advance_as_in_transformers"
 
 FAULTS = {
+    "leader_finds_more_than_its_beams_share": Fault(
+        "continuous_batching/paging/prefix_matching.py::PrefixMatching.unblock",
+        "pages[: max(0, most - len(held))]",
+        "pages",
+        "the other beams of a search that comes back begin from a state of later tokens",
+        "tests/continuous_batching/test_state_schedules.py::"
+        "test_beams_begin_from_the_state_of_their_own_beginning",
+    ),
     "state_dropped_at_a_chunks_start": Fault(
         "attention/recurrent.py::Recurrence.advance",
         "if span.start: ...",
