@@ -57,7 +57,7 @@ class Gathered:
 
     rows: Tensor  # int64, rows of the packed query
     pages: Tensor  # int64 [P]: the pages of these requests, one after the other
-    metadata: AttentionMetadata  # where the gathered pages are the cache
+    metadata: AttentionMetadata  # for it the gathered pages are the cache
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class DividedMetadata(AttentionMetadata):
     """What all layers of one step share; `write_index` has the places in undivided pages."""
 
     own: AttentionMetadata  # the places in this rank's pages; other ranks' tokens go to the null page
-    parts: AttentionMetadata | None  # of the rows that are joined from parts, if there are any
+    parts: AttentionMetadata | None  # None if no rows are joined from parts
     rows: Tensor | None  # int64 [R]: their rows in the packed query; None for all
     is_without: Tensor | None  # bool [R]: whether this rank has none of their keys
     gathered: tuple[Gathered, ...] = ()
@@ -210,7 +210,7 @@ class DividedAttention(Attention):
         num_pages = -(-stops // self.shape.page_size)
         slots = batch.slots[chosen].tolist()
         pages = np.concatenate([page_table[slot, :count] for slot, count in zip(slots, num_pages.tolist())])
-        own_pages = num_pages * self.neighbours.size  # of a gathered page, as large as a part of it
+        own_pages = num_pages * self.neighbours.size  # a page here is as large as a gathered page's part
         firsts = np.cumsum(own_pages) - own_pages
         table = (firsts[:, None] + np.arange(own_pages.max())).astype(np.int32)
         is_chosen = np.zeros(batch.num_spans, dtype=bool)

@@ -13,6 +13,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <limits>
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -29,6 +32,7 @@ constexpr int LANES = 8, MOST_HEADS = 4;  // 8 sums and 2 vectors in 16 register
 constexpr int LANES = 4, MOST_HEADS = 8;
 #endif
 constexpr long PART = 512;  // tokens of a part at most: their scores stay in the first cache
+constexpr long ROOM = 1 << 23;  // numbers that rows' parts take at a time: 32 MiB
 constexpr long LINE = 64;   // bytes that a prefetch brings
 constexpr float LEAST = -std::numeric_limits<float>::infinity();
 
@@ -62,6 +66,14 @@ struct Stored<FLOAT32> {
     typedef float Item;
     static inline Vec widen(const Item* p) { return *reinterpret_cast<const Vec*>(p); }
 };
+
+inline long thread_number() {
+#if defined(_OPENMP)
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
 
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
@@ -246,55 +258,80 @@ void joined(const Step& of, long head, long parts, long stride, const float* sum
     for (long d = 0; d < of.dim; d++) output[d] /= total;
 }
 
+// A part has so many tiles, and the longest row so many parts.
+inline long tiles_of_part(const Step& of) { return std::max(1L, PART / of.tile); }
+inline long most_parts(const Step& of) { return (of.most_tiles + tiles_of_part(of) - 1) / tiles_of_part(of); }
+
+// Numbers that the parts of a row's heads take until they are joined.
+inline long room_of_row(const Step& of) { return most_parts(of) * of.heads * (of.dim + 2); }
+
 template <Kind KIND>
-void attended(const Step& of, int num_threads) {
-    const long group = of.heads / of.kv_heads, tiles_of_part = std::max(1L, PART / of.tile);
-    const long most_parts = (of.most_tiles + tiles_of_part - 1) / tiles_of_part, units = of.rows * of.kv_heads;
-    const long length = tiles_of_part * of.tile;
-    float* room = static_cast<float*>(std::malloc(sizeof(float) * units * most_parts * group * (of.dim + 2)));
-    float *sums = room, *peaks = sums + units * most_parts * group * of.dim, *totals = peaks + units * most_parts * group;
+void attended(const Step& of, float* room, float* all_scores, int num_threads) {
+    const long group = of.heads / of.kv_heads, tiles = tiles_of_part(of), parts = most_parts(of);
+    const long units = of.rows * of.kv_heads, planes = units * parts * group;
+    float *sums = room, *peaks = sums + planes * of.dim, *totals = peaks + planes;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
-        float* scores = static_cast<float*>(std::malloc(sizeof(float) * 8 * length));
+        float* scores = all_scores + MOST_HEADS * tiles * of.tile * thread_number();
 #pragma omp for schedule(dynamic, 1) collapse(2)
         for (long unit = 0; unit < units; unit++)
-            for (long p = 0; p < most_parts; p++) {
-                const long row = unit / of.kv_heads, first = p * tiles_of_part, at = (unit * most_parts + p) * group;
-                long last = std::min(first + tiles_of_part, of.most_tiles);
+            for (long p = 0; p < parts; p++) {
+                const long row = unit / of.kv_heads, first = p * tiles, at = (unit * parts + p) * group;
+                long last = std::min(first + tiles, of.most_tiles);
                 while (last > first && !of.is_tile[row * of.most_tiles + last - 1]) last--;
                 if (last > first)
                     heads_of<KIND>(of, row, unit % of.kv_heads, first, last, scores, sums + at * of.dim, peaks + at,
                                    totals + at);
             }
-        std::free(scores);
     }
     for (long unit = 0; unit < units; unit++) {
-        const long row = unit / of.kv_heads, at = unit * most_parts * group;
+        const long row = unit / of.kv_heads, at = unit * parts * group;
         long count = of.most_tiles;
         while (!of.is_tile[row * of.most_tiles + count - 1]) count--;
         for (long g = 0; g < group; g++) {
             const long head = unit % of.kv_heads * group + g;
-            joined(of, head, (count + tiles_of_part - 1) / tiles_of_part, group, sums + (at + g) * of.dim, peaks + at + g,
+            joined(of, head, (count + tiles - 1) / tiles, group, sums + (at + g) * of.dim, peaks + at + g,
                    totals + at + g, of.output + (row * of.heads + head) * of.dim);
         }
     }
+}
+
+// Some rows at a time, so that what their parts take is bounded whatever the number of rows; returns false where there
+// is no memory.
+template <Kind KIND>
+bool attended_in_turn(const Step& of, int num_threads) {
+    const long at_once = std::max(1L, std::min(of.rows, ROOM / room_of_row(of)));
+    float* room = static_cast<float*>(std::malloc(sizeof(float) * at_once * room_of_row(of)));
+    float* scores =
+        static_cast<float*>(std::malloc(sizeof(float) * MOST_HEADS * tiles_of_part(of) * of.tile * num_threads));
+    const bool has_memory = room && scores;
+    for (long first = 0; has_memory && first < of.rows; first += at_once) {
+        Step some = of;
+        some.rows = std::min(at_once, of.rows - first);
+        some.query += first * of.heads * of.dim;
+        some.output += first * of.heads * of.dim;
+        some.of_row += first * of.most_tiles;
+        some.is_tile += first * of.most_tiles;
+        attended<KIND>(some, room, scores, num_threads);
+    }
     std::free(room);
+    std::free(scores);
+    return has_memory;
 }
 
 }  // namespace
 
 extern "C" {
 
-long decode_lanes() { return LANES; }
-
-void decode(const float* query, const void* keys, const void* values, const float* sinks, const int64_t* address,
+// Returns whether there was memory for it.
+bool decode(const float* query, const void* keys, const void* values, const float* sinks, const int64_t* address,
             const int64_t* of_row, const int32_t* low, const int32_t* high, const uint8_t* is_tile, float* output,
             long rows, long most_tiles, long heads, long kv_heads, long dim, long tile, long key_lanes,
             long value_lanes, float scale, float cap, int kind, int num_threads) {
     const Step of = {query, keys,       values, sinks,    address, of_row, low,       high,        is_tile, output,
                      rows,  most_tiles, heads,  kv_heads, dim,     tile,   key_lanes, value_lanes, scale,   cap};
-    if (kind == FLOAT32) attended<FLOAT32>(of, num_threads);
-    if (kind == BFLOAT16) attended<BFLOAT16>(of, num_threads);
-    if (kind == FLOAT16) attended<FLOAT16>(of, num_threads);
+    if (kind == FLOAT32) return attended_in_turn<FLOAT32>(of, num_threads);
+    if (kind == BFLOAT16) return attended_in_turn<BFLOAT16>(of, num_threads);
+    return attended_in_turn<FLOAT16>(of, num_threads);
 }
 }

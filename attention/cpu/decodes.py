@@ -43,7 +43,7 @@ class CompiledDecodes:
         pointer, integer, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         self._decode = library.decode
         self._decode.argtypes = [pointer] * 10 + [integer] * 8 + [ctypes.c_float] * 2 + [number] * 2
-        self._decode.restype = None
+        self._decode.restype = ctypes.c_bool
 
     def attend(
         self,
@@ -72,7 +72,7 @@ class CompiledDecodes:
             tiles.high,
             tiles.is_tile,
         )
-        self._decode(
+        has_memory = self._decode(
             *(each.data_ptr() for each in planes),
             output.data_ptr(),
             *(len(query), tiles.of_row.shape[1], shape.num_heads, shape.num_kv_heads, shape.head_dim),
@@ -80,6 +80,8 @@ class CompiledDecodes:
             *(shape.scale, shape.score_cap or 0.0),
             *(KINDS[keys.dtype], torch.get_num_threads()),
         )
+        if not has_memory:
+            raise MemoryError("there is no memory for the parts of the attention of a step")
         return output
 
 

@@ -117,7 +117,7 @@ def _decodes(inputs: Inputs, states: Tensor, metadata: StateMetadata) -> Tensor:
         ssm_state_indices=targets,
         **{"g" if decay.ndim == 2 else "gk": decay},
     )
-    return read.to(value.dtype)  # which it is already, but in float32 on the stand-in
+    return read.to(value.dtype)  # it differs only where the stand-in takes float32
 
 
 def _rows_of(spans: Sequence[StateSpan], device: torch.device) -> Tensor:
@@ -132,7 +132,7 @@ def _in_turn(spans: Sequence[StateSpan]) -> list[list[StateSpan]]:
     A part of a span goes on from what the part before leaves, so that each is in the set behind that.
     """
     turns: list[list[StateSpan]] = []
-    turn_of: dict[int, int] = {}  # by the row that a part of it leaves
+    turn_of: dict[int, int] = {}  # the turn of the part that leaves each row
     for span in spans:
         turn = turn_of.get(span.source, -1) + 1 if span.start else 0
         turn_of[span.target] = turn

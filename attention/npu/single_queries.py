@@ -174,8 +174,8 @@ class WideSpan:
 class WideHeadAttention(SingleQueryAttention[WideSpan]):
     """Attention on an NPU by heads that no packed batch may have, without windows and sinks."""
 
-    # As with latents: the zeros before a head's first key count with a score of 0. Drafts may differ because
-    # of that, but no token does
+    # As with latents, the zeros before a head's first key count with a score of 0: drafts may differ by it,
+    # and no token does
     leaves_first_out = False
 
     def _long_calls(

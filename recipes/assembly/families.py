@@ -182,6 +182,10 @@ def check_states(recipe: Recipe, config: DecoderConfig) -> None:
         if value:
             problem = f"a {config.family} keeps recurrent states, and {problem}"
             raise RecipeError(name, problem, "leave it out", value=value)
+    chunk = scheduler.chunk_tokens
+    if chunk is not None and chunk < GRID:
+        problem = f"prompts of a {config.family} are cut at multiples of {GRID}, and at nothing smaller"
+        raise RecipeError("scheduler.chunk_tokens", problem, f"raise it to {GRID}", value=chunk, limit=GRID)
     budget = scheduler.max_batch_tokens
     if budget is not None and budget - scheduler.num_slots < GRID:
         raise RecipeError(

@@ -87,3 +87,23 @@ def test_pages_of_part_vectors_are_read_by_torch(source: CompiledDecodes) -> Non
     made = CpuAttention(shape(page_size=8), decodes=source)
     assert made._decodes is None
     disturb(Bench(made), np.random.default_rng(0))
+
+
+def test_more_rows_than_are_read_at_a_time_have_the_bits_of_one(source: CompiledDecodes) -> None:
+    """All of them read the same pages, so that each has the same parts."""
+    heads, rows, stop = 64, 400, 1500
+    sizes = {"num_heads": heads, "num_kv_heads": 8, "head_dim": 128, "page_size": 128, "windows": (None,)}
+    attention, generator = attention_of(source, **sizes), torch.Generator().manual_seed(2)
+    table = np.tile(1 + np.arange(12, dtype=np.int32), (rows, 1))
+    cache = KVCache([LayerPages(attention.new_planes)], 128, [13])
+    for plane in cache.of(0):
+        plane.copy_(torch.randn(plane.shape, generator=generator))
+    query = torch.randn(1, heads, 128, generator=generator).expand(rows, -1, -1)
+
+    def read(count: int) -> torch.Tensor:
+        stops = np.full(count, stop)
+        batch = Batch(np.arange(count), stops - 1, stops, NOTHING, NOTHING, NOTHING)
+        return attention.attend(query[:count], *cache.of(0), planned(attention, batch, table), 0)
+
+    one = read(1)
+    assert torch.equal(read(rows), one.expand(rows, -1, -1))

@@ -13,10 +13,12 @@ from models.config import DecoderConfig
 from models.cost import ENDS, MIXTURE_OPERATORS, OPERATORS, RECURRENT_OPERATORS, REDUCTIONS, Counts
 from models.layers.recurrent import new_states
 from models.parallel.share import Share
-from recipes.assembly.families import decoder_config
+from recipes.assembly.families import check_states, decoder_config
 from recipes.assembly.memory_plan import GIB, report
 from recipes.assembly.sizing import plan_memory
+from recipes.schema.reader import load
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
+from recipes.schema.recipe_error import RecipeError
 from tests.models.families import make
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.models.state_steps import empty_decoder
@@ -144,3 +146,34 @@ def _multiplied(counts: Counts, config: DecoderConfig) -> float:
 def _weights_of_mixers(config: DecoderConfig) -> int:
     of_layers = (config.mixer_linears(layer) for layer in range(config.num_layers))
     return sum(inputs * outputs for linears in of_layers for _, inputs, outputs in linears)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["cache.tier.kind=disk", "cache.tier.gib=1", "cache.tier.path=pages"],
+            "no tier below the host's memory",
+        ),
+        (["cache.events=tcp://127.0.0.1:5557"], "no event tells which of its pages"),
+        (["speculation.kind=ngram", "speculation.max_tokens=8"], "at most 7 drafts follow one"),
+        (
+            ["scheduler.chunk_tokens=48"],
+            "scheduler.chunk_tokens: .* cut at multiples of 64, and at nothing smaller",
+        ),
+        (
+            ["scheduler.max_batch_tokens=100"],
+            "100 tokens for 64 slots may leave a prompt less than 64 in a step",
+        ),
+    ],
+)
+def test_what_states_cannot_have_is_refused(
+    overrides: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELS", "models")
+    config = decoder_config(QWEN3_5_9B)
+    recipe = "recipes/qwen3_5/qwen3_5_9b_910b.yaml"
+    check_states(load(recipe), config)
+    check_states(load(recipe, ["scheduler.chunk_tokens=64"]), config)
+    with pytest.raises(RecipeError, match=words):
+        check_states(load(recipe, overrides), config)
