@@ -22,6 +22,7 @@ FLAGS = frozenset(
         "dry-run",
         "fleet",
         "followed",
+        "full",
         "help",
         "ignore-eos",
         "in-turn",

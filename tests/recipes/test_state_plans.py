@@ -152,7 +152,7 @@ def _weights_of_mixers(config: DecoderConfig) -> int:
     ("overrides", "words"),
     [
         (
-            ["cache.tier.kind=disk", "cache.tier.gib=1", "cache.tier.path=pages"],
+            ["cache.host_gib=1", "cache.tier.kind=disk", "cache.tier.gib=1", "cache.tier.path=pages"],
             "no tier below the host's memory",
         ),
         (["cache.events=tcp://127.0.0.1:5557"], "no event tells which of its pages"),
