@@ -77,16 +77,16 @@ RANKED = {"num_hidden_layers": 3, "moe_intermediate_size": 32, **PUBLISHED_LATEN
 
 
 def dividing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Ranks divide the choice of steps of 16 rows; return the rows of those in which they did."""
+    """Ranks divide the rows of steps of 16 or more; return the rows of those in which they did."""
     rows: list[int] = []
-    joined = attention.sparse.Part.joined
+    to_rows = attention.sparse.Part.to_rows
 
-    def counted(part: attention.sparse.Part, own: Tensor) -> Tensor:
+    def counted(part: attention.sparse.Part, x: Tensor) -> Tensor:
         rows.append(part.num_tokens)
-        return joined(part, own)
+        return to_rows(part, x)
 
     monkeypatch.setattr("attention.sparse.DIVIDED_ROWS", 8)
-    monkeypatch.setattr(attention.sparse.Part, "joined", counted)
+    monkeypatch.setattr(attention.sparse.Part, "to_rows", counted)
     return rows
 
 
@@ -108,7 +108,7 @@ def calm(name: str, types: Types, root: Path) -> tuple[Any, Path]:
 def test_w8a8_answers_by_its_arithmetic(
     name: str, types: Types, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Captured, with a cache in int8, and over two ranks that divide the choice of prompts.
+    """Captured, with a cache in int8, and over two ranks that divide the rows of prompts.
 
     Static products are in bfloat16 alone, so that answers are near, and far from those of all tokens read.
     """
@@ -134,7 +134,7 @@ def test_w8a8_answers_by_its_arithmetic(
 
 @pytest.mark.parametrize("name", ["v32", "glm_5_shared"])
 def test_int8_answers_as_its_definition(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager, captured, and over two ranks that divide the choice of prompts.
+    """Eager, captured, and over two ranks that divide the rows of prompts.
 
     A number that lies between two integers to the last bit may fall on either, as the order of a sum has it,
     which moves little of all answers; a cache in the model's type moves them more.
