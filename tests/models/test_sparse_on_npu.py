@@ -27,6 +27,7 @@ from tests.device_kinds import Kind, Way, section, settings, stand_in_alone
 from tests.models.families import generated, make
 from tests.models.modelslim_checkpoints import Types, quantised
 from tests.models.modelslim_checkpoints import checkpoint as checkpoint_of
+from tests.models.mtp_layers import target_of
 from tests.models.sparse_variants import SPARSE_VARIANTS
 from tests.models.tensor_rank import built, logits_of
 from tests.models.test_latent_prolog import PROLOG, SMALLEST, say_that_it_gains
@@ -154,7 +155,13 @@ def test_int8_answers_as_its_definition(name: str, tmp_path: Path, monkeypatch: 
     assert rows
 
 
-def serve_as_transformers(checkpoint: tuple[Any, Path], graphs: int) -> list[str]:
+@pytest.mark.slow
+def test_a_layer_with_an_indexer_drafts_in_captured_steps(tmp_path: Path) -> None:
+    made = target_of("v32", tmp_path, is_wide=True, index_head_dim=128)
+    serve_as_transformers(made, 8, "speculation.kind=mtp", "speculation.max_tokens=2")
+
+
+def serve_as_transformers(checkpoint: tuple[Any, Path], graphs: int, *more: str) -> list[str]:
     """Answer some prompts as transformers does, and return what was launched for it."""
     model, path = checkpoint
     random = np.random.default_rng(6)
@@ -162,7 +169,7 @@ def serve_as_transformers(checkpoint: tuple[Any, Path], graphs: int) -> list[str
     keys = [f"model.path={path}", *settings("npu"), f"device.graphs={graphs}", "cache.memory_gib=null"]
     keys += ["device.attention=fused", "model.dtype=float32", "cache.num_pages=40", "scheduler.num_slots=4"]
     keys += ["scheduler.max_batch_tokens=48", "cache.page_size=16", "scheduler.max_request_tokens=128"]
-    engine = build(load(ROOT / "recipes/any/cpu.yaml", keys)).engine
+    engine = build(load(ROOT / "recipes/any/cpu.yaml", [*keys, *more])).engine
     machine = machines.start(section("npu"))
     assert isinstance(machine, Npu)
     assert machine.launch_log is not None
@@ -176,6 +183,7 @@ def serve_as_transformers(checkpoint: tuple[Any, Path], graphs: int) -> list[str
     assert [each.answer.tolist() for each in requests] == [
         generated(model, prompt, NUM_NEW)[0] for prompt in prompts
     ]
+    assert (engine.scheduler.counters.accepted_tokens > 0) == bool(more)
     captured = {each.name for each in asked if each.in_graph}
     assert captured >= ({INDEXER, ATTENTION} if graphs else set())
     assert "update" not in {each.kind for each in asked}
