@@ -17,7 +17,6 @@ from borders.start_report import LOADING, StartReport, repeated
 from continuous_batching.engine import Engine
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from continuous_batching.samples.mask_maker import MaskMaker
-from devices.compiled import LIMIT_S
 from models.checkpoint import weights
 from models.checkpoint.adapter_files import look_at
 from models.checkpoint.int4 import inputs_of_experts, largest_side
@@ -320,8 +319,7 @@ def _first_steps(recipe: Recipe, runner: ModelRunner, budget: int, tell: Callabl
 
     Returns the bytes of device memory that captured graphs hold.
     """
-    limited = recipe.device.kind == "cpu" and recipe.device.compile == "auto" and recipe.parallel.ranks == 1
-    tell(f"compiling{f' (at most {LIMIT_S:.0f} s)' if limited else ''} and running its first steps")
+    tell("compiling and running its first steps")
     warm_up(runner, budget)
     captured_bytes = 0
     if recipe.device.graphs:

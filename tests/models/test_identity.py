@@ -55,7 +55,7 @@ def make_engine(path: Path, pair: Pair, graphs: int = 0) -> Engine:
         "model.path": path,
         "model.dtype": "float32",
         "device.attention": attention,
-        "device.compile": "false" if kind == "cpu" else "auto",
+        "device.compile": "auto",
         "device.graphs": graphs,
         "cache.page_size": PAGE_SIZE,
         "cache.num_pages": NUM_PAGES,
