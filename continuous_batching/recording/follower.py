@@ -116,7 +116,8 @@ class Follower:
         self._facts = facts
         self._overlap = overlap
         self._apply = apply
-        self._answering = Answering(works or {}, beats.answer)
+        self._works = works or {}
+        self._answering = Answering(self._works, lambda answer: beats.answer(answer.line))
         self._reader = _Reader(beats.connection, between)
         self.wake = self._reader.wake
 
@@ -162,6 +163,11 @@ class Follower:
         """Make page copies that no batch carries, as the leader does."""
         if copies:
             self._apply(copies)
+
+    def told(self, topic: str, name: str, is_agreed: bool) -> None:
+        """Use what this rank has made ready for a question, or drop it, as the leader does."""
+        if topic in self._works:
+            self._works[topic].decide(name, is_agreed)
 
     def _heard(self, entries: Iterator[Entry]) -> Iterator[Entry]:
         """Yield the entries, and start what the leader asks for among them."""

@@ -124,7 +124,9 @@ def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> N
         scheduler = built.engine.scheduler
         overlap = recipe.scheduler.overlap or scheduler.depth > 1
         apply = built.runner.cache.apply
-        Follower(beats, scheduler, built.runner, built.facts, apply=apply, overlap=overlap).follow()
+        Follower(
+            beats, scheduler, built.runner, built.facts, apply=apply, overlap=overlap, works=built.works
+        ).follow()
 
 
 def _compare(recipe: Recipe, leaders: dict[str, Any]) -> None:

@@ -56,10 +56,3 @@ def adapter_contradictions(section: AdaptersSection, parallel: ParallelSection) 
         yield RecipeError(
             "adapters.folders", f"has {odd[0]}", "it must be the path of a folder", value=folders
         )
-    if section.root is not None and parallel.ranks > 1:
-        yield RecipeError(
-            "adapters.root",
-            "only one rank loads adapters while it serves, and parallel asks for more",
-            "name them in adapters.folders",
-            value=section.root,
-        )
