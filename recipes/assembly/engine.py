@@ -16,6 +16,7 @@ from borders.files import in_one_line
 from borders.start_report import LOADING, StartReport, repeated
 from continuous_batching.engine import Engine
 from continuous_batching.recording.agreement import LEADER, Agreement, RankQuestions, Work
+from continuous_batching.recording.rank_tier import LeadersTier
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from continuous_batching.samples.mask_maker import MaskMaker
 from devices.compiled import LIMIT_S
@@ -42,7 +43,7 @@ from recipes.assembly.families import WITH_MTP, overridden_fields, share_of, unk
 from recipes.assembly.live_memory import LiveMemory
 from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
-from recipes.assembly.page_tier import attach_tier, tier_for
+from recipes.assembly.page_tier import attach_tier, tier_for, tier_of_rank
 from recipes.assembly.rank_works import ADAPTER, adapter_work
 from recipes.assembly.scheduler import SchedulerLimits, costs_of, facts_of, scheduler_of
 from recipes.assembly.sizing import plan_memory
@@ -52,6 +53,7 @@ from recipes.machine import Machine, start
 from recipes.schema.recipe import ROOT, Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import completed
+from recipes.schema.tier_section import tier_of
 
 log = logging.getLogger(__name__)
 
@@ -127,8 +129,11 @@ def build(
         built.ranks.hear(agreement)
     if recipe.cache.events is not None:
         publish_pages(built.engine.scheduler.prefix, recipe.cache)
-    if recipe.cache.tier is not None:
+    if recipe.cache.tier is not None and built.ranks is None:
         attach_tier(built.engine, built.runner.cache, tier_for(recipe, built.runner, built.memory))
+    elif (asked := tier_of(recipe.cache.tier)) is not None and built.ranks is not None:
+        tier = tier_of_rank(recipe, built.runner, built.memory, built.ranks.group)
+        built.engine.tier = LeadersTier(tier, questions, asked.wait_s)
     return built
 
 

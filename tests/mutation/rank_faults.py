@@ -94,6 +94,20 @@ FAULTS = {
         "tests/continuous_batching/test_agreement.py"
         "::test_what_all_ranks_have_made_is_used_between_the_same_steps_and_the_rest_is_dropped",
     ),
+    "leaders_pages_found_by_all": Fault(
+        "continuous_batching/recording/rank_tier.py::LeadersTier._settle",
+        "lookup.agree(None if is_miss else settled.least)",
+        "pass",
+        "a rank is to hand over pages that it does not have",
+        "tests/continuous_batching/test_rank_tier.py::test_every_rank_has_the_bytes_of_each_page_that_is_found",
+    ),
+    "place_of_a_neighbour_forgotten": Fault(
+        "models/parallel/share.py::Share.cached",
+        "self.tensor % self.contexts",
+        "0",
+        "a rank reads the part of a divided page that its neighbour keeps",
+        "tests/models/test_share.py::test_ranks_that_keep_equal_pages_say_so_and_no_others",
+    ),
     "another_engine_followed": Fault(
         "continuous_batching/recording/follower.py::Follower._compare",
         "header.facts",
