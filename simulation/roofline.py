@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -243,9 +244,17 @@ def fitted_device(
             device, tflop_per_s=device.tflop_per_s | {dtype: tflop}, host_us=host_us, row_us=row_us
         )
 
+    sampled = np.array([size.num_sampled for size, _ in steps])
+
+    @cache
+    def computed_s(tflop: float) -> NDArray[np.float64]:
+        """Return the seconds of each step but for the host's, which are the cheap part of a prediction."""
+        roofline = Roofline(config, of((tflop, 0.0, 0.0)))
+        return np.array([predicted_s(roofline, size) for size, _ in steps])
+
     def error(rates: Rates) -> float:
-        roofline = Roofline(config, of(rates))
-        said = np.log([predicted_s(roofline, size) for size, _ in steps])
+        tflop, host_us, row_us = rates
+        said = np.log(computed_s(tflop) + 1e-6 * (host_us + row_us * sampled))
         return float(np.abs(said - taken_s).mean())
 
     best = (0.1, 500.0, 100.0)  # the order of magnitude of one core

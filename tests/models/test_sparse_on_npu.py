@@ -20,7 +20,7 @@ from recipes.machine import Npu
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import section, settings, stand_in_alone
-from tests.models.families import generated, make
+from tests.models.families import followed, make
 from tests.models.sparse_variants import SPARSE_VARIANTS
 from tests.models.test_latent_prolog import PROLOG, SMALLEST, say_that_it_gains
 from tests.models.variants import PUBLISHED_LATENT
@@ -83,9 +83,8 @@ def serve_as_transformers(checkpoint: tuple[Any, Path], graphs: int) -> list[str
     with machine.launch_log.reading() as asked:
         while engine.has_work:
             engine.step()
-    assert [each.answer.tolist() for each in requests] == [
-        generated(model, prompt, NUM_NEW)[0] for prompt in prompts
-    ]
+    answers = [each.answer.tolist() for each in requests]
+    assert answers == [followed(model, *each, NUM_NEW)[0] for each in zip(prompts, answers)]
     captured = {each.name for each in asked if each.in_graph}
     assert captured >= ({INDEXER, ATTENTION} if graphs else set())
     assert "update" not in {each.kind for each in asked}
