@@ -6,6 +6,7 @@ are found again, samples that fork, preemption with and without swapping, and ra
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from recipes.assembly.families import draft_config, share_of
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
+from tests.device_kinds import settings, stand_in_alone
 from tests.models.eagle3_heads import check_head_drafts
+from tests.models.families import wide
 from tests.models.mtp_layers import target_beside
+from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.models.test_draft_model import Watched
-from tests.models.test_state_schedules import WAYS, built, check, served
+from tests.models.test_state_schedules import NUM_SLOTS, WAYS, WIDE, built, check, served
 
 DRAFTS = {"speculation.kind": "mtp", "speculation.adaptive": "fixed", "speculation.max_tokens": 3}
 
@@ -86,3 +90,30 @@ def test_what_is_planned_is_what_the_layer_has(name: str, tmp_path: Path) -> Non
     (path / "config.json").write_text(said.replace("{", f'{{"{field}": 0,', 1))
     with pytest.raises(RecipeError, match="is 0, so its checkpoint has no layer that predicts"):
         built(path, DRAFTS)
+
+
+@pytest.mark.npu
+@pytest.mark.slow
+@stand_in_alone
+def test_captured_steps_check_the_drafts_of_rows_with_states(tmp_path: Path) -> None:
+    """On the stand-in for an NPU. Rows read accepted drafts again, and no draft changes their state."""
+    variant = wide(next(each for each in RECURRENT_VARIANTS if each.name == "qwen3_5"))
+    model, path = target_beside("qwen3_5", tmp_path, replace(variant, options=variant.options | WIDE))
+    npu = dict(each.split("=", 1) for each in settings("npu"))
+    one = built(path, npu | DRAFTS | {"device.graphs": NUM_SLOTS * 4})
+    graphs = one.runner.graphs
+    assert graphs is not None
+    assert (graphs.sizes[-1], graphs.span_rows) == (NUM_SLOTS, [1, 2, NUM_SLOTS])
+    taken = []
+    takes = graphs.takes
+    graphs.takes = lambda batch: taken.append((takes(batch), batch.num_drafts)) or taken[-1][0]
+    watched = Watched(one.engine)
+    answered = served(one.engine)
+    check(model, answered)
+    with_drafts = [is_taken for is_taken, num_drafts in taken if num_drafts]
+    assert sum(with_drafts) > len(with_drafts) / 2, "drafts beside decodes alone are captured"
+    counters = one.engine.scheduler.counters
+    assert counters.accepted_tokens > 10
+    tokens = {each.id: each.tokens.tolist() for each in answered}
+    num_made, _ = check_head_drafts(model.further, watched.drafts, tokens)
+    assert num_made > 0.9 * counters.draft_tokens
