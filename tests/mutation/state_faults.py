@@ -188,6 +188,13 @@ FAULTS = {
         "a request comes back without its state",
         STORM,
     ),
+    "a_state_on_trial_is_written": Fault(
+        "kv_cache/states.py::StateGroup.try_to_keep",
+        "self._is_open[rows] = True",
+        "pass",
+        "a row goes on in the state that it has left at the end of a page of its answer",
+        f"{SCHEDULES}::test_an_answer_leaves_a_state_for_the_next_turn",
+    ),
     "captured_drafts_change_a_state": Fault(
         "attention/recurrent.py::Recurrence.advance_drafts",
         "not at",
