@@ -231,7 +231,9 @@ def _loaded(
     if recipe.device.graphs:
         most_layers = share.most_layers(config)
         # This refuses sizes that cannot be captured before weights are loaded.
-        captured_sizes(attention, *_captured(recipe), most_layers, joins=share.tensors > 1)
+        most_decodes = recipe.scheduler.num_slots if config.num_recurrent else None
+        joins = share.tensors > 1
+        captured_sizes(attention, *_captured(recipe), most_layers, joins=joins, most_decodes=most_decodes)
     recurrence = None if config.recurrent is None else machine.recurrence(config.recurrent.state_dtype)
     decoder = Decoder(config, ops, attention, group, share, stages, recurrence)
     if recipe.model.weights == "random":

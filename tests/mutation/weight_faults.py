@@ -166,7 +166,7 @@ FAULTS = {
     ),
     "one_added_to_norms_of_layers_alone": Fault(
         "models/checkpoint/weights.py::placed",
-        'name.endswith("norm.weight")',
+        "name.endswith(NORM_ENDS)",
         'name.endswith("layernorm.weight")',
         "norms of heads and the last one are about 0, not about 1",
         "tests/models/test_stored_otherwise.py::test_a_prompt_scores_as_in_transformers",
