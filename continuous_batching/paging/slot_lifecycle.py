@@ -67,14 +67,18 @@ class SwapTier:
 
         `lags` are the row's `draft_lag` and `state_lag`.
 
-        Returns None if they do not fit, or if all of its pages can be found in the cache.
+        Returns None, with no resting page dropped, if they do not fit, or if all of its pages can be found
+        in the cache.
         """
         groups = self._groups
         if groups[0].host is None or not len(parts[0][1]):
             return None
-        if not all(group.yield_host(len(pages)) for group, (_, pages) in zip(groups, parts)):
+        if not all(group.can_yield_host(len(pages)) for group, (_, pages) in zip(groups, parts)):
             self._counters.refused_swaps += 1
             return None
+        for group, (_, pages) in zip(groups, parts):
+            has_room = group.yield_host(len(pages))
+            assert has_room, f"{len(pages)} {group.name} find no room in the host's pool"
         taken = tuple((at, group.swap_out(len(pages))) for group, (at, pages) in zip(groups, parts))
         left = self._left[request.number] = Swapped(taken, num_computed, *lags)
         return left

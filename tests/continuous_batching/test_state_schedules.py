@@ -266,6 +266,20 @@ def test_a_pool_of_states_that_grows_counts_each_state_once() -> None:
     assert states._num_left.tolist() == [*before.tolist(), *[0] * (27 - len(before))]
 
 
+def test_a_swap_that_is_refused_drops_nothing_that_rests() -> None:
+    """The host has pages for a request that leaves, but no state, because others have left theirs."""
+    engine = engine_of(20, NUM_SLOTS, host_pages=12, host_states=1)
+    serve(engine, after(192, 5))
+    engine.scheduler.tables.evict(12)
+    assert engine.scheduler.prefix.num_resting == 12
+    swap, request = engine.scheduler.lifecycle.swap, Request("a", STORY[:40], SamplingParams(max_tokens=1))
+    one, two, left = np.array([1]), np.array([1, 2]), engine.scheduler.prefix.num_resting
+    assert swap.leave(request, [(0, two), (0, two)], 40, (0, 0)) is None
+    assert engine.scheduler.prefix.num_resting == left
+    assert swap.leave(request, [(0, two), (0, one)], 40, (0, 0)) is not None
+    swap.forget(request)
+
+
 def test_beams_begin_from_the_state_of_their_own_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leader that comes back and waits for another prompt's page finds no more than its beams share."""
     monkeypatch.setattr("tests.continuous_batching.test_state_schedules.NUM_SLOTS", 6)

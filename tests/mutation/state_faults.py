@@ -209,4 +209,18 @@ FAULTS = {
         "a checkpoint is written where no page is left to copy it to",
         STORM,
     ),
+    "refused_swap_drops_what_rests": Fault(
+        "continuous_batching/paging/slot_lifecycle.py::SwapTier.leave",
+        "group.can_yield_host(len(pages))",
+        "group.yield_host(len(pages))",
+        "a request that finds no host page for its state drops pages that others would find at rest",
+        f"{SCHEDULES}::test_a_swap_that_is_refused_drops_nothing_that_rests",
+    ),
+    "host_states_beyond_the_memory": Fault(
+        "recipes/assembly/sizing.py::_with_host_tier.with_host_pages",
+        "beyond += (num_states - count * states) * sizing.state_bytes",
+        "pass",
+        "a small host tier takes two states more than its memory",
+        "tests/recipes/test_state_plans.py::test_a_host_tier_with_states_stays_within_its_memory",
+    ),
 }
