@@ -75,6 +75,10 @@ class StateGroup(BesideGroup):
     def first_seen(self, positions: Index) -> Index:
         return np.zeros_like(positions)
 
+    def seen_after(self, num_pages: int) -> int:
+        """See `PageGroup.seen_after`: of a prefix only the state beside its last page is needed."""
+        return max(0, num_pages - 1)
+
     def needed(self, num_tokens: int) -> int:
         return min(num_tokens, 1)
 

@@ -172,7 +172,6 @@ def check_states(recipe: Recipe, config: DecoderConfig) -> None:
     drafts = recipe.speculation.max_tokens if recipe.speculation.kind != "none" else 0
     most_drafts = drafts if drafts > MOST_DRAFTS else None
     refused = (
-        ("cache.tier", cache.tier, "no tier below the host's memory takes states"),
         ("cache.events", cache.events, "no event tells which of its pages can be resumed from"),
         ("server.pages_at", server.pages_at, "its states are not sent to other engines"),
         ("server.prompt_replicas", server.prompt_replicas, "its states are not fetched from other engines"),

@@ -7,6 +7,8 @@ written or found behind other tokens is noticed at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
 
@@ -23,6 +25,7 @@ from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.states import GRID, StateGroup
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, Free, alone, searched
+from tests.continuous_batching.tier import attach
 from tests.thorough import cases
 
 LARGEST, NUM_REQUESTS, NUM_SLOTS = 300, 14, 4
@@ -37,6 +40,7 @@ class StateRunner(ChecksumRunner):
         super().__init__(slots, pool, host)
         self.group = group
         self.states = [NOTHING] * group.pool.num_pages  # a position, and the key of the token before it
+        self.num_fetched = 0  # states that came from a tier
         self.on_host = [NOTHING] * (group.host.num_pages if group.host else 0)
 
     def run(self, batch: Batch, free: Free | None = None) -> Sampled:
@@ -59,23 +63,41 @@ class StateRunner(ChecksumRunner):
             self.states[page] = NOTHING
         return sampled
 
+    def read(self, pages: Index, group: int) -> Callable[[], list[bytes]]:
+        """Pages of the device, or what its states stand for."""
+        if group != self.group.number:
+            return super().read(pages, group)
+        contents = [np.array(self.states[page], dtype=np.uint64).tobytes() for page in pages.tolist()]
+        return lambda: contents
+
+    def write_host(self, pages: Index, contents: Sequence[bytes], group: int) -> None:
+        """Pages of the host's pool, or states there."""
+        if group != self.group.number:
+            super().write_host(pages, contents, group)
+            return
+        for page, content in zip(pages.tolist(), contents):
+            position, key = np.frombuffer(content, dtype=np.uint64)
+            self.on_host[page] = int(position), int(key)
+            self.num_fetched += 1
+
     def _key(self, row: int, position: int) -> int:
         page, offset = divmod(position - 1, self.slots.page_size)
         return int(self.cache[int(self.slots.page_table[row, page]) * self.slots.page_size + offset])
 
-    def _copy(self, copies: tuple[PageCopy, ...], free: Free) -> None:
-        for copy in copies:
-            if copy.group != self.group.number:
-                continue
-            source, target = {
-                "within": (self.states, self.states),
-                "to_host": (self.states, self.on_host),
-                "from_host": (self.on_host, self.states),
-            }[copy.way]
-            read = [source[page] for page in copy.sources.tolist()]
-            for page, state in zip(copy.targets.tolist(), read):
-                target[page] = state
-        super()._copy(copies, free)
+    def _copy_state(self, copy: PageCopy) -> None:
+        assert copy.group == self.group.number
+        if copy.way.endswith("_tier"):
+            assert self.tier is not None, "there is no tier"
+            self.tier.apply(copy)
+            return
+        source, target = {
+            "within": (self.states, self.states),
+            "to_host": (self.states, self.on_host),
+            "from_host": (self.on_host, self.states),
+        }[copy.way]
+        read = [source[page] for page in copy.sources.tolist()]
+        for page, state in zip(copy.targets.tolist(), read):
+            target[page] = state
 
 
 class Prophet:
@@ -141,19 +163,28 @@ def draw(random: np.random.Generator, number: int) -> Request:
     return request
 
 
-def storm(seed: int) -> Engine:
-    """Serve requests while some are aborted and some fail."""
+def storm(seed: int, pages: dict[bytes, bytes] | None = None) -> Engine:
+    """Serve requests while some are aborted and some fail; a tier has these `pages`."""
     random = np.random.default_rng(seed)
     size = int(random.choice([16, 64, 48]))
     longest = -(-LARGEST // size)
-    on_host = (2 * longest, int(random.integers(1, 9))) if seed % 3 else (0, 0)
+    on_host = (2 * longest, int(random.integers(1, 9))) if seed % 3 or pages is not None else (0, 0)
     engine = engine_of(
         *(-(-430 // size) + seed % 3, NUM_SLOTS + int(random.choice([0, 1, 3, 12])), *on_host, size),
         max_batch_tokens=int(random.choice([GRID + NUM_SLOTS, 2 * GRID + 30, 400])),
         compact_every_steps=seed % 4,
         overlap=seed % 2,
         drafts=3 * (seed % 5 == 0),
+        has_tier=pages is not None,
     )
+    if pages is not None:
+        options = np.random.default_rng(seed)
+        attach(
+            engine,
+            pages,
+            wait=lambda: int(options.choice([0, 0, 1, 5])),
+            most=lambda: int(options.choice([1000, 1000, 1, 0])),
+        )
     made = [draw(random, number) for number in range(NUM_REQUESTS)]
     asked = [each for leader in made for each in (leader, *leader.followers)]
     assert isinstance(engine.runner, StateRunner)
@@ -190,6 +221,18 @@ def test_each_step_goes_on_from_the_state_of_its_tokens_whatever_happens() -> No
         counts["accepted"] += counters.accepted_tokens > 0
     print(counts)
     assert min(counts.values()) >= 3
+
+
+def test_so_it_does_from_states_that_a_tier_has_found() -> None:
+    """Two engines, one after the other, share a tier whose lookups may end late, or early."""
+    fetched = 0
+    for seed in range(cases(6, 100)):
+        pages: dict[bytes, bytes] = {}
+        for _ in range(2):
+            engine = storm(seed, pages)
+            assert isinstance(engine.runner, StateRunner)
+            fetched += engine.runner.num_fetched > 0
+    assert fetched >= 3
 
 
 def serve(engine: Engine, *prompts: np.ndarray, max_tokens: int = 4) -> list[int]:
