@@ -33,7 +33,10 @@ class PageListener:
         """Pages can no longer be found."""
 
     def stored_beside(self, keys: Sequence[bytes], group: int, window: int) -> None:
-        """Beside the pages of these keys lie those of a group whose queries see a `window` of tokens."""
+        """Beside the pages of these keys lie those of a group whose queries see a `window` of tokens.
+
+        A window of 0 says that they are recurrent states, of which the one behind a prefix is needed.
+        """
 
     def removed_beside(self, keys: Sequence[bytes], group: int) -> None:
         """Pages of a group no longer lie beside those of these keys."""
@@ -104,6 +107,11 @@ class PrefixCache:
     def version(self) -> int:
         """A number that changes whenever what can be found changes."""
         return self._version + sum(each.changes for each in self._beside)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a prefix can be resumed from only where a recurrent state stands behind it."""
+        return any(not group.window for group in self._beside)
 
     @property
     def num_idle(self) -> int:

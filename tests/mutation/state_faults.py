@@ -9,6 +9,7 @@ MODEL = "tests/models/test_recurrent.py"
 SCHEDULES = "tests/continuous_batching/test_state_schedules.py"
 STORM = f"{SCHEDULES}::test_each_step_goes_on_from_the_state_of_its_tokens_whatever_happens"
 ENGINE = "tests/models/test_state_schedules.py"
+TOLD = "tests/serving/router/test_page_reader.py"
 AS_TRANSFORMERS = f"{RULE}::test_any_spans_advance_as_in_transformers"
 
 FAULTS = {
@@ -229,5 +230,19 @@ FAULTS = {
         "0",
         "a restarted server goes on from no state of its tier, since not every page has one",
         f"{SCHEDULES}::test_so_it_does_from_states_that_a_tier_has_found",
+    ),
+    "pages_told_before_their_state": Fault(
+        "kv_cache/events.py::PageEvents.stored",
+        "self._cache.keeps_states",
+        "False",
+        "routers hear of pages from which nobody can go on",
+        f"{TOLD}::test_a_router_expects_no_more_of_a_replica_than_its_states_allow",
+    ),
+    "states_told_as_nothing_needed": Fault(
+        "continuous_batching/routing/routing.py::PagesOfWindow.num_before",
+        "self.window - 1 if self.window else 1",
+        "max(0, self.window - 1)",
+        "a router expects a hit where a replica keeps no state",
+        "tests/continuous_batching/test_routing.py::test_a_hit_ends_at_the_last_state_of_a_replica",
     ),
 }

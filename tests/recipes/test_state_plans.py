@@ -176,7 +176,6 @@ def _weights_of_mixers(config: DecoderConfig) -> int:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["cache.events=tcp://127.0.0.1:5557"], "no event tells which of its pages"),
         (["speculation.kind=ngram", "speculation.max_tokens=8"], "at most 7 drafts follow one"),
         (
             ["scheduler.chunk_tokens=48"],
