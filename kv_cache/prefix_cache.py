@@ -156,6 +156,16 @@ class PrefixCache:
         """
         return self.index.find(keys, tokens, salt, held)
 
+    def has_known(self, key: bytes) -> bool:
+        """Whether a page with this key is cached, or was evicted a short time ago."""
+        return key in self._evicted or self.index.page_of(key) is not None
+
+    def evict_first(self, pages: Index) -> None:
+        """Let those of these pages that are idle be evicted before all others, the last of them first."""
+        for page in pages.tolist():
+            if page in self._idle:
+                self._idle.move_to_end(page, last=False)
+
     def count_lookup(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, matched: Index) -> None:
         """Count a lookup as "whole" if it found a page for every key, or by the reason why it ended earlier.
 

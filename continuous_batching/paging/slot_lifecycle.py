@@ -272,7 +272,12 @@ class SlotLifecycle:
             self.matching.forget(row)
         else:
             self.matching.publish_all(row)
+        if self.matching.checkpoints is None:
+            self._free(row)
+            return
+        useless = self.slots.pages(row)[self.matching.checkpoints.num_useful(row) :].copy()
         self._free(row)
+        self.prefix.evict_first(useless)
 
     def swap_out(self, row: int) -> Request | None:
         """Free a row but keep the pages that only it has computed in the host pool; None if they do not fit.

@@ -22,6 +22,7 @@ from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.proposer import Guesses
 from continuous_batching.speculation.speculation import Speculation
+from kv_cache.page_keys import page_keys
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.states import GRID, StateGroup
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, Free, alone, searched
@@ -280,6 +281,55 @@ def test_an_answer_leaves_a_state_for_the_next_turn() -> None:
     assert serve(engine, STORY[:60], max_tokens=80) == [0]
     turn = np.concatenate([STORY[:60], answer, STORY[:9]])
     assert serve(engine, turn) == [128]
+
+
+def test_a_conversation_that_goes_on_lets_others_keep_their_states() -> None:
+    """Its last state covers the one before, which gives way before older states of others."""
+    engine = engine_of(100, NUM_SLOTS)
+    other, turn = np.random.default_rng(1).integers(0, VOCAB_SIZE, 100), after(64, 40)
+    assert serve(engine, other) == [0]
+    assert serve(engine, turn) == [0]
+    assert serve(engine, np.concatenate([turn, STORY[:90]])) == [64], "which is hit, and then covered"
+    assert serve(engine, np.random.default_rng(2).integers(0, VOCAB_SIZE, 70)) == [0]
+    assert states_of(engine).counts.evicted_pages == 1
+    assert serve(engine, np.concatenate([other, STORY[:9]])) == [64]
+
+
+def test_a_state_where_several_have_gone_on_is_not_covered() -> None:
+    engine = engine_of(100, NUM_SLOTS)
+    for own in (40, 90, 80):
+        serve(engine, after(100, own))
+    assert states_of(engine).beside[engine.scheduler.prefix.find(keys_of(STORY[:64]), STORY, "")[3]] > 0
+    assert not states_of(engine)._spent
+
+
+@pytest.mark.parametrize("strips", [False, True])
+def test_answers_are_kept_in_place_of_prompts_where_they_return(strips: bool) -> None:
+    """In turns of several conversations; a client that strips goes on from prompts, and those are kept."""
+    engine, random = engine_of(200, NUM_SLOTS + 2), np.random.default_rng(3)
+    prompts = [random.integers(0, VOCAB_SIZE, 70) for _ in range(3)]
+    for _ in range(2):
+        for at, prompt in enumerate(prompts):
+            serve(engine, prompt, max_tokens=70)
+            answer = [] if strips else alone(prompt.tolist(), 70)
+            prompts[at] = np.concatenate([prompt, answer, random.integers(0, VOCAB_SIZE, 9)]).astype(np.int64)
+    assert states_of(engine).answers_return is not strips
+    assert [serve(engine, prompt)[0] for prompt in prompts] == [64 if strips else 192] * 3
+
+
+def test_pages_behind_the_last_state_are_evicted_first() -> None:
+    """Nobody can go on from them, however recently they were written."""
+    engine = engine_of(30, 12)
+    for own in (10, 11):
+        serve(engine, np.concatenate([[own], after(64, 5)]), max_tokens=50)
+    scheduler = engine.scheduler
+    scheduler.tables.evict(scheduler.prefix.num_idle - 2 * 4)
+    for own in (10, 11):
+        assert serve(engine, np.concatenate([[own], after(64, 9)])) == [64]
+
+
+def keys_of(tokens: np.ndarray) -> list[bytes]:
+    return page_keys(tokens.astype(np.int32), 16, "")
 
 
 def test_as_many_states_as_slots_neither_block_nor_preempt() -> None:

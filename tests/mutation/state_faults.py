@@ -245,4 +245,32 @@ FAULTS = {
         "a router expects a hit where a replica keeps no state",
         "tests/continuous_batching/test_routing.py::test_a_hit_ends_at_the_last_state_of_a_replica",
     ),
+    "covered_states_kept_as_the_others": Fault(
+        "kv_cache/states.py::StateGroup.cover",
+        "self._idle.move_to_end(page, last=False)",
+        "pass",
+        "a conversation keeps a state for each of its turns, and others lose theirs",
+        f"{SCHEDULES}::test_a_conversation_that_goes_on_lets_others_keep_their_states",
+    ),
+    "shared_beginnings_covered": Fault(
+        "kv_cache/states.py::StateGroup.publish",
+        "each.is_end or each is trial",
+        "True",
+        "the state of a beginning that many share gives way once one has gone on from it",
+        f"{SCHEDULES}::test_a_state_where_several_have_gone_on_is_not_covered",
+    ),
+    "answers_thought_to_return": Fault(
+        "continuous_batching/paging/checkpoints.py::Checkpoints._learn",
+        "self._returned > 0",
+        "True",
+        "answers that no client sends back take the place of prompts",
+        f"{SCHEDULES}::test_answers_are_kept_in_place_of_prompts_where_they_return[True]",
+    ),
+    "useless_pages_evicted_last": Fault(
+        "kv_cache/prefix_cache.py::PrefixCache.evict_first",
+        "self._idle.move_to_end(page, last=False)",
+        "pass",
+        "pages that nobody can go on from take the place of pages of use",
+        f"{SCHEDULES}::test_pages_behind_the_last_state_are_evicted_first",
+    ),
 }
