@@ -264,7 +264,7 @@ FAULTS = {
         "self._returned > 0",
         "True",
         "answers that no client sends back take the place of prompts",
-        f"{SCHEDULES}::test_answers_are_kept_in_place_of_prompts_where_they_return[True]",
+        f"{SCHEDULES}::test_answers_are_kept_in_place_of_prompts_where_they_return",
     ),
     "useless_pages_evicted_last": Fault(
         "kv_cache/prefix_cache.py::PrefixCache.evict_first",
