@@ -161,8 +161,12 @@ class PrefixCache:
         return key in self._evicted or self.index.page_of(key) is not None
 
     def evict_first(self, pages: Index) -> None:
-        """Let those of these pages that are idle be evicted before all others, the last of them first."""
-        for page in pages.tolist():
+        """Let the last of these pages, which continue each other, be evicted before all others.
+
+        Those that others continue stay where they are: no page is evicted before what continues it.
+        """
+        pages = pages[self.is_cached(pages)]
+        for page in pages[len(pages) - self.index.num_lone(pages) :].tolist():
             if page in self._idle:
                 self._idle.move_to_end(page, last=False)
 

@@ -164,6 +164,15 @@ def draw(random: np.random.Generator, number: int) -> Request:
     return request
 
 
+def next_turn(before: Request, drawn: Request) -> Request:
+    """The next turn of another request's conversation in place of what was drawn, if it is not too long."""
+    answer = alone(before.prompt.tolist(), before.params.max_tokens)
+    prompt = np.concatenate([before.prompt, answer, STORY[:9]])
+    if before.params.beam_width or len(prompt) > LARGEST - 40:
+        return drawn
+    return Request(drawn.id, prompt, SamplingParams(max_tokens=20, seed=0))
+
+
 def storm(seed: int, pages: dict[bytes, bytes] | None = None) -> Engine:
     """Serve requests while some are aborted and some fail; a tier has these `pages`."""
     random = np.random.default_rng(seed)
@@ -187,6 +196,8 @@ def storm(seed: int, pages: dict[bytes, bytes] | None = None) -> Engine:
             most=lambda: int(options.choice([1000, 1000, 1, 0])),
         )
     made = [draw(random, number) for number in range(NUM_REQUESTS)]
+    for at in (6, 9, 12):
+        made[at] = next_turn(made[at - 4], made[at])
     asked = [each for leader in made for each in (leader, *leader.followers)]
     assert isinstance(engine.runner, StateRunner)
     engine.runner.fail = {each.id for each in made if random.random() < 0.1 and not each.params.beam_width}
