@@ -171,12 +171,10 @@ def model_config(recipe: Recipe) -> DecoderConfig:
 
 def check_states(recipe: Recipe, config: DecoderConfig) -> None:
     """Raise RecipeError for what a model whose layers keep a recurrent state cannot do here."""
-    cache, server, scheduler = recipe.cache, recipe.server, recipe.scheduler
+    server, scheduler = recipe.server, recipe.scheduler
     drafts = recipe.speculation.max_tokens if recipe.speculation.kind != "none" else 0
     most_drafts = drafts if drafts > MOST_DRAFTS else None
     refused = (
-        ("cache.tier", cache.tier, "no tier below the host's memory takes states"),
-        ("cache.events", cache.events, "no event tells which of its pages can be resumed from"),
         ("server.pages_at", server.pages_at, "its states are not sent to other engines"),
         ("server.prompt_replicas", server.prompt_replicas, "its states are not fetched from other engines"),
         ("speculation.max_tokens", most_drafts, f"at most {MOST_DRAFTS} drafts follow one"),
