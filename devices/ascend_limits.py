@@ -272,6 +272,7 @@ class AscendProduct:
     # right and faster than one for each. No other engine calls npu_qkv_rms_norm_rope_cache
     joins_heads: bool = False
     dispatches: bool = False  # sending tokens to the ranks of their experts is faster
+    dispatches_beside_shared: bool = False  # also where parts of a shared expert are added up beside
     exact_angles: bool = True  # cosines of angles of 100,000 radians are right
     most_graphs: int | None = None  # sizes that may be captured; None: as many as its streams allow
 
@@ -634,6 +635,7 @@ PROBED = (
     ),
     *("overlaps_experts", "exact_angles", "groups_products", "divides_gates", "joins_heads"),
     *("unmasks_decodes", "counts_own_key", "joins_latents", "sums_products", "dispatches"),
+    "dispatches_beside_shared",
 )
 assert {each.name for each in fields(AscendProduct)} >= set(PROBED), "the answers are facts of a product"
 # Answers in files of earlier versions that no longer count, each with the reason

@@ -151,7 +151,7 @@ class RecurrentMixer(nn.Module):
         if tails is not None:
             read = read[tails.own]
         read = self.ops.gated_rms_norm(read, made.gate, self.norm, self.eps, self.activation).flatten(1)
-        y: Tensor = self.output(F.pad(read, (0, 0, 0, num_rows - num_tokens)))
+        y: Tensor = self.output(F.pad(read, (0, 0, 0, num_rows - num_tokens)), step.divided)
         return y
 
 

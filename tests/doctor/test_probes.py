@@ -77,8 +77,9 @@ def test_every_answer_is_asked_for_and_of_some_product() -> None:
     }
     assert set(asked["310P"]) | set(asked["910B"]) == set(PROBED)
     assert "packs_float16" not in asked["310P"]
-    of_ranks_of_910c = [each.name for each in probes if each.applies(product("910C", ""))][-1:]
-    assert (asked["910B"][-2:], of_ranks_of_910c) == (["sums_products", "dispatches"], ["dispatches"])
+    of_ranks_of_910c = [each.name for each in probes if each.applies(product("910C", ""))][-2:]
+    sent = ["dispatches", "dispatches_beside_shared"]
+    assert (asked["910B"][-3:], of_ranks_of_910c) == (["sums_products", *sent], sent)
 
 
 @pytest.mark.parametrize("name", [each.name for each in PROBES])
@@ -349,6 +350,7 @@ def test_what_takes_several_ranks_is_asked_of_all_of_them(
     assert [(each["name"], each["answer"], each["said"].split(",")[0]) for each in told] == [
         ("sums_products", False, "right"),
         ("dispatches", False, "right"),
+        ("dispatches_beside_shared", False, "right"),
     ]
 
 
