@@ -267,6 +267,9 @@ class AscendProduct:
     overlaps_experts: bool = False
     # One launch of a prompt's product and the ranks' sum of it is faster
     sums_products: bool = False
+    # Attention to latents returns right sums of exponents, which its page excludes and vllm-ascend asks for
+    # (context_parallel/mla_cp.py)
+    sums_latents: bool = True
     joins_latents: bool = False  # one launch of everything before latent attention is right, and faster
     # One launch that splits the product of queries, keys and values, and norms and rotates their heads, is
     # right and faster than one for each. No other engine calls npu_qkv_rms_norm_rope_cache
@@ -634,7 +637,7 @@ PROBED = (
         "prefetches",
     ),
     *("overlaps_experts", "exact_angles", "groups_products", "divides_gates", "joins_heads"),
-    *("unmasks_decodes", "counts_own_key", "joins_latents", "sums_products", "dispatches"),
+    *("unmasks_decodes", "counts_own_key", "sums_latents", "joins_latents", "sums_products", "dispatches"),
     "dispatches_beside_shared",
 )
 assert {each.name for each in fields(AscendProduct)} >= set(PROBED), "the answers are facts of a product"

@@ -142,27 +142,33 @@ class Counts:
         num_narrow += self.config.num_layers - self.config.num_mixtures
         return both_s - self.share * num_narrow * (sum_s - narrow_s) / 2
 
+    def joined_bytes(self, num_rows: float) -> tuple[float, float]:
+        """Return the bytes that a layer sends devices which divide a sequence, for rows of short spans.
+
+        Their queries are gathered, and then the parts of their outputs exchanged, with sums in float32.
+        """
+        config, latent = self.config, self.config.latent
+        query, output = config.head_dim, config.head_dim
+        if latent is not None:
+            query, output = latent.rank + latent.rope_dim, latent.rank
+        heads = self.contexts * -(-config.num_heads // self.tensor)
+        numbers = (self.contexts - 1) / self.contexts * num_rows * heads
+        return numbers * query * config.dtype_bytes, numbers * (output + 1) * JOINED_BYTES
+
     def contexts_s(self, device: DeviceRates, num_rows: float, context: float) -> float:
         """Return the seconds of what devices that divide a sequence send each other in a step.
 
-        `num_rows` tokens of short spans ask all of them: their queries are gathered, and the parts of their
-        outputs exchanged. `context` tokens of longer spans, summed over the layers, are gathered.
+        `num_rows` tokens of short spans ask all of them. `context` tokens of longer spans, summed over the
+        layers, are gathered.
         """
         if self.contexts == 1:
             return 0.0
-        config, latent = self.config, self.config.latent
-        widths = (config.head_dim, config.head_dim)
-        if latent is not None:
-            widths = latent.rank + latent.rope_dim, latent.rank
-        heads = self.contexts * -(-config.num_heads // self.tensor)
-        others = (self.contexts - 1) / self.contexts
-        asked = others * num_rows * heads * widths[0] * config.dtype_bytes
-        answered = others * num_rows * heads * (widths[1] + 1) * JOINED_BYTES
         taken_s = 0.0
         if num_rows:
-            taken_s += self.held.num_layers * (device.send_s(asked) + device.send_s(answered))
+            taken_s += self.held.num_layers * sum(map(device.send_s, self.joined_bytes(num_rows)))
         if context:
-            gathered = others * self.share * context * config.kv_head_bytes
+            others = (self.contexts - 1) / self.contexts
+            gathered = others * self.share * context * self.config.kv_head_bytes
             taken_s += device.send_s(gathered) + 2 * gathered / device.bytes_per_s
         return taken_s
 

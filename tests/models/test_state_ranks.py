@@ -1,7 +1,7 @@
 """Engines of two ranks whose layers keep states give transformers' tokens.
 
-The ranks divide the heads of each state (of kimi_linear also the rows of prompts), hold whole experts each, or hold half of the layers each. Prompts
-are chunked, go on from states of others, and are preempted and swapped.
+The ranks divide the heads of each state (in kimi_linear the rows of prompts, too), hold whole experts each,
+or half of the layers each. Prompts are chunked, go on from states of others, and are preempted and swapped.
 """
 
 from __future__ import annotations
