@@ -12,6 +12,7 @@ from torch import Tensor
 from attention.recurrent import DraftRows, StateMetadata
 from attention.reference import AttentionMetadata
 from kv_cache.device.storage import CacheLayers
+from models.parallel.divided_rows import DividedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class StepInputs:
     window_metadata: tuple[AttentionMetadata, ...] = ()  # as `metadata`, for each group of windows
     # Which states spans go on from and leave; None if no layer has one
     states: StateMetadata | DraftRows | None = None
+    divided: DividedRows | None = None  # how ranks divide the rows between products; None: they do not
 
     def metadata_of(self, group: int) -> AttentionMetadata:
         """Return what the layers of a group share (see kv_cache/groups.py)."""

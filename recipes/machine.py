@@ -290,7 +290,8 @@ class Npu(Accelerator):
 
     def join(self, group: Group) -> None:
         """Make the communicator for tokens of experts, where verify_npu.sh found that it gains time."""
-        group.open_for_tokens(self.buffer_mib if self.product.dispatches else 0, self.device)
+        sends = self.product.dispatches or self.product.dispatches_beside_shared
+        group.open_for_tokens(self.buffer_mib if sends else 0, self.device)
 
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
         from attention.npu.atb_attention import AtbAttention

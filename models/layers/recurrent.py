@@ -143,7 +143,7 @@ class RecurrentMixer(nn.Module):
         else:
             read = self._read(made, planes, self._taps, step.states)
         read = self.ops.gated_rms_norm(read, made.gate, self.norm, self.eps, self.activation).flatten(1)
-        y: Tensor = self.output(F.pad(read, (0, 0, 0, num_rows - num_tokens)))
+        y: Tensor = self.output(F.pad(read, (0, 0, 0, num_rows - num_tokens)), step.divided)
         return y
 
     def _read(

@@ -1,7 +1,7 @@
 """Engines of two ranks whose layers keep states give transformers' tokens.
 
-The ranks divide the heads of each state, hold whole experts each, or hold half of the layers each. Prompts
-are chunked, go on from states of others, and are preempted and swapped.
+The ranks divide the heads of each state (in kimi_linear the rows of prompts, too), hold whole experts each,
+or half of the layers each. Prompts are chunked, go on from states of others, and are preempted and swapped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUM_NEW, NEAR = 16, 1e-3
 CELLS: dict[tuple[str, str], tuple[str, ...]] = {
     ("qwen3_5", "TP 2"): (),
     ("qwen3_next", "EP 2"): ("parallel.expert=2",),
-    ("kimi_linear", "TP 2"): (),
+    ("kimi_linear", "TP 2"): ("parallel.least_divided_tokens=8",),
     ("qwen3_5", "PP 2"): ("parallel.pipeline=2",),
 }
 

@@ -164,8 +164,14 @@ def test_what_ranks_cannot_divide_is_refused(path: str, change: str, said: str) 
 def test_show_says_what_divided_pages_would_hold(capsys: pytest.CaptureFixture[str]) -> None:
     main(["show", DEEPSEEK, "parallel.context=1"])
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "divided pages parallel.context=8 would hold 810,880 tokens, a request up to 163,840" in lines
+    # Queries and outputs of the heads of eight ranks
+    cost = "a decode reads 1/8 of its context on each rank, and sends 10.9 MB"
+    held = "divided pages parallel.context=8 would hold 810,880 tokens, a request up to 163,840"
+    assert f"{held}; {cost}" in lines
     assert "cache 6.81 GiB, 103,936 tokens" in lines
+    main(["show", DEEPSEEK])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"divided pages between 8 ranks; {cost}" in lines
 
 
 def kind_of(recipe: Recipe) -> object:
