@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from attention.cpu.compiled import attention_source
+from attention.int8_sparse import latent_attention
 from attention.recurrent import Recurrence
 from attention.reference import Attention
-from attention.sparse import latent_attention
 from devices.ascend_limits import PRODUCTS, WIDE_HEAD, answered, answers_file, buffer_mib, product
 from devices.cpu_threads import Threads, Way, barriers
 from devices.host_memory import host_memory_bytes
@@ -297,6 +297,7 @@ class Npu(Accelerator):
         from attention.npu.atb_attention import AtbAttention
         from attention.npu.fused_attention import FusedAttention
         from attention.npu.int8_attention import Int8FusedAttention
+        from attention.npu.int8_sparse_attention import Int8FusedSparseAttention
         from attention.npu.latent_attention import FusedLatentAttention
         from attention.npu.single_queries import WideHeadAttention
         from attention.npu.sparse_attention import FusedSparseAttention
@@ -312,7 +313,8 @@ class Npu(Accelerator):
             return ops, Attention(shape, self.device)
         kind: type[AscendAttention] = AtbAttention if self.product.is_atb else FusedAttention
         if shape.latent is not None:
-            kind = FusedLatentAttention if shape.latent.index is None else FusedSparseAttention
+            of_index = Int8FusedSparseAttention if shape.int8_pages else FusedSparseAttention
+            kind = FusedLatentAttention if shape.latent.index is None else of_index
         elif shape.int8_pages:
             kind = Int8FusedAttention
         elif self.product.is_fused and shape.head_dim == WIDE_HEAD:

@@ -139,13 +139,20 @@ class Roofline:
         return near
 
     def _index_s(self, batch: Batch) -> float:
-        """Return the seconds of the indexers, which score all tokens where some are not read."""
+        """Return the seconds of the indexers, which score all tokens where some are not read.
+
+        Where the devices divide the rows of a step, what they choose is gathered.
+        """
         chooses = batch.stops > self._sparse[0]
         starts, stops = batch.starts[chooses], batch.stops[chooses]
         pairs = float(((stops - starts) * (starts + stops + 1)).sum()) / 2
         count = self.config.num_indexers
-        operations, moved = self._counts.indexers(count * float(stops.sum()), count * pairs)
-        return self._counts.share * self.device.operator_s(operations, self.config.dtype, moved)
+        num_tokens = float((batch.stops - batch.starts).sum())
+        operations, moved = self._counts.indexers(num_tokens, count * float(stops.sum()), count * pairs)
+        taken_s = self.device.operator_s(operations, self.config.dtype, moved)
+        if len(stops) and (gathered := self._counts.chosen_bytes(num_tokens)):
+            taken_s += count * self.device.all_gather_s(gathered, self.tensor)
+        return self._counts.share * taken_s
 
     def time_s(
         self,

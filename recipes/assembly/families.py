@@ -353,7 +353,8 @@ def _as_asked(
     if dtype != "auto":
         config = replace(config, dtype=dtype)
     is_int8, device = recipe.cache.dtype == "int8", recipe.device
-    by_channel = device.kind == "npu" and device.attention != "reference"
+    is_sparse = config.latent is not None and config.latent.index is not None  # whose rows hold their scales
+    by_channel = device.kind == "npu" and device.attention != "reference" and not is_sparse
     config = replace(config, int8_cache=is_int8, scales_in_pages=not by_channel)
     lacking = config.without_cache_scales if is_int8 and by_channel else []
     if lacking and is_draft:
