@@ -239,6 +239,18 @@ class Share:
         """Return the slice of this rank's query heads, for a tensor with a number for each head."""
         return () if self.tensors == 1 else (_equal(config.num_heads, self.tensor, self.tensors),)
 
+    def cached(self, config: DecoderConfig) -> list[object]:
+        """Return what decides the bytes of this rank's pages: ranks where it is equal keep equal pages."""
+        layers, heads = self.layers(config), self._kv_heads(config)
+        is_own = config.recurrent is not None  # states are divided by their own heads
+        return [
+            [self.tensors, self.stages, self.experts, self.contexts],
+            [layers.start, layers.stop],
+            None if config.latent is not None else [heads.start, heads.stop],
+            self.tensor % self.contexts,
+            self.tensor if is_own else None,
+        ]
+
     def _kv_heads(self, config: DecoderConfig) -> slice:
         """Return the rows of the key-value heads that this rank's query heads read."""
         first = self.tensor * config.num_kv_heads // self.tensors

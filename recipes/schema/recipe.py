@@ -345,10 +345,9 @@ class Recipe:
             self.cache.tier,
             is_sharing=self.cache.prefix_sharing,
             host_gib=self.cache.host_gib,
-            ranks=self.parallel.ranks,
         )
         yield from int8_contradictions(self.cache.dtype, self.device.kind, self.device.attention)
-        yield from adapter_contradictions(self.adapters, self.parallel)
+        yield from adapter_contradictions(self.adapters)
         yield from contradictions(self.scheduler)
         yield from speculation_contradictions(self.speculation, self.device.kind)
         yield from stage_contradictions(
