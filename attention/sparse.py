@@ -36,7 +36,7 @@ SCORE_KEYS = 1024  # keys whose scores of each index head are held at a time
 GATHERED_NUMBERS = 2**22  # numbers of gathered latents that are held at a time
 
 
-class Ranks(Protocol):
+class RowRanks(Protocol):
     """The ranks that compute the same layers, of which this is number `rank`."""
 
     rank: int
@@ -48,7 +48,7 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowPart:
     """The `rows` of a step's `num_tokens` for which this rank chooses and, with all ranks' heads, attends.
 
     The last rank may have fewer.
@@ -56,7 +56,7 @@ class Part:
 
     rows: slice
     num_tokens: int
-    ranks: Ranks
+    ranks: RowRanks
 
     @property
     def num_rows(self) -> int:
@@ -88,7 +88,7 @@ class Choice:
     """
 
     positions: Tensor | None = None
-    part: Part | None = None
+    part: RowPart | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class SparseAttention(LatentAttention):
     Once a step: `plan`. Once a layer with an indexer: `write_index`, then, if the step `is_sparse`, `choose`
     with the queries of `own_rows`. In long steps of several `ranks` these are a part of the rows, for which
     this rank also attends, with the heads of all ranks: queries and results are exchanged, H * (2 * L + R)
-    numbers a row. Ranks that divided index heads instead would have to sum scores, 4 bytes a row for every
+    numbers a row. RowRanks that divided index heads instead would have to sum scores, 4 bytes a row for every
     token of the context, and each would gather the C latents of every row for its few heads. Each row is thus
     chosen on one rank, or by the same products on all of them, and all heads read the same tokens.
     Once a layer: `write` or `write_joined` as for `LatentAttention`, then `attend_heads` or `attend_joined`,
@@ -113,7 +113,7 @@ class SparseAttention(LatentAttention):
     metadata, as long as that has a `choice` too: a rank whose first layer shares a choice receives it there.
     """
 
-    ranks: Ranks | None = None  # the ranks that compute its layers, set by these; None: this one alone
+    ranks: RowRanks | None = None  # the ranks that compute its layers, set by these; None: this one alone
 
     @property
     def index(self) -> IndexShape:
@@ -149,7 +149,7 @@ class SparseAttention(LatentAttention):
         kept = whole.write_index, dense.spans, dense.short_rows, dense.long_spans
         return SparseMetadata(*kept, sparse, Choice(part=part))
 
-    def part_of(self, num_tokens: int) -> Part | None:
+    def part_of(self, num_tokens: int) -> RowPart | None:
         """Return the rows of a step that chooses for which this rank does; None if it does for all."""
         if self.ranks is None or self.ranks.size == 1 or num_tokens < DIVIDED_ROWS * self.ranks.size:
             return None
@@ -157,7 +157,7 @@ class SparseAttention(LatentAttention):
         whole = -(-num_tokens // size)
         if (size - 1) * whole >= num_tokens:  # no rows would be left for the last rank
             return None
-        return Part(slice(rank * whole, min((rank + 1) * whole, num_tokens)), num_tokens, self.ranks)
+        return RowPart(slice(rank * whole, min((rank + 1) * whole, num_tokens)), num_tokens, self.ranks)
 
     def own_rows(self, metadata: AttentionMetadata) -> slice:
         """Return the rows of a step's queries for which this rank chooses."""

@@ -268,11 +268,15 @@ class AscendProduct:
     overlaps_experts: bool = False
     # One launch of a prompt's product and the ranks' sum of it is faster
     sums_products: bool = False
+    # Attention to latents returns right sums of exponents, which its page excludes and vllm-ascend asks for
+    # (context_parallel/mla_cp.py)
+    sums_latents: bool = True
     joins_latents: bool = False  # one launch of everything before latent attention is right, and faster
     # One launch that splits the product of queries, keys and values, and norms and rotates their heads, is
     # right and faster than one for each. No other engine calls npu_qkv_rms_norm_rope_cache
     joins_heads: bool = False
     dispatches: bool = False  # sending tokens to the ranks of their experts is faster
+    dispatches_beside_shared: bool = False  # also where parts of a shared expert are added up beside
     exact_angles: bool = True  # cosines of angles of 100,000 radians are right
     most_graphs: int | None = None  # sizes that may be captured; None: as many as its streams allow
 
@@ -636,7 +640,8 @@ PROBED = (
         "prefetches",
     ),
     *("overlaps_experts", "exact_angles", "groups_products", "divides_gates", "joins_heads"),
-    *("unmasks_decodes", "counts_own_key", "joins_latents", "sums_products", "dispatches"),
+    *("unmasks_decodes", "counts_own_key", "sums_latents", "joins_latents", "sums_products", "dispatches"),
+    "dispatches_beside_shared",
 )
 assert {each.name for each in fields(AscendProduct)} >= set(PROBED), "the answers are facts of a product"
 # Answers in files of earlier versions that no longer count, each with the reason

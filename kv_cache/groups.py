@@ -293,6 +293,10 @@ class PageGroup(ABC):
         Returns the copy that takes them there, which must be made before they are written to.
         """
 
+    def can_yield_host(self, count: int) -> bool:
+        """Whether `count` host pages are free, or would be if resting pages were dropped."""
+        return self.host is not None and count <= self.host.num_free + self.num_resting
+
     @abstractmethod
     def yield_host(self, count: int) -> bool:
         """Drop resting pages until `count` host pages are free.
@@ -648,11 +652,9 @@ class BesideGroup(PageGroup):
         return PageCopy(resting, targets, "to_host", group=self.number)
 
     def yield_host(self, count: int) -> bool:
-        if self.host is None:
+        if self.host is None or not self.can_yield_host(count):
             return False
         short = count - self.host.num_free
-        if short > len(self._resting):
-            return False
         if short > 0:
             self._forget(np.array(list(islice(self._resting, short)), dtype=np.int64))
         return True

@@ -439,8 +439,10 @@ class DecoderConfig:
     has_output_gate: bool = False
     own_scale: float | None = None  # scale of attention scores; None: head_dim**-0.5
     window_rope: RopeConfig | None = None  # rotary embedding of layers with a window, if it differs
-    # Layers that a checkpoint may have behind its own, to predict further tokens; they are not read here
+    # Layers that a checkpoint may have to predict further tokens; they are not read here. They are numbered
+    # behind the model's own, unless they lie beside these under a name
     num_unread_layers: int = 0
+    unread_block: str = ""
     reads_text_alone: bool = False  # whether a checkpoint has towers for images, too, which are not read
     # Windows whose layers keep only the pages that a query can see, in a group of pages for each; layers with
     # other windows keep all pages, as those without a window do (see kv_cache/groups.py)
@@ -449,6 +451,12 @@ class DecoderConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def layers_behind(self) -> range:
+        """The numbers of layers that are not read, if they are numbered behind the model's own."""
+        count = 0 if self.unread_block else self.num_unread_layers
+        return range(self.num_layers, self.num_layers + count)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

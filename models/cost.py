@@ -31,6 +31,8 @@ REDUCTIONS = 2  # sums over devices that share a layer
 ENDS = 4  # operators before the first layer and after the last
 SMALL_CHUNK = 128  # tokens of a prompt's chunk that costs little more than reading the weights
 ACTIVATIONS = 12  # times that a layer's hidden states are read or written between its products
+NORMED = 8  # those by its two norms and residual sums, which devices may divide by rows
+JOINED_BYTES = 4  # bytes of a number of the parts that devices which divide a sequence exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,18 @@ class StepProduct:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What steps cost one of `tensor` devices that share each layer; `part` None is the whole model."""
+    """What steps cost one of `tensor` devices that share each layer; `part` None is the whole model.
+
+    `contexts` of them divide each page of the cache. Steps of `least_divided` tokens and more that are no
+    captured graphs divide their rows between products, with a reduce-scatter and a gather in place of each
+    sum; 0: none does.
+    """
 
     config: DecoderConfig
     tensor: int = 1
     part: ModelPart | None = None
+    contexts: int = 1
+    least_divided: int = 0
 
     @property
     def held(self) -> ModelPart:
@@ -106,13 +115,72 @@ class Counts:
         indexers = round(self.share * self.config.num_indexers) * INDEX_OPERATORS
         return self.held.num_layers * of_layer + ENDS + experts + states + indexers
 
+    def divides(self, num_tokens: float, *, is_graph: bool) -> bool:
+        """Whether devices divide the rows of such a step between products."""
+        return self.tensor > 1 and not is_graph and 0 < self.least_divided <= num_tokens
+
+    def launches(self, *, divides: bool) -> int:
+        """Return the operators of a step; one that `divides` rows has a gather more for each sum.
+
+        The choices of a router are gathered too.
+        """
+        if not divides:
+            return self.num_operators
+        num_mixtures = round(self.share * self.config.num_mixtures)
+        return self.num_operators + self.held.num_layers * REDUCTIONS + num_mixtures
+
+    def sums_s(self, device: DeviceRates, num_tokens: float, *, divides: bool) -> float:
+        """Return the seconds of the sums over devices, each of which is half a scatter and half a gather.
+
+        What linears in int8 read is gathered in int8, but for experts, whose router reads it too.
+        """
+        sum_s = device.all_reduce_s(self.hidden_bytes(num_tokens), self.tensor)
+        both_s = REDUCTIONS * self.held.num_layers * sum_s
+        if not divides or not self.config.is_int8:
+            return both_s
+        narrow_s = device.all_reduce_s(num_tokens * self.config.hidden_size, self.tensor)
+        num_narrow = sum(each.mixer != "recurrent" and each.index is None for each in self.config.layers)
+        num_narrow += self.config.num_layers - self.config.num_mixtures
+        return both_s - self.share * num_narrow * (sum_s - narrow_s) / 2
+
+    def joined_bytes(self, num_rows: float) -> tuple[float, float]:
+        """Return the bytes that a layer sends devices which divide a sequence, for rows of short spans.
+
+        Their queries are gathered, and then the parts of their outputs exchanged, with sums in float32.
+        """
+        config, latent = self.config, self.config.latent
+        query, output = config.head_dim, config.head_dim
+        if latent is not None:
+            query, output = latent.rank + latent.rope_dim, latent.rank
+        heads = self.contexts * -(-config.num_heads // self.tensor)
+        numbers = (self.contexts - 1) / self.contexts * num_rows * heads
+        return numbers * query * config.dtype_bytes, numbers * (output + 1) * JOINED_BYTES
+
+    def contexts_s(self, device: DeviceRates, num_rows: float, context: float) -> float:
+        """Return the seconds of what devices that divide a sequence send each other in a step.
+
+        `num_rows` tokens of short spans ask all of them. `context` tokens of longer spans, summed over the
+        layers, are gathered.
+        """
+        if self.contexts == 1:
+            return 0.0
+        taken_s = 0.0
+        if num_rows:
+            taken_s += self.held.num_layers * sum(map(device.send_s, self.joined_bytes(num_rows)))
+        if context:
+            others = (self.contexts - 1) / self.contexts
+            gathered = others * self.share * context * self.config.kv_head_bytes
+            taken_s += device.send_s(gathered) + 2 * gathered / device.bytes_per_s
+        return taken_s
+
     def hidden_bytes(self, num_tokens: float) -> float:
         """Return the bytes of the hidden states of tokens at one place of a layer."""
         return num_tokens * self.config.hidden_size * self.config.dtype_bytes
 
-    def activation_bytes(self, num_tokens: float) -> float:
+    def activation_bytes(self, num_tokens: float, *, divides: bool = False) -> float:
         """Return the bytes that the operators between products read and write."""
-        return self.held.num_layers * ACTIVATIONS * self.hidden_bytes(num_tokens)
+        saved = NORMED * (1 - 1 / self.tensor) if divides else 0.0
+        return self.held.num_layers * (ACTIVATIONS - saved) * self.hidden_bytes(num_tokens)
 
     def products(self, num_tokens: float, num_sampled: float) -> Iterator[StepProduct]:
         """Yield the products of a step of so many tokens, of which some are sampled from."""
@@ -229,8 +297,8 @@ def attention_products(config: DecoderConfig, layer: int) -> tuple[LayerProduct,
             LayerProduct(config.num_heads * config.head_dim, hidden, "inputs"),
         )
     index = config.index_of(layer)
-    whole = ["q_a_proj", "kv_a_proj_with_mqa", "f_a_proj", "g_a_proj"]
-    whole += () if index is None else index.first()
+    of_index = () if index is None else index.first()
+    whole = ("q_a_proj", "kv_a_proj_with_mqa", "f_a_proj", "g_a_proj", *of_index)
     cuts: dict[str, Literal["inputs", "rows"] | None] = {
         **dict.fromkeys(whole),
         **dict.fromkeys(("o_proj", "out_proj"), "inputs"),
@@ -289,12 +357,15 @@ def step_costs(
     operations = growing * -(-config.num_heads // counts.tensor) * attention_operations(config, 1, 1)
     operations += indexers * index_operations(config, 1)
     few, many = 1, max(2, most_decodes)
-    decode_s, decodes_s = (_step_s(counts, device, each, each, graphs) for each in (few, many))
+    decode_s, decodes_s = (
+        _step_s(counts, device, each, each, graphs) + counts.contexts_s(device, each, 0)
+        for each in (few, many)
+    )
     token_s = max(0.0, (decodes_s - decode_s) / (many - few))
     decodes = Coefficients(
         step_s=max(0.0, decode_s - few * token_s),
         token_s=token_s,
-        context_s=device.operator_s(operations, config.dtype, read_bytes),
+        context_s=device.operator_s(operations, config.dtype, read_bytes / counts.contexts),
     )
     few, many = min(SMALL_CHUNK, max(1, most_tokens // 2)), max(2, most_tokens)
     chunk_s, largest_s = (_step_s(counts, device, each, 1, 0) for each in (few, many))
@@ -304,7 +375,9 @@ def step_costs(
     prompts = Coefficients(
         step_s=max(0.0, chunk_s - few * token_s),
         token_s=token_s,
-        context_s=read_bytes / device.bytes_per_s,
+        context_s=read_bytes / device.bytes_per_s
+        + counts.contexts_s(device, 0, 2 * growing)
+        - counts.contexts_s(device, 0, growing),
         pair_s=pair / device.flop_per_s(config.dtype),
     )
     return StepCosts(decodes, prompts)
@@ -319,11 +392,12 @@ def _step_s(counts: Counts, device: DeviceRates, num_tokens: int, num_sampled: i
         each.times * device.operator_s(each.operations, each.dtype, each.num_bytes)
         for each in counts.products(num_tokens, num_sampled)
     )
-    moved = counts.activation_bytes(num_tokens) + counts.state_bytes(num_sampled)
+    divides = counts.divides(num_tokens, is_graph=num_tokens <= graphs)
+    launches = counts.launches(divides=divides)
+    moved = counts.activation_bytes(num_tokens, divides=divides) + counts.state_bytes(num_sampled)
     busy_s += moved / device.bytes_per_s
-    sum_s = device.all_reduce_s(counts.hidden_bytes(num_tokens), counts.tensor)
-    busy_s += REDUCTIONS * counts.held.num_layers * sum_s + counts.num_operators * device.kernel_us * 1e-6
+    busy_s += counts.sums_s(device, num_tokens, divides=divides) + launches * device.kernel_us * 1e-6
     host_s = 1e-6 * (device.host_us + device.row_us * num_sampled)
     if num_tokens <= graphs:
         return host_s + busy_s + device.graph_us * 1e-6
-    return host_s + max(busy_s, counts.num_operators * device.launch_us * 1e-6)
+    return host_s + max(busy_s, launches * device.launch_us * 1e-6)

@@ -26,7 +26,7 @@ from attention.npu.fused_attention import CAUSAL
 from attention.npu.latent_attention import FusedLatentAttention, FusedLatentMetadata
 from attention.npu.registered import lacking_here
 from attention.reference import AttentionMetadata, StaticDecodes, Windows
-from attention.sparse import Choice, Part, SparseAttention
+from attention.sparse import Choice, RowPart, SparseAttention
 from continuous_batching.batch import Batch
 from devices.ascend_limits import LATENT_HEAD, MOST_LATENT_HEADS, MOST_LATENT_QUERIES
 from devices.torch_npu_calls import ON_SPARSE
@@ -103,7 +103,7 @@ class FusedSparseAttention(FusedLatentAttention, SparseAttention):
         query_ends, lens = to_device(np.stack((ends, kv_lens)).astype(np.int32), self.device)
         return {"actual_seq_lengths_query": query_ends, "block_table": table}, lens
 
-    def part_of(self, num_tokens: int) -> Part | None:
+    def part_of(self, num_tokens: int) -> RowPart | None:
         """Return the rows of a step that this rank computes, if attention takes the heads of all ranks."""
         heads = self.shape.num_heads * (1 if self.ranks is None else self.ranks.size)
         return None if heads > MOST_LATENT_HEADS or heads & (heads - 1) else super().part_of(num_tokens)

@@ -196,7 +196,7 @@ class LatentSelfAttention(nn.Module):
             attended = self.attention.attend_heads(
                 nope, rope, up, latents, rope_keys, step.metadata, self.layer
             )
-        y: Tensor = self.output(attended.flatten(1))
+        y: Tensor = self.output(attended.flatten(1), step.divided)
         return y
 
     def rows(self, x: Tensor | Int8Rows) -> tuple[Tensor, Tensor | None]:

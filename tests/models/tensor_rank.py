@@ -103,6 +103,7 @@ def built(
     contexts: int = 1,
     dispatches: bool = False,
     int8_cache: bool = False,
+    least_divided: int = 0,
 ) -> tuple[Decoder, int]:
     """The group's decoder of a checkpoint, and the bytes that this rank read; one that `dispatches` has its
     experts in another order.
@@ -120,10 +121,12 @@ def built(
     if int8_at_load:
         config = replace(config, quantization=Quantization(ignore=(), is_stored=False))
     decoder = empty(config, group, kind, way, experts, contexts)
+    decoder.least_divided = least_divided
     if dispatches:
         product = decoder.ops.product  # type: ignore[attr-defined]
         dtypes = *product.dtypes, "float32"  # which the stand-in takes here
-        decoder.ops.product = replace(product, dtypes=dtypes)  # type: ignore[attr-defined]
+        sends = {"dispatches": True, "dispatches_beside_shared": True}
+        decoder.ops.product = replace(product, dtypes=dtypes, **sends)  # type: ignore[attr-defined]
     return decoder, weights.load(decoder, path)
 
 
@@ -307,6 +310,7 @@ def collectives(group: Group, device: torch.device) -> dict[str, Tensor]:
         "largest": group.all_reduce_max(brought()),
         "all": group.all_gather(brought()),
         "all of a column": group.all_gather(column),
+        "rows of the sum": group.reduce_scatter(brought().repeat(group.size, 1)),
         "one of each": group.exchange(10.0 * group.rank + each) - group.rank,
         "of the last": group.broadcast(brought(), group.size - 1),
     }

@@ -24,7 +24,7 @@ from recipes.machine import Npu
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, Way, section, settings, stand_in_alone
-from tests.models.families import generated, make
+from tests.models.families import followed, make
 from tests.models.modelslim_checkpoints import Types, quantised
 from tests.models.modelslim_checkpoints import checkpoint as checkpoint_of
 from tests.models.mtp_layers import target_of
@@ -80,14 +80,14 @@ RANKED = {"num_hidden_layers": 3, "moe_intermediate_size": 32, **PUBLISHED_LATEN
 def dividing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ranks divide the rows of steps of 16 or more; return the rows of those in which they did."""
     rows: list[int] = []
-    to_rows = attention.sparse.Part.to_rows
+    to_rows = attention.sparse.RowPart.to_rows
 
-    def counted(part: attention.sparse.Part, x: Tensor) -> Tensor:
+    def counted(part: attention.sparse.RowPart, x: Tensor) -> Tensor:
         rows.append(part.num_tokens)
         return to_rows(part, x)
 
     monkeypatch.setattr("attention.sparse.DIVIDED_ROWS", 8)
-    monkeypatch.setattr(attention.sparse.Part, "to_rows", counted)
+    monkeypatch.setattr(attention.sparse.RowPart, "to_rows", counted)
     return rows
 
 
@@ -180,9 +180,8 @@ def serve_as_transformers(checkpoint: tuple[Any, Path], graphs: int, *more: str)
     with machine.launch_log.reading() as asked:
         while engine.has_work:
             engine.step()
-    assert [each.answer.tolist() for each in requests] == [
-        generated(model, prompt, NUM_NEW)[0] for prompt in prompts
-    ]
+    answers = [each.answer.tolist() for each in requests]
+    assert answers == [followed(model, *each, NUM_NEW)[0] for each in zip(prompts, answers)]
     assert (engine.scheduler.counters.accepted_tokens > 0) == bool(more)
     captured = {each.name for each in asked if each.in_graph}
     assert captured >= ({INDEXER, ATTENTION} if graphs else set())

@@ -172,7 +172,7 @@ FAULTS = {
         "tests/attention/test_sparse.py::test_chosen_tokens_alone_are_read",
     ),
     "a_rank_keeps_the_heads_of_another": Fault(
-        "attention/sparse.py::Part.to_rows",
+        "attention/sparse.py::RowPart.to_rows",
         "self.ranks.exchange(sent).transpose(0, 1)",
         "self.ranks.exchange(sent).transpose(0, 1).flip(1)",
         "each rank's results come from the queries of other heads",
