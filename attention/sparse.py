@@ -105,7 +105,7 @@ class SparseAttention(LatentAttention):
     Once a step: `plan`. Once a layer with an indexer: `write_index`, then, if the step `is_sparse`, `choose`
     with the queries of `own_rows`. In long steps of several `ranks` these are a part of the rows, for which
     this rank also attends, with the heads of all ranks: queries and results are exchanged, H * (2 * L + R)
-    numbers a row. RowRanks that divided index heads instead would have to sum scores, 4 bytes a row for every
+    numbers a row. Ranks that divided index heads instead would have to sum scores, 4 bytes a row for every
     token of the context, and each would gather the C latents of every row for its few heads. Each row is thus
     chosen on one rank, or by the same products on all of them, and all heads read the same tokens.
     Once a layer: `write` or `write_joined` as for `LatentAttention`, then `attend_heads` or `attend_joined`,
