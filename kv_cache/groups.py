@@ -47,10 +47,12 @@ ALL_TOKENS = Lifetime()
 class Plane:
     """One tensor of a layer's cache: `shape` numbers of each token, on one rank."""
 
-    name: str  # "keys", "values", "latents", "rope_keys", "features"
+    # "keys", "values", "latents", "rope_keys", "index_keys", "index_scales", "features"
+    name: str
     shape: tuple[int, ...]
     dtype: str  # a key of ITEM_BYTES
-    scale_bytes: int = 0  # bytes of the scales beside the numbers of each token, of int8
+    # Bytes beside the numbers of each token in int8: their scales, and a rope key that lies in a latent's row
+    scale_bytes: int = 0
 
     @property
     def token_bytes(self) -> int:

@@ -79,6 +79,8 @@ class StateGroup(BesideGroup):
         self._spent: set[int] = set()  # pages that later states cover, which are evicted first
         self.answers_return = False  # whether prompts go on from answers as they were given
         self._is_crowded = False  # whether states are about to be written that checkpoints hold
+        # [N] rows without a state of their own, or that may share it: a step looks at no other
+        self._is_open = np.ones(num_rows, dtype=np.bool_)
         self.num_taken = self.num_hits = 0  # checkpoints since the start
 
     @property
@@ -107,12 +109,18 @@ class StateGroup(BesideGroup):
 
         A state that only checkpoints share is copied where pages are available, and given up otherwise.
         """
-        pages = self.table[rows, 0]
-        shared = self.pool.holders[pages] > 1
-        missing: Index = (pages == NULL_PAGE).astype(np.int64)
+        missing: Index = np.zeros(len(rows), dtype=np.int64)
         self._is_crowded = False
-        if shared.any():
-            missing[self._copying(pages, np.flatnonzero(shared), int(missing.sum()))] = 1
+        at = self._is_open[rows].nonzero()[0]
+        if not len(at):
+            return missing
+        pages = self.table[rows[at], 0]
+        is_shared, lacks = self.pool.holders[pages] > 1, pages == NULL_PAGE
+        self._is_open[rows[at[~(is_shared | lacks)]]] = False
+        missing[at[lacks]] = 1
+        shared = is_shared.nonzero()[0]
+        if len(shared):
+            missing[at[self._copying(pages, shared, int(lacks.sum()))]] = 1
         return missing
 
     def _copying(self, pages: NDArray[np.int32], shared: Index, num_taken: int) -> Index:
@@ -151,10 +159,10 @@ class StateGroup(BesideGroup):
         forked: Sequence[int] = (),
         indexes: Sequence[int] = (),
     ) -> list[PageCopy]:
-        growing = rows[counts > 0]
+        growing = rows[counts.nonzero()[0]]
         copies = self._made_free(len(growing))
         old, new = self.table[growing, 0].astype(np.int64), self.pool.take(len(growing))
-        self.table[growing, 0], self.stop[growing] = new, 1
+        self.table[growing, 0], self.stop[growing], self._is_open[growing] = new, 1, False
         copied = old != NULL_PAGE
         if copied.any():
             copies.append(PageCopy(old[copied], new[copied], group=self.number))
@@ -214,7 +222,7 @@ class StateGroup(BesideGroup):
             self.host.release(-source)
             self.counts.promoted_pages += 1
             page = int(target[0])
-        self.table[row, 0], self.stop[row] = page, 1
+        self.table[row, 0], self.stop[row], self._is_open[row] = page, 1, True
         return copies
 
     def to_swap(self, row: int, num_published: int, num_computed: int) -> tuple[int, Index]:
@@ -232,6 +240,7 @@ class StateGroup(BesideGroup):
         """Keep the row's live state, which the next batch leaves at `position`, as a checkpoint."""
         page = int(self.table[row, 0])
         self._share(np.array([page]))
+        self._is_open[row] = True
         self._add(row, Checkpoint(position, page, is_end))
 
     def try_to_keep(self, rows: Index, positions: Index) -> None:
@@ -246,6 +255,7 @@ class StateGroup(BesideGroup):
         self.pool.share(pages)
         self._num_left[pages] += 1
         self._trial_page[rows], self._trial_position[rows] = pages, positions
+        self._is_open[rows] = True
 
     def _end_trials(self, rows: Index) -> None:
         rows = rows[self._trial_page[rows] != NULL_PAGE]
@@ -328,6 +338,11 @@ class StateGroup(BesideGroup):
             self._drop(row, each)
         self._end_trials(np.array([row]))
         super().clear(row)
+        self._is_open[row] = True
+
+    def fork(self, source: int, row: int, num_pages: int) -> None:
+        super().fork(source, row, num_pages)
+        self._is_open[source] = True
 
     def evict(self, count: int) -> PageCopy | None:
         """See `PageGroup.evict`: states of running answers go first, those about to be published last."""
@@ -419,6 +434,9 @@ class StateGroup(BesideGroup):
 
 def _distinct(pages: Index) -> Iterator[Index]:
     """Yield the pages in parts without a page that stands twice, as `PagePool` takes them."""
+    if len(set(pages.tolist())) == len(pages):
+        yield pages
+        return
     while len(pages):
         _, first = np.unique(pages, return_index=True)
         yield pages[first]

@@ -153,9 +153,9 @@ FAULTS = {
         "tests/kv_cache/test_page_bytes.py::test_pages_go_to_bytes_and_to_the_host_and_back",
     ),
     "any_weights": Fault(
-        "recipes/assembly/page_tier.py::_facts",
-        '"weights": _weights(recipe)',
-        "",
+        "recipes/assembly/page_tier.py::digest_of_weights",
+        '"own": own',
+        '"own": ""',
         "a model finds the pages of one with other weights",
         "tests/kv_cache/test_tier_model.py::test_pages_of_another_model_are_never_found",
     ),
