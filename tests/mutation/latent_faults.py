@@ -48,7 +48,7 @@ FAULTS = {
         "tests/attention/test_sparse.py::test_equal_scores_are_chosen_from_the_lowest_position_on",
     ),
     "a_token_chooses_later_ones": Fault(
-        "attention/sparse.py::SparseAttention.choose",
+        "attention/sparse.py::SparseAttention._chosen",
         "seen > own",
         "seen > stop",
         "a prompt's token reads tokens that come after it",
@@ -152,8 +152,8 @@ FAULTS = {
     ),
     "keys_of_a_span_before_its_own": Fault(
         "attention/npu/sparse_attention.py::FusedSparseAttention.plan",
-        "np.stack((ends, batch.stops))",
-        "np.stack((ends, np.maximum(batch.starts, batch.stops - batch.starts)))",
+        "self._lengths(ends, batch.stops, table)",
+        "self._lengths(ends, np.maximum(batch.starts, batch.stops - batch.starts), table)",
         "on an NPU a query chooses as if its own tokens had not been written",
         "tests/attention/test_sparse_npu.py::test_steps_read_what_the_definition_reads",
     ),
