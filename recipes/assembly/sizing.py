@@ -13,7 +13,7 @@ from models.config import DTYPE_BYTES, DecoderConfig, HeadConfig, IndexConfig, b
 from models.drafting.config import MtpConfig
 from models.packing import WIDENED_ROWS
 from models.parallel.share import Share, most_contexts
-from recipes.assembly.families import draft_config
+from recipes.assembly.families import draft_part
 from recipes.assembly.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
 from recipes.assembly.memory_plan import GIB, WHOLE, MemoryPlan, WindowPages, in_gib
 from recipes.schema.recipe import DeviceSection, Recipe
@@ -336,10 +336,8 @@ def _adapter_bytes(recipe: Recipe, part: DecoderConfig) -> int:
 
 
 def _decoders(recipe: Recipe, config: DecoderConfig, share: Share) -> list[DecoderConfig]:
-    """Return a rank's part of the model and of its own prediction layer, or the whole draft model or head."""
-    draft, part = draft_config(recipe, config), share.part(config)
-    if isinstance(draft, MtpConfig):
-        draft = share.part(draft)
+    """Return a rank's part of the model and of its head, or the whole draft model."""
+    draft, part = draft_part(recipe, config, share), share.part(config)
     return [part] if draft is None else [part, draft]
 
 
