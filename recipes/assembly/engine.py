@@ -19,7 +19,6 @@ from continuous_batching.recording.agreement import LEADER, Agreement, RankQuest
 from continuous_batching.recording.rank_tier import LeadersTier
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from continuous_batching.samples.mask_maker import MaskMaker
-from devices.compiled import LIMIT_S
 from models.checkpoint import weights
 from models.checkpoint.adapter_files import look_at
 from models.checkpoint.int4 import inputs_of_experts, largest_side
@@ -232,9 +231,12 @@ def _loaded(
     if recipe.device.graphs:
         most_layers = share.most_layers(config)
         # This refuses sizes that cannot be captured before weights are loaded.
-        captured_sizes(attention, *_captured(recipe), most_layers, joins=share.tensors > 1)
+        most_decodes = recipe.scheduler.num_slots if config.num_recurrent else None
+        joins = share.tensors > 1
+        captured_sizes(attention, *_captured(recipe), most_layers, joins=joins, most_decodes=most_decodes)
     recurrence = None if config.recurrent is None else machine.recurrence(config.recurrent.state_dtype)
     decoder = Decoder(config, ops, attention, group, share, stages, recurrence)
+    decoder.least_divided = recipe.parallel.least_divided_tokens
     if recipe.model.weights == "random":
         weights.random(decoder, recipe.model.seed)
     else:
@@ -334,8 +336,7 @@ def _first_steps(recipe: Recipe, runner: ModelRunner, budget: int, tell: Callabl
 
     Returns the bytes of device memory that captured graphs hold.
     """
-    limited = recipe.device.kind == "cpu" and recipe.device.compile == "auto" and recipe.parallel.ranks == 1
-    tell(f"compiling{f' (at most {LIMIT_S:.0f} s)' if limited else ''} and running its first steps")
+    tell("compiling and running its first steps")
     warm_up(runner, budget)
     captured_bytes = 0
     if recipe.device.graphs:
