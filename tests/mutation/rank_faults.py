@@ -108,6 +108,13 @@ FAULTS = {
         "a rank reads the part of a divided page that its neighbour keeps",
         "tests/models/test_share.py::test_ranks_that_keep_equal_pages_say_so_and_no_others",
     ),
+    "draft_of_an_own_shard": Fault(
+        "models/drafting/eagle.py::Eagle3.__init__",
+        "share.tensors > 1",
+        "False",
+        "each rank drafts the best token of its own part of the vocabulary",
+        "tests/models/test_eagle3.py::test_ranks_share_a_head_and_say_what_one_says",
+    ),
     "another_engine_followed": Fault(
         "continuous_batching/recording/follower.py::Follower._compare",
         "header.facts",
