@@ -75,6 +75,18 @@ class Tier(Protocol):
         ...
 
 
+class Questions(Protocol):
+    """What the leader asks all ranks; what is settled is taken between two steps."""
+
+    def take(self) -> None:
+        """Do what follows the questions that are settled."""
+        ...
+
+    def close(self) -> None:
+        """Ask nothing more."""
+        ...
+
+
 class Observer:
     """Receives every input and decision of an engine.
 
@@ -113,6 +125,12 @@ class Observer:
 
     def committed(self, sampled: Sampled, now_s: float) -> None:
         """The device's answer was committed."""
+
+    def asked(self, topic: str, name: str, body: bytes) -> None:
+        """All ranks are asked something (see `recording.agreement`)."""
+
+    def told(self, topic: str, name: str, is_agreed: bool) -> None:
+        """What all ranks have made ready for a question is used now, or dropped."""
 
     def close(self) -> None:
         """The engine makes no further steps."""
@@ -169,6 +187,7 @@ class Engine:
         self.overlap = overlap
         self.observer = Observer()
         self.tier: Tier | None = None
+        self.questions: Questions | None = None
         # Requests waiting for a lookup, and the page from which it looks
         self._awaited: list[tuple[Request, Lookup]] = []
         self.on_finish: Callable[[Request], None] = _ignore
@@ -265,6 +284,8 @@ class Engine:
 
     def close(self) -> None:
         """Close the observer and the tier; no step may follow."""
+        if self.questions is not None:
+            self.questions.close()
         self.observer.close()
         if self.tier is not None:
             self.tier.close()
@@ -283,6 +304,8 @@ class Engine:
         """Complete one step and return it, or None if there is nothing to compute now."""
         if self._landed:
             return self._landed.pop(0)
+        if self.questions is not None:
+            self.questions.take()
         now_s = self.clock()
         expired = self.scheduler.expire(now_s)
         for request in expired:

@@ -70,6 +70,7 @@ def check_latent(shape: AttentionShape, plain: str) -> None:
 MOST_INDEX_HEADS, INDEX_HEAD = 64, 128
 # npu_lightning_indexer: how many tokens a query may choose
 CHOSEN = (range(1, 2048 + 1), range(3072, 8192 + 1, 1024))
+MOST_INT8_CHOSEN = 2048  # npu_quant_lightning_indexer
 
 
 def _check_index(shape: AttentionShape, index: IndexShape, plain: str) -> None:
@@ -94,10 +95,10 @@ def _check_index(shape: AttentionShape, index: IndexShape, plain: str) -> None:
             f"the model's index_topk is {index.top_k}; the indexer chooses up to 2048, or 3072 to 8192 by"
             f" 1024: choose another model, {plain}"
         )
-    if shape.int8_pages:
+    if shape.int8_pages and index.top_k > MOST_INT8_CHOSEN:
         raise ValueError(
-            "cache.dtype is int8, and the model has sparse attention, whose pages in int8 are not written"
-            f" here: set cache.dtype to auto, {plain}"
+            f"the model's index_topk is {index.top_k}, and cache.dtype is int8, for which the indexer chooses"
+            f" up to {MOST_INT8_CHOSEN}: set cache.dtype to auto, {plain}"
         )
 
 
@@ -341,6 +342,8 @@ class AscendProduct:
                 f"model.dtype is {name}, and cache.dtype is int8; attention of the {self.name} reads int8"
                 f" only for queries in bfloat16: set model.dtype to bfloat16, {plain}"
             )
+        if shape.latent is not None:
+            return  # whose own operators have other limits
         if shape.page_size % INT8_PAGE_STEP or not 0 < shape.page_size <= MOST_INT8_PAGE:
             raise ValueError(
                 f"cache.page_size is {shape.page_size}, and cache.dtype is int8; attention of the {self.name}"

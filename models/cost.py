@@ -15,6 +15,7 @@ from typing import Literal
 
 from continuous_batching.step_time import UNKNOWN, Coefficients, StepCosts
 from devices.rates import DeviceRates
+from devices.shapes import CHOSEN_BYTES, DIVIDED_ROWS
 from models.config import ROUTER_BYTES, Choosing, DecoderConfig, Mixer
 
 # Operators of a layer if fused: norms, products, rotary, write, attention, gate, residuals
@@ -38,13 +39,13 @@ JOINED_BYTES = 4  # bytes of a number of the parts that devices which divide a s
 class LayerProduct:
     """A matrix product of a layer.
 
-    Devices that share the layer cut its outputs, or its inputs, after which a sum over them follows; or each
-    of them computes it whole.
+    Devices that share the layer cut its outputs, or its inputs, after which a sum over them follows; or its
+    rows, in steps of many; or each of them computes it whole.
     """
 
     inputs: int
     outputs: int
-    cut: Literal["inputs", "outputs"] | None
+    cut: Literal["inputs", "outputs", "rows"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +222,8 @@ class Counts:
     def _cut(
         self, times: float, rows: float, product: LayerProduct, dtype: str, weight_bytes: float
     ) -> StepProduct:
+        if product.cut == "rows" and self.divides_choice(rows):
+            rows /= self.tensor
         inputs = product.inputs / (self.tensor if product.cut == "inputs" else 1)
         outputs = product.outputs / (self.tensor if product.cut == "outputs" else 1)
         return self._product(times, rows, inputs, outputs, dtype, weight_bytes)
@@ -244,14 +247,25 @@ class Counts:
         written = config.kv_head_bytes * len(config.attention_windows) * num_tokens
         return heads * attention_operations(config, context, pairs), kv_heads * (read + written)
 
-    def indexers(self, context: float, pairs: float) -> tuple[float, float]:
+    def divides_choice(self, num_tokens: float) -> bool:
+        """Whether the devices divide the rows of a step for which an indexer chooses."""
+        return self.tensor > 1 and num_tokens >= DIVIDED_ROWS * self.tensor
+
+    def indexers(self, num_tokens: float, context: float, pairs: float) -> tuple[float, float]:
         """Return the operations and the bytes of the indexers of all layers of the model.
 
         `context` and `pairs` are those of `attention`, summed over the layers with an indexer. Every device
-        computes all index heads.
+        computes all index heads, of its rows if the step has many tokens.
         """
-        config = self.config
-        return index_operations(config, pairs), config.index_key_bytes * context
+        config, ways = self.config, self.tensor if self.divides_choice(num_tokens) else 1
+        return index_operations(config, pairs) / ways, config.index_key_bytes * context
+
+    def chosen_bytes(self, num_tokens: float) -> float:
+        """Return the bytes of a layer's choice that the devices gather; 0 if each chooses for all rows."""
+        index = None if self.config.latent is None else self.config.latent.index
+        if index is None or not self.divides_choice(num_tokens):
+            return 0.0
+        return num_tokens * index.top_k * CHOSEN_BYTES
 
     def state_bytes(self, num_spans: float) -> float:
         """Return the bytes of recurrent states that so many spans move: each is read and written."""
@@ -281,9 +295,14 @@ def attention_products(config: DecoderConfig, layer: int) -> tuple[LayerProduct,
         )
     whole, last = ("q_a_proj", "kv_a_proj_with_mqa", "f_a_proj", "g_a_proj"), ("o_proj", "out_proj")
     index = config.index_of(layer)
-    whole += ("indexer.wq_b", *(() if index is None else index.first()))
+    whole += () if index is None else index.first()
+    cuts: dict[str, Literal["inputs", "rows"] | None] = {
+        **dict.fromkeys(whole),
+        **dict.fromkeys(last, "inputs"),
+        "indexer.wq_b": "rows",
+    }
     return tuple(
-        LayerProduct(inputs, outputs, None if name in whole else "inputs" if name in last else "outputs")
+        LayerProduct(inputs, outputs, cuts.get(name, "outputs"))
         for name, inputs, outputs in config.mixer_linears(layer)
     )
 
@@ -322,7 +341,7 @@ def step_costs(
     Steps of up to `graphs` decodes are captured graphs. The lines go through the times of two sizes: a step
     of one decode and one of `most_decodes`, drafts included; a chunk of SMALL_CHUNK and one of `most_tokens`.
     Layers with a window, or with sparse attention, read a bounded number of tokens, which is left out; the
-    indexers of the latter score all of them.
+    indexers of the latter score all of them, and the devices divide the scores of a chunk.
     """
     config = counts.config
     needed = {config.dtype, *(each.dtype for each in counts.products(1, 1))}
@@ -349,7 +368,7 @@ def step_costs(
     chunk_s, largest_s = (_step_s(counts, device, each, 1, 0) for each in (few, many))
     token_s = max(0.0, (largest_s - chunk_s) / (many - few))
     pair = growing * -(-config.num_heads // counts.tensor) * attention_operations(config, 0, 1)
-    pair += indexers * index_operations(config, 1)
+    pair += indexers * index_operations(config, 1) / counts.tensor
     prompts = Coefficients(
         step_s=max(0.0, chunk_s - few * token_s),
         token_s=token_s,

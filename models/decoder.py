@@ -463,7 +463,7 @@ class Decoder(nn.Module):
         if not self.share.is_last:
             assert residual is not None, "a stage has a layer"
             self.stages.send(torch.stack((x, residual)))
-            self._send_choice(step)
+            self._send_choice(step, num_rows)
             # Nothing reads these numbers
             return x[:num_tokens] if divided is None else x[:1].expand(num_tokens, -1)
         x = _total(x, residual, divided)[:num_tokens]
@@ -483,8 +483,8 @@ class Decoder(nn.Module):
             room = torch.empty(num_rows, attention.index.top_k, dtype=torch.int32, device=attention.device)
             attention.choice_of(step.metadata).positions = self.stages.receive(room)
 
-    def _send_choice(self, step: StepInputs) -> None:
-        """Send on what was chosen last in this step, if the next stage's first layer shares it."""
+    def _send_choice(self, step: StepInputs, num_rows: int) -> None:
+        """Send on the last choice of this step, in so many rows, if the next stage begins by sharing it."""
         attention = self.attention
         if self.config.layers[self.share.layers(self.config).stop].index != "shared":
             return
@@ -492,7 +492,7 @@ class Decoder(nn.Module):
         if attention.is_sparse(step.metadata):
             positions = attention.choice_of(step.metadata).positions
             assert positions is not None, "a layer before has chosen"
-            self.stages.send(positions)
+            self.stages.send(pad_rows(positions, num_rows))
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return hidden states [R, hidden] after the last norm, in the last stage."""

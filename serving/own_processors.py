@@ -34,8 +34,6 @@ class KnownProcessors:
         Raises ValueError for one that cannot be imported, or whose name is taken by another.
         """
         names = () if recipe is None else recipe.server.logits_processors
-        if names and recipe is not None and recipe.parallel.ranks > 1:
-            raise ValueError(f"{_KEY} is for one rank, and parallel asks for more; leave one of them out")
         classes: dict[str, Callable[..., Processor]] = {}
         for path in names:
             module, _, name = path.partition(":")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -138,13 +139,20 @@ class Roofline:
         return near
 
     def _index_s(self, batch: Batch) -> float:
-        """Return the seconds of the indexers, which score all tokens where some are not read."""
+        """Return the seconds of the indexers, which score all tokens where some are not read.
+
+        Where the devices divide the rows of a step, what they choose is gathered.
+        """
         chooses = batch.stops > self._sparse[0]
         starts, stops = batch.starts[chooses], batch.stops[chooses]
         pairs = float(((stops - starts) * (starts + stops + 1)).sum()) / 2
         count = self.config.num_indexers
-        operations, moved = self._counts.indexers(count * float(stops.sum()), count * pairs)
-        return self._counts.share * self.device.operator_s(operations, self.config.dtype, moved)
+        num_tokens = float((batch.stops - batch.starts).sum())
+        operations, moved = self._counts.indexers(num_tokens, count * float(stops.sum()), count * pairs)
+        taken_s = self.device.operator_s(operations, self.config.dtype, moved)
+        if len(stops) and (gathered := self._counts.chosen_bytes(num_tokens)):
+            taken_s += count * self.device.all_gather_s(gathered, self.tensor)
+        return self._counts.share * taken_s
 
     def time_s(
         self,
@@ -266,9 +274,17 @@ def fitted_device(
             device, tflop_per_s=device.tflop_per_s | {dtype: tflop}, host_us=host_us, row_us=row_us
         )
 
+    sampled = np.array([size.num_sampled for size, _ in steps])
+
+    @cache
+    def computed_s(tflop: float) -> NDArray[np.float64]:
+        """Return the seconds of each step but for the host's, which are the cheap part of a prediction."""
+        roofline = Roofline(config, of((tflop, 0.0, 0.0)))
+        return np.array([predicted_s(roofline, size) for size, _ in steps])
+
     def error(rates: Rates) -> float:
-        roofline = Roofline(config, of(rates))
-        said = np.log([predicted_s(roofline, size) for size, _ in steps])
+        tflop, host_us, row_us = rates
+        said = np.log(computed_s(tflop) + 1e-6 * (host_us + row_us * sampled))
         return float(np.abs(said - taken_s).mean())
 
     best = (0.1, 500.0, 100.0)  # the order of magnitude of one core

@@ -4,31 +4,33 @@ A scheduler is a function of its recorded inputs, so what only one rank knows (w
 whether its part of a transfer came, whether it could read an adapter) must become an entry before any
 scheduler may use it. The leader writes `RanksAsked`, which changes nothing in a scheduler; each rank works on
 it in a thread of its own, and answers over the connection on which it reports its progress. The leader's own
-answer counts as one of them. Only the leader decides, and only by an entry of its own kind, which it writes
-when `take` returns the question: with the answers of all ranks, or with the names of those that did not
-answer in time. Such a rank is a miss and no more; an answer that comes afterwards is dropped.
+answer counts as one of them. Only the leader decides, and only by an entry, between two steps: with the
+answers of all ranks, or with the names of those that did not answer in time. Such a rank is a miss and no
+more; an answer that comes afterwards is dropped.
 
-On the leader: `Agreement(ranks)`; `expect(topic, name, until_s)` before `Recorder.asked(topic, name, body)`;
-`Listeners.answered = agreement.answered`; `take(now_s)` between two steps, which returns `Settled`s; `next_s`
-says until when an idle loop may wait, and `wake` is called when the last answer has come.
-On a follower: `works` by topic, where `work(name, body)` returns a number, and raises OSError or ValueError
-where it fails; `Follower(..., works=, between=)`, and `Follower.wake()` from any thread,
-after which `between` is called between two entries.
+On the leader: `RankQuestions.ask(topic, name, body, wait_s, then)`, and `then` is called with what is
+`Settled`, from `take`, which the engine calls before each step. Where ranks have made something ready, `then`
+calls `decide`, which records `RanksTold`: all ranks use it between the same two steps, or all drop it. An
+engine of one rank asks itself in the same way.
+On a follower: `Follower(..., works=, between=)`, with the same works by topic, and `Follower.wake()` from any
+thread, after which `between` is called between two entries.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Annotated
+from typing import Annotated, Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from borders.field_types import LAST_ID
+from borders.files import in_one_line
 from continuous_batching.recording.format import RanksAsked
 
 LEADER = "rank 0"  # the name under which the leader's own answer counts
@@ -37,7 +39,59 @@ _LONGEST_NAME, _LONGEST_REASON = 300, 500  # characters, so that an answer stays
 
 log = logging.getLogger(__name__)
 
-Work = Callable[[str, bytes], int]  # the name and body of a question; returns how much this rank has of it
+Made = TypeVar("Made")
+
+
+class Work(Protocol):
+    """What a rank does about the questions of one topic."""
+
+    def work(self, name: str, body: bytes) -> int:
+        """Work on a question, in the topic's thread; return how much this rank has of what is asked.
+
+        Raises OSError or ValueError where it fails.
+        """
+        ...
+
+    def decide(self, name: str, is_agreed: bool) -> None:
+        """Use what was made ready for a question, or drop it; called between two steps."""
+        ...
+
+
+class PreparedWork(Generic[Made]):
+    """Makes something ready when all ranks are asked for it, and uses it once all of them have.
+
+    `make` gets the name and body of a question, in the topic's thread, and `use` what was made, between two
+    steps. What is decided against is dropped, also while it is still being made.
+    """
+
+    def __init__(self, make: Callable[[str, bytes], Made], use: Callable[[Made], None]) -> None:
+        self._make, self._use = make, use
+        self._ready: dict[str, Made | None] = {}  # None: it could not be made
+        self._over: set[str] = set()  # decided against before this rank had made it
+        self._lock = threading.Lock()
+
+    def work(self, name: str, body: bytes) -> int:
+        """Make ready what a question asks for; return 1."""
+        made: Made | None = None
+        try:
+            made = self._make(name, body)
+        finally:
+            with self._lock:
+                if name in self._over:
+                    self._over.discard(name)
+                else:
+                    self._ready[name] = made
+        return 1
+
+    def decide(self, name: str, is_agreed: bool) -> None:
+        """Use what was made for a question, or drop it."""
+        with self._lock:
+            if name not in self._ready:
+                self._over.add(name)
+            made = self._ready.pop(name, None)
+        if is_agreed:
+            assert made is not None, f"{name} is agreed on, and this rank has not made it"
+            self._use(made)
 
 
 class RankAnswer(msgspec.Struct, array_like=True, frozen=True):
@@ -65,18 +119,21 @@ def read_answer(line: bytes) -> RankAnswer | None:
         return None
 
 
-def answer_to(topic: str, name: str, work: Work | None, body: bytes) -> RankAnswer:
+def answer_to(asked: RanksAsked, work: Work | None) -> RankAnswer:
     """Do the work that a question asks for, and return the answer."""
+    topic, name = asked.topic, asked.name
     if work is None:
         return RankAnswer(topic, name, 0, "this rank knows no such topic")
     try:
-        count = int(work(name, body))
+        count = int(work.work(name, asked.body))
         if not 0 <= count <= LAST_ID:
             raise ValueError(f"{count} is no count")
         return RankAnswer(topic, name, count)
     except Exception as error:  # noqa: BLE001 - whatever it raises is this rank's answer: its thread goes on
-        log.warning("%s %s: %s", topic, name, error)
-        return RankAnswer(topic, name, 0, (str(error) or type(error).__name__)[:_LONGEST_REASON])
+        said = in_one_line(error) if isinstance(error, (OSError, ValueError)) else str(error)
+        why = said or type(error).__name__
+        log.warning("%s %s: %s", topic, name, why)
+        return RankAnswer(topic, name, 0, why[:_LONGEST_REASON])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +152,14 @@ class Settled:
 
     @property
     def problem(self) -> str:
-        """The first rank that failed or did not answer, and why; empty where there is none."""
+        """The first rank that failed or did not answer, and why; empty where there is none.
+
+        The only rank of an engine is not named.
+        """
+        is_alone = len(self.answers) + len(self.missing) == 1
         for rank, each in self.answers.items():
             if each.problem:
-                return f"{rank}: {each.problem}"
+                return each.problem if is_alone else f"{rank}: {each.problem}"
         return f"{self.missing[0]}: it did not answer in time" if self.missing else ""
 
 
@@ -172,7 +233,7 @@ class Answering:
     Work that hangs delays its own topic alone, and neither the rank's steps nor its end.
     """
 
-    def __init__(self, works: Mapping[str, Work], send: Callable[[bytes], None]) -> None:
+    def __init__(self, works: Mapping[str, Work], send: Callable[[RankAnswer], None]) -> None:
         self._works = works
         self._send = send
         self._asked: dict[str, SimpleQueue[RanksAsked | None]] = {}
@@ -180,7 +241,7 @@ class Answering:
     def ask(self, asked: RanksAsked) -> None:
         """Start to work on a question."""
         if asked.topic not in self._works:
-            self._send(answer_to(asked.topic, asked.name, None, asked.body).line)
+            self._send(answer_to(asked, None))
             return
         if asked.topic not in self._asked:
             queue = self._asked[asked.topic] = SimpleQueue()
@@ -195,4 +256,68 @@ class Answering:
 
     def _answer(self, queue: SimpleQueue[RanksAsked | None]) -> None:
         while (asked := queue.get()) is not None:
-            self._send(answer_to(asked.topic, asked.name, self._works[asked.topic], asked.body).line)
+            self._send(answer_to(asked, self._works[asked.topic]))
+
+
+class Records(Protocol):
+    """Receives what the leader asks and decides, as an engine's observer does."""
+
+    def asked(self, topic: str, name: str, body: bytes) -> None:
+        """All ranks are asked something."""
+        ...
+
+    def told(self, topic: str, name: str, is_agreed: bool) -> None:
+        """All ranks use what they have made ready for a question, or drop it."""
+        ...
+
+
+class RankQuestions:
+    """What the leader asks all ranks, itself included, and what it does once a question is settled.
+
+    `records` tells the other ranks. All methods are called in the thread that steps.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        works: Mapping[str, Work],
+        records: Records,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._agreement, self._works, self._records, self._clock = agreement, works, records, clock
+        self._answering = Answering(works, lambda answer: agreement.answered(LEADER, answer))
+        self._then: dict[tuple[str, str], Callable[[Settled], None]] = {}
+
+    def __len__(self) -> int:
+        """Return the number of questions that are not settled."""
+        return len(self._then)
+
+    def ask(self, topic: str, name: str, body: bytes, wait_s: float, then: Callable[[Settled], None]) -> None:
+        """Ask all ranks; `then` is called once all have answered, or after `wait_s`."""
+        self.expect(topic, name, wait_s, then)
+        self._records.asked(topic, name, body)
+        self._answering.ask(RanksAsked(topic, name, body))
+
+    def expect(self, topic: str, name: str, wait_s: float, then: Callable[[Settled], None]) -> None:
+        """Expect all ranks' answers to what another entry of the recording asks; `then` is as in `ask`."""
+        self._agreement.expect(topic, name, self._clock() + wait_s)
+        self._then[topic, name] = then
+
+    def answer(self, answer: RankAnswer) -> None:
+        """Give the leader's own answer to what another entry asks."""
+        self._agreement.answered(LEADER, answer)
+
+    def take(self) -> None:
+        """Call what follows the questions that are settled now."""
+        for each in self._agreement.take(self._clock()) if self._then else ():
+            self._then.pop((each.topic, each.name))(each)
+
+    def decide(self, topic: str, name: str, *, is_agreed: bool) -> None:
+        """Let all ranks use what they have made ready for a question, or drop it."""
+        self._records.told(topic, name, is_agreed)  # first, so that no rank waits for another in its use
+        if topic in self._works:
+            self._works[topic].decide(name, is_agreed)
+
+    def close(self) -> None:
+        """Let the threads of the leader's own work end; nothing waits for them."""
+        self._answering.end()

@@ -121,6 +121,14 @@ class RanksAsked(msgspec.Struct, tag="Q", array_like=True, frozen=True):
     body: bytes = b""
 
 
+class RanksTold(msgspec.Struct, tag="W", array_like=True, frozen=True):
+    """All ranks use what they have made ready for a question, or drop it; no scheduler changes by it."""
+
+    topic: str
+    name: str
+    is_agreed: bool
+
+
 class Copied(msgspec.Struct, array_like=True, frozen=True):
     """The page copies of one batch."""
 
@@ -181,6 +189,7 @@ Entry = (
     | Fetched
     | Forgotten
     | RanksAsked
+    | RanksTold
     | Ended
     | PagesExpected
     | PagesArrived

@@ -40,6 +40,7 @@ from continuous_batching.recording.format import (
     PagesExpected,
     PagesReleased,
     RanksAsked,
+    RanksTold,
     Resized,
     SampleEntry,
     Scheduled,
@@ -193,6 +194,10 @@ class Recorder(Observer):
     def asked(self, topic: str, name: str, body: bytes = b"") -> None:
         """Record that the leader asks all ranks something (see `agreement`)."""
         self._write(RanksAsked(topic, name, body))
+
+    def told(self, topic: str, name: str, is_agreed: bool) -> None:
+        """Record what the leader has decided about a question."""
+        self._write(RanksTold(topic, name, is_agreed))
 
     def resized(self, num_pages: Sequence[int], give_up: GiveUp) -> None:
         """Record that the page pools were resized."""

@@ -33,6 +33,7 @@ from continuous_batching.recording.format import (
     PagesExpected,
     PagesReleased,
     RanksAsked,
+    RanksTold,
     Resized,
     Scheduled,
     answered,
@@ -47,7 +48,7 @@ from continuous_batching.speculation.lengths import Offers, Verdicts
 from continuous_batching.speculation.proposer import Guesses
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index, PageCopy
-from kv_cache.tier.lookup import FoundPages
+from kv_cache.tier.lookup import FoundPages, PageName
 
 
 class RecordedDrafts:
@@ -133,6 +134,18 @@ class Device(Protocol):
         """Make page copies that no batch carries."""
         ...
 
+    def told(self, topic: str, name: str, is_agreed: bool) -> None:
+        """Use what was made ready for a question to all ranks, or drop it."""
+        ...
+
+    def look_up(self, request: Request) -> None:
+        """Look up pages in the tier for a request that waits for what all ranks find."""
+        ...
+
+    def hand_over(self, request: Request, taken: Sequence[PageName]) -> None:
+        """Hand over these pages of a lookup, in the order of their copies."""
+        ...
+
 
 class NoDevice:
     """A device that computes nothing."""
@@ -146,6 +159,15 @@ class NoDevice:
 
     def copy(self, copies: tuple[PageCopy, ...]) -> None:
         """Copy nothing."""
+
+    def told(self, topic: str, name: str, is_agreed: bool) -> None:
+        """Use nothing: nothing was made ready."""
+
+    def look_up(self, request: Request) -> None:
+        """Look up nothing: the recording says what was found."""
+
+    def hand_over(self, request: Request, taken: Sequence[PageName]) -> None:
+        """Hand over nothing."""
 
 
 def _nothing() -> None:
@@ -216,18 +238,14 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_D
             request = request_of(entry)
             scheduler.add(request)
             request.awaits_pages = entry.awaits_pages
+            if request.awaits_pages:
+                device.look_up(request)
             yield request
-        elif isinstance(entry, Fetched):
-            waiting = scheduler.waiting.find(entry.id)
-            if waiting is None:
-                raise Divergence(f"after step {number}: {entry.id} waits no more, and its pages arrive")
-            found = FoundPages(entry.first, entry.count, tuple(entry.beside))
-            scheduler.lifecycle.matching.arrive(waiting, found)
         elif isinstance(entry, Ended):
             scheduler.end(entry.id, entry.reason)
             yield entry
-        elif isinstance(entry, (Forgotten, PagesExpected, PagesArrived, PagesReleased)):
-            _replay_held(scheduler, entry, device)
+        elif isinstance(entry, Quiet):
+            _replay_quiet(scheduler, entry, device)
         elif isinstance(entry, Resized):
             counts = scheduler.resize(entry.num_pages, cast(GiveUp, entry.give_up), entry.window_pages)
             device.resize(counts, scheduler.tables.take_copies())
@@ -271,12 +289,21 @@ def _answer_to(batch: Batch, entry: Committed, scheduler: Scheduler) -> Sampled:
     return answer
 
 
-def _replay_held(
-    scheduler: Scheduler, entry: Forgotten | PagesExpected | PagesArrived | PagesReleased, device: Device
-) -> None:
-    """Apply a change of the prefix cache or of the pages held for other engines, with the copies it needs."""
+Quiet = Fetched | Forgotten | PagesExpected | PagesArrived | PagesReleased | RanksTold  # they make no event
+
+
+def _replay_quiet(scheduler: Scheduler, entry: Quiet, device: Device) -> None:
+    """Apply a change of the prefix cache, of pages from elsewhere, or of what all ranks have made ready."""
     lifecycle = scheduler.lifecycle
-    if isinstance(entry, Forgotten):
+    if isinstance(entry, RanksTold):
+        device.told(entry.topic, entry.name, entry.is_agreed)
+    elif isinstance(entry, Fetched):
+        waiting = scheduler.waiting.find(entry.id)
+        if waiting is None:
+            raise Divergence(f"{entry.id} waits no more, and its pages arrive")
+        found = FoundPages(entry.first, entry.count, tuple(entry.beside))
+        device.hand_over(waiting, lifecycle.matching.arrive(waiting, found))
+    elif isinstance(entry, Forgotten):
         if scheduler.has_tier:
             device.copy(scheduler.tables.take_copies())
         scheduler.prefix.forget_all()

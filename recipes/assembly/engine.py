@@ -6,8 +6,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from attention.reference import Attention
 from borders.files import in_one_line
 from borders.start_report import LOADING, StartReport, repeated
 from continuous_batching.engine import Engine
+from continuous_batching.recording.agreement import LEADER, Agreement, RankQuestions, Work
+from continuous_batching.recording.rank_tier import LeadersTier
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from continuous_batching.samples.mask_maker import MaskMaker
-from devices.compiled import LIMIT_S
 from models.checkpoint import weights
 from models.checkpoint.adapter_files import look_at
 from models.checkpoint.int4 import inputs_of_experts, largest_side
@@ -41,7 +42,8 @@ from recipes.assembly.families import WITH_MTP, overridden_fields, share_of, unk
 from recipes.assembly.live_memory import LiveMemory
 from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
-from recipes.assembly.page_tier import attach_tier, tier_for
+from recipes.assembly.page_tier import attach_tier, tier_for, tier_of_rank
+from recipes.assembly.rank_works import ADAPTER, adapter_work
 from recipes.assembly.scheduler import SchedulerLimits, costs_of, facts_of, scheduler_of
 from recipes.assembly.sizing import plan_memory
 from recipes.cluster.cluster import find_cluster
@@ -50,6 +52,7 @@ from recipes.machine import Machine, start
 from recipes.schema.recipe import ROOT, Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import completed
+from recipes.schema.tier_section import tier_of
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +69,10 @@ class BuiltEngine:
     largest_step_s: float  # measured before serving
     facts: dict[str, Any]  # what its scheduler is made of, for recordings
     experts: ExpertCounts | None = None  # set where experts are counted
+    questions: RankQuestions | None = None  # what the leader asks all ranks
     ranks: Ranks | None = None  # set where there are several ranks
     adapters: Adapters | None = None  # set where there is room for adapters
+    works: Mapping[str, Work] = field(default_factory=dict)  # what this rank does when all ranks are asked
     live: LiveMemory | None = None  # set where there is one rank
     learned: Callable[[], str] = lambda: (
         ""
@@ -116,10 +121,18 @@ def build(
         sinks = [RecordingFile(recipe.scheduler.record), *sinks]
     if sinks:
         built.engine.observer = Recorder(built.facts, *sinks)
+    agreement = Agreement((LEADER, *(() if built.ranks is None else built.ranks.names)))
+    questions = RankQuestions(agreement, built.works, built.engine.observer)
+    built.engine.questions, built = questions, replace(built, questions=questions)
+    if built.ranks is not None:
+        built.ranks.hear(agreement)
     if recipe.cache.events is not None:
         publish_pages(built.engine.scheduler.prefix, recipe.cache)
-    if recipe.cache.tier is not None:
+    if recipe.cache.tier is not None and built.ranks is None:
         attach_tier(built.engine, built.runner.cache, tier_for(recipe, built.runner, built.memory))
+    elif (asked := tier_of(recipe.cache.tier)) is not None and built.ranks is not None:
+        tier = tier_of_rank(recipe, built.runner, built.memory, built.ranks.group)
+        built.engine.tier = LeadersTier(tier, questions, asked.wait_s)
     return built
 
 
@@ -164,8 +177,7 @@ def assemble(
     sampler = FollowerSampler() if world.rank else _sampler(decoder)
     drafter = None
     if draft is not None:
-        most_tokens = scheduler.max_batch_tokens
-        drafter = drafter_of(draft, decoder, cache, scheduler.slots, most_tokens, recipe)
+        drafter = drafter_of(draft, decoder, cache, scheduler.slots, scheduler.max_batch_tokens, recipe)
     kind = ModelRunner if depth == 1 else StageRunner
     runner = kind(decoder, cache, decoder.attention, sampler, scheduler.slots, drafter)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
@@ -187,6 +199,7 @@ def assemble(
     return BuiltEngine(
         *(engine, runner, config, memory, machine.name, largest_step_s, facts, experts),
         adapters=adapters,
+        works={} if adapters is None else {ADAPTER: adapter_work(adapters)},
         learned=lambda: machine.learned,
     )
 
@@ -218,7 +231,9 @@ def _loaded(
     if recipe.device.graphs:
         most_layers = share.most_layers(config)
         # This refuses sizes that cannot be captured before weights are loaded.
-        captured_sizes(attention, *_captured(recipe), most_layers, joins=share.tensors > 1)
+        most_decodes = recipe.scheduler.num_slots if config.num_recurrent else None
+        joins = share.tensors > 1
+        captured_sizes(attention, *_captured(recipe), most_layers, joins=joins, most_decodes=most_decodes)
     recurrence = None if config.recurrent is None else machine.recurrence(config.recurrent.state_dtype)
     decoder = Decoder(config, ops, attention, group, share, stages, recurrence)
     decoder.least_divided = recipe.parallel.least_divided_tokens
@@ -321,8 +336,7 @@ def _first_steps(recipe: Recipe, runner: ModelRunner, budget: int, tell: Callabl
 
     Returns the bytes of device memory that captured graphs hold.
     """
-    limited = recipe.device.kind == "cpu" and recipe.device.compile == "auto" and recipe.parallel.ranks == 1
-    tell(f"compiling{f' (at most {LIMIT_S:.0f} s)' if limited else ''} and running its first steps")
+    tell("compiling and running its first steps")
     warm_up(runner, budget)
     captured_bytes = 0
     if recipe.device.graphs:

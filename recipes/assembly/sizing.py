@@ -15,7 +15,13 @@ from models.drafting.config import MtpConfig
 from models.packing import WIDENED_ROWS
 from models.parallel.share import Share, most_contexts
 from recipes.assembly.families import draft_config
-from recipes.assembly.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
+from recipes.assembly.memory_errors import (
+    check_fits,
+    too_few_host_states,
+    too_few_pages,
+    too_much_of_the_host,
+    too_small_a_part,
+)
 from recipes.assembly.memory_plan import GIB, WHOLE, MemoryPlan, WindowPages, in_gib
 from recipes.schema.recipe import DeviceSection, Recipe
 from recipes.schema.recipe_error import RecipeError
@@ -522,11 +528,17 @@ def _with_host_tier(recipe: Recipe, sizing: MemoryPlan, host_bytes: int, num_dev
         # A request is swapped out only if there is room for what its windows see, so that takes precedence
         least = [max(at, 1 + each.most_of_a_request) for at, each in zip(counts, sizing.windows)]
         beyond = sum(each.page_bytes * at for at, each in zip(least, sizing.windows)) - count * of_windows
+        # So does the state of one request, beside the null one
+        num_states = max(2, int(states * count)) if states and count else 0
+        beyond += (num_states - count * states) * sizing.state_bytes
         left = count - math.ceil(max(0, beyond) / max(1, sizing.page_bytes))
         if count and left >= 2:
             counts, count = least, left
+        elif num_states and because:
+            count = num_states = 0
+        elif num_states:
+            raise too_few_host_states(host_gib, num_states, sizing.state_bytes, sizing.page_bytes)
         windows = tuple(replace(each, num_host_pages=at) for at, each in zip(counts, sizing.windows))
-        num_states = max(2, int(states * count)) if states and count else 0
         sized = replace(sizing, num_host_pages=count, num_host_states=num_states)
         return replace(sized, windows=windows, host_because=because)
 

@@ -26,6 +26,7 @@ from borders.refusal import one_line
 from borders.shared_secret import new_secret
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Runner
+from continuous_batching.recording.agreement import Agreement
 from continuous_batching.recording.listeners import Listeners, RankLost
 from devices.hccl_errors import end_of_log, explained
 from kv_cache.pages import PageCopy
@@ -154,6 +155,15 @@ class Ranks:
     def start_progress(self) -> str:
         """Describe how far the start is, in one line for whoever waits for it."""
         return self._listeners.start_progress()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which the other ranks answer."""
+        return self._listeners.names
+
+    def hear(self, agreement: Agreement) -> None:
+        """Pass on what the other ranks answer to questions."""
+        self._listeners.answered = agreement.answered
 
     @contextmanager
     def building(self) -> Iterator[None]:

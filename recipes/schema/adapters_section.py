@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from recipes.schema.keys import key
-from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.recipe_error import RecipeError
 
 MOST_ADAPTERS, MOST_RANK = 64, 64
@@ -34,7 +33,7 @@ class AdaptersSection:
     )
 
 
-def adapter_contradictions(section: AdaptersSection, parallel: ParallelSection) -> Iterator[RecipeError]:
+def adapter_contradictions(section: AdaptersSection) -> Iterator[RecipeError]:
     """Yield an error for values that contradict one another."""
     for name in ("folders", "root"):
         if not section.most and getattr(section, name):
@@ -55,11 +54,4 @@ def adapter_contradictions(section: AdaptersSection, parallel: ParallelSection) 
     if odd := [f"{name}: {folder}" for name, folder in folders.items() if not isinstance(folder, str)]:
         yield RecipeError(
             "adapters.folders", f"has {odd[0]}", "it must be the path of a folder", value=folders
-        )
-    if section.root is not None and parallel.ranks > 1:
-        yield RecipeError(
-            "adapters.root",
-            "only one rank loads adapters while it serves, and parallel asks for more",
-            "name them in adapters.folders",
-            value=section.root,
         )

@@ -127,7 +127,7 @@ def main(argv: list[str]) -> int:
     reads = ExpertReadings(built).due, lambda: tier_reading(built.runner.cache.tier)
     worker = Worker(
         *(built.engine, socket, facts, load_text, *reads, processors),
-        adapters=built.adapters,
+        questions=built.questions,
         pages=pages,
         profiler=_profiler(recipe),
         learned=built.learned,

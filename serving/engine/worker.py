@@ -3,8 +3,8 @@
 The worker steps while there is work, and handles tokens only, no text. A step that fails ends the process,
 with the reason on stderr: the server then answers the requests with errors and starts another engine.
 
-Adapters are read in a thread, without a step that waits for a file; only the copy to the device happens
-between two steps.
+Adapters are read in threads, of each rank its own, without a step that waits for a file; only the copy to the
+device happens between two steps.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import numpy as np
 import zmq
 
@@ -27,11 +27,11 @@ from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Runner, Step
 from continuous_batching.inspection import Recount, Usage, recount, tokens_not_found, usage
 from continuous_batching.queueing import QueueFull
+from continuous_batching.recording.agreement import RankQuestions, Settled
 from continuous_batching.request import Request
 from kv_cache.page_keys import KEY_BYTES
-from models.checkpoint.adapter_files import look_at
-from models.step.adapters import Adapters, Parts
 from models.step.profiler import StepProfiler
+from recipes.assembly.rank_works import ADAPTER, ADAPTER_WAIT_S, AdapterAsked
 from serving.adapters import AdapterPut, PutAdapter
 from serving.engine.fence import Fence
 from serving.engine.grammar_queue import GrammarQueue
@@ -105,47 +105,34 @@ class TimedRunner:
 
 
 class AdapterLoads:
-    """Reads adapters in a thread; only the copy to the device happens between two steps.
+    """Lets all ranks read an adapter, each its own part, and put it into its place between two steps.
 
-    `leave` is told of each place whose adapter another is about to replace.
+    An adapter that one rank cannot read, or does not read in time, is put into no rank's place. `leave` is
+    told of each place whose adapter another is about to replace.
     """
 
-    def __init__(self, adapters: Adapters | None, leave: Callable[[int], None]) -> None:
-        self._adapters, self._leave = adapters, leave
-        self._reading: list[tuple[PutAdapter, Future[Parts]]] = []
-        self._thread = ThreadPoolExecutor(1, "adapters")
-
-    def __len__(self) -> int:
-        return len(self._reading)
+    def __init__(self, questions: RankQuestions, leave: Callable[[int], None]) -> None:
+        self._questions, self._leave = questions, leave
+        self._num_begun = 0
+        self._done: list[AdapterPut] = []
 
     def begin(self, message: PutAdapter) -> None:
         """Begin to read an adapter."""
-        self._reading.append((message, self._thread.submit(self._read, message)))
+        self._num_begun += 1
+        name = f"{message.number} {message.digest} {self._num_begun}"
+        body = msgspec.msgpack.encode(AdapterAsked(message.number, message.folder, message.digest))
+        self._questions.ask(ADAPTER, name, body, ADAPTER_WAIT_S, partial(self._settle, message))
 
     def take_done(self) -> list[AdapterPut]:
-        """Put the adapters that were read into their places, and return the answers to their messages."""
-        done = [each for each in self._reading if each[1].done()]
-        self._reading = [each for each in self._reading if not each[1].done()]
-        return [self._put(*each) for each in done]
+        """Return the answers to the messages whose adapters are in their places now, or cannot be."""
+        done, self._done = self._done, []
+        return done
 
-    def _read(self, message: PutAdapter) -> Parts:
-        if self._adapters is None:
-            raise ValueError("the recipe has no room for adapters; set adapters.most")
-        files = look_at(Path(message.folder), self._adapters.rooms.rank)
-        if files.digest != message.digest:
-            raise ValueError(f"{message.folder} has changed while it was loaded; load it again")
-        return self._adapters.read(files)
-
-    def _put(self, message: PutAdapter, read: Future[Parts]) -> AdapterPut:
-        try:
-            parts = read.result()
-        except (ValueError, OSError) as error:
-            return AdapterPut(message.number, message.digest, in_one_line(error))
-        assert self._adapters is not None, "read for a place"
-        self._leave(message.number)
-        self._adapters.put(message.number, parts)
-        self._adapters.digests[message.number] = message.digest
-        return AdapterPut(message.number, message.digest, "")
+    def _settle(self, message: PutAdapter, settled: Settled) -> None:
+        if not settled.problem:
+            self._leave(message.number)
+        self._questions.decide(ADAPTER, settled.name, is_agreed=not settled.problem)
+        self._done.append(AdapterPut(message.number, message.digest, settled.problem))
 
 
 BEAT_S = 0.25  # interval between beats
@@ -154,7 +141,6 @@ _IDLE_MS = 1  # interval between checks of a queue that waits for a fuller batch
 _RECOUNTS_COST = 1000  # the pause after a recount of the pages, as a multiple of the recount's duration
 
 if TYPE_CHECKING:
-    from models.step.adapters import Adapters
     from recipes.assembly.live_memory import LiveMemory
 
 log = logging.getLogger(__name__)
@@ -175,7 +161,7 @@ class Worker:
         read_experts: Callable[[float], ExpertTable | None] = lambda _: None,
         read_tier: Callable[[], TierReading | None] = lambda: None,
         processors: KnownProcessors | None = None,
-        adapters: Adapters | None = None,
+        questions: RankQuestions | None = None,
         pages: PageExchange | None = None,
         profiler: StepProfiler | None = None,
         learned: Callable[[], str] = lambda: "",
@@ -187,7 +173,9 @@ class Worker:
         engine.runner = self._clock = TimedRunner(engine.runner)
         scheduler = engine.scheduler
         self._grammars = GrammarQueue(Grammars(load_text, scheduler.vocab_size, scheduler.eos_token_ids))
-        self._adapters = AdapterLoads(adapters, _ignore if pages is None else pages.leave_adapter)
+        self._questions = questions
+        leave = _ignore if pages is None else pages.leave_adapter
+        self._adapters = None if questions is None else AdapterLoads(questions, leave)
         self._pages, self._profiler, self._learned = pages, profiler, learned
         self._fence = Fence(engine, live, self._send, self._num_begun, self._settle)
         self._poller = zmq.Poller()
@@ -211,12 +199,14 @@ class Worker:
         stepped = True
         while True:
             self._beat()
-            is_busy = self._has_work or len(self._grammars) or len(self._adapters) or self._fence.is_busy
+            is_busy = self._has_work or len(self._grammars) or self._fence.is_busy or self._questions
             self._take(0 if stepped else _IDLE_MS if is_busy else int(BEAT_S * 1e3))
             if self._grammars:
                 self._admit_compiled()
-            for done in self._adapters.take_done() if self._adapters else ():
-                self._send(done)
+            if self._questions is not None and self._adapters is not None:
+                self._questions.take()
+                for done in self._adapters.take_done():
+                    self._send(done)
             for each in self._pages.take() if self._pages is not None else ():
                 if self._put(each.stream, each.leader):
                     self._finish_all(each.ends)
@@ -275,6 +265,7 @@ class Worker:
             case Finish(stream, reason):
                 self._finish(stream, reason)
             case PutAdapter():
+                assert self._adapters is not None, "the server asks only where adapters.most is set"
                 self._adapters.begin(message)
             case Look():
                 self._send(self._view())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
-from continuous_batching.recording.agreement import ANSWER, LEADER, Agreement, RankAnswer
+from continuous_batching.recording.agreement import (
+    ANSWER,
+    LEADER,
+    Agreement,
+    PreparedWork,
+    RankAnswer,
+    RankQuestions,
+    Settled,
+)
 from continuous_batching.recording.format import RanksAsked, read_entries
 from continuous_batching.recording.listeners import Heard, Listeners, RankLost
 from continuous_batching.recording.recorder import Recorder
@@ -72,6 +80,16 @@ def runner_of(made: Scheduler) -> ChecksumRunner:
     return ChecksumRunner(made.slots, made.pool, made.host_pool)
 
 
+class Only:
+    """Work of which nothing is left to be decided."""
+
+    def __init__(self, work: Callable[[str, bytes], int]) -> None:
+        self.work = work
+
+    def decide(self, name: str, is_agreed: bool) -> None:
+        raise AssertionError(f"{name} is decided")
+
+
 class Led:
     """An engine whose leader asks two followers, with an agreement as its listeners have one."""
 
@@ -92,6 +110,7 @@ class Led:
         self.runner = runner_of(self.made)
         self.engine = Engine(self.made, self.runner)
         self.engine.observer = self.recorder
+        self.num_steps = 0
 
     def ask(self, name: str, own: int, until_s: float) -> None:
         self.agreement.expect("pages", name, until_s)
@@ -101,7 +120,8 @@ class Led:
     def serve(self, name: str) -> None:
         self.engine.add(Request(name, np.arange(9), SamplingParams(max_tokens=5, temperature=0.0)))
         while self.engine.has_work:
-            self.engine.step()
+            step = self.engine.step()
+            self.num_steps += step is not None and step.batch.num_spans > 0
 
     def end(self) -> None:
         self.engine.close()
@@ -132,7 +152,7 @@ def test_a_rank_that_does_not_answer_is_a_miss_and_stops_nothing(
             raise OSError("the disk is full")
         return int(body)
 
-    led = Led({"pages": slow}, {"pages": fails})
+    led = Led({"pages": Only(slow)}, {"pages": Only(fails)})
     led.ask("a", 8, 10.0)
     led.serve("first")  # beside a rank that works on its answer
     assert led.agreement.take(9.9) == ()
@@ -150,6 +170,62 @@ def test_a_rank_that_does_not_answer_is_a_miss_and_stops_nothing(
         assert (settled.name, settled.least, settled.problem) == (name, least, problem)
     led.serve("last")
     led.end()
+
+
+def test_what_all_ranks_have_made_is_used_between_the_same_steps_and_the_rest_is_dropped(
+    gates: tuple[threading.Event, threading.Event],
+) -> None:
+    may, has = gates
+    used: list[list[tuple[str, int]]] = [[], [], []]
+    num_steps: list[Callable[[], int]] = []
+
+    def work_of(rank: int) -> PreparedWork[str]:
+        def make(name: str, body: bytes) -> str:
+            if name == "late" and rank == 2:
+                has.set()
+                may.wait(PATIENCE_S)
+            if name == "broken" and rank == 1:
+                raise OSError("the disk is full")
+            return name
+
+        return PreparedWork(make, lambda name: used[rank].append((name, num_steps[rank]())))
+
+    own, *others = works = [work_of(rank) for rank in range(3)]
+    led = Led(*({"file": each} for each in others))
+    num_steps += [
+        lambda: led.num_steps,
+        *(lambda each=each: each.beats.num_steps for each in led.following),  # type: ignore[misc]  # a default
+    ]
+    now_s, said = [0.0], dict[str, Settled]()
+    questions = RankQuestions(led.agreement, {"file": own}, led.recorder, lambda: now_s[0])
+    led.engine.questions = questions
+
+    def decide(settled: Settled) -> None:
+        said[settled.name] = settled
+        questions.decide("file", settled.name, is_agreed=not settled.problem)
+
+    for name in ("a", "broken", "b", "late"):
+        led.serve(f"before {name}")
+        led.is_whole.clear()
+        questions.ask("file", name, b"", 5.0, decide)
+        if name == "late":
+            assert has.wait(PATIENCE_S)
+            now_s[0] = 5.0
+        else:
+            assert led.is_whole.wait(PATIENCE_S)
+        led.serve(f"after {name}")  # whose first step takes the answers before it
+        assert len(questions) == 0
+    may.set()
+    led.is_whole.clear()
+    questions.ask("file", "last", b"", 5.0, decide)  # answered by the same thread, behind the late one
+    assert led.is_whole.wait(PATIENCE_S)
+    questions.take()
+    led.end()
+    assert used[0] == used[1] == used[2]
+    assert [name for name, _ in used[0]] == ["a", "b", "last"]
+    assert said["broken"].problem == "rank 1: the disk is full"
+    assert "rank 2" in said["late"].missing  # the other may not have come to it yet
+    assert not any(each._ready or each._over for each in works), "a rank keeps what nobody uses"
 
 
 def test_a_topic_that_no_rank_knows_is_answered_at_once() -> None:

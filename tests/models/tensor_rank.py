@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.divided import DividedAttention, DividedLatentAttention, shapes_of
+from attention.int8_sparse import latent_attention
 from attention.reference import Attention
-from attention.sparse import latent_attention
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
@@ -108,8 +108,11 @@ def built(
     """The group's decoder of a checkpoint, and the bytes that this rank read; one that `dispatches` has its
     experts in another order.
     """
-    has_rows = int8_cache and (kind, way) != ("npu", "fused")  # which takes scales of channels alone
-    config = replace(config_in(path), dtype=dtype, int8_cache=int8_cache, scales_in_pages=has_rows)
+    config = config_in(path)
+    is_sparse = config.latent is not None and config.latent.index is not None
+    # Other attention of an NPU takes scales of channels alone
+    has_rows = int8_cache and (is_sparse or (kind, way) != ("npu", "fused"))
+    config = replace(config, dtype=dtype, int8_cache=int8_cache, scales_in_pages=has_rows)
     if dispatches:
         assert config.mixture is not None, "nothing else is sent to ranks"
         order = tuple(torch.randperm(config.mixture.num_experts, generator=torch.Generator().manual_seed(5)))

@@ -16,7 +16,7 @@ from kv_cache.states import GRID
 from recipes.cluster.in_ranks import in_ranks
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from tests.models.families import VOCABULARY, generated, make
+from tests.models.families import VOCABULARY, followed, make
 from tests.models.rank_engines import Asked, Served, serve_all
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 
@@ -66,7 +66,8 @@ def test_two_ranks_answer_as_transformers_does(
 ) -> None:
     leader, follower = served[name, way]
     model, _ = make(VARIANTS[name], tmp_path)
-    tokens, logprobs = zip(*(generated(model, prompt, NUM_NEW) for prompt in prompts()))
+    told = (followed(model, *each, NUM_NEW) for each in zip(prompts(), leader.answers, strict=True))
+    tokens, logprobs = zip(*told)
     assert leader.answers == list(tokens)
     ours = torch.tensor(leader.logprobs)  # [prompts, NUM_NEW, 1 + NUM_TOP, 2]
     theirs = torch.stack(logprobs).gather(2, ours[..., 0].long())

@@ -118,7 +118,7 @@ FAULTS = {
         "tests/serving/test_pages_beside.py::test_an_adapter_is_the_one_of_the_same_files_whatever_its_place",
     ),
     "adapter_replaced_beneath": Fault(
-        "serving/engine/worker.py::AdapterLoads._put",
+        "serving/engine/worker.py::AdapterLoads._settle",
         "self._leave(message.number)",
         "",
         "a prompt that was begun for another engine goes on with another adapter",

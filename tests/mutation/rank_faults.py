@@ -42,7 +42,7 @@ FAULTS = {
         "tests/continuous_batching/test_follower.py::test_a_resize_is_told_before_ranks_wait_for_each_other_in_it",
     ),
     "forgotten_by_the_leader_alone": Fault(
-        "continuous_batching/recording/replay.py::_replay_held",
+        "continuous_batching/recording/replay.py::_replay_quiet",
         "scheduler.prefix.forget_all()",
         "pass",
         "ranks find pages of a run before, which the leader computes again",
@@ -77,6 +77,36 @@ FAULTS = {
         "a page is found of which one rank has no bytes",
         "tests/continuous_batching/test_agreement.py"
         "::test_answers_that_are_late_lost_or_out_of_order_settle_within_the_bound",
+    ),
+    "used_by_the_leader_alone": Fault(
+        "continuous_batching/recording/follower.py::Follower.told",
+        "self._works[topic].decide(name, is_agreed)",
+        "pass",
+        "an adapter is in the leader's place for it, and in no other rank's",
+        "tests/continuous_batching/test_agreement.py"
+        "::test_what_all_ranks_have_made_is_used_between_the_same_steps_and_the_rest_is_dropped",
+    ),
+    "made_for_nobody_kept": Fault(
+        "continuous_batching/recording/agreement.py::PreparedWork.work",
+        "if name in self._over:\n    self._over.discard(name)\nelse:\n    self._ready[name] = made",
+        "self._ready[name] = made",
+        "what a rank has read too late stays in its memory for ever",
+        "tests/continuous_batching/test_agreement.py"
+        "::test_what_all_ranks_have_made_is_used_between_the_same_steps_and_the_rest_is_dropped",
+    ),
+    "leaders_pages_found_by_all": Fault(
+        "continuous_batching/recording/rank_tier.py::LeadersTier._settle",
+        "lookup.agree(None if is_miss else settled.least)",
+        "pass",
+        "a rank is to hand over pages that it does not have",
+        "tests/continuous_batching/test_rank_tier.py::test_every_rank_has_the_bytes_of_each_page_that_is_found",
+    ),
+    "place_of_a_neighbour_forgotten": Fault(
+        "models/parallel/share.py::Share.cached",
+        "self.tensor % self.contexts",
+        "0",
+        "a rank reads the part of a divided page that its neighbour keeps",
+        "tests/models/test_share.py::test_ranks_that_keep_equal_pages_say_so_and_no_others",
     ),
     "another_engine_followed": Fault(
         "continuous_batching/recording/follower.py::Follower._compare",

@@ -15,7 +15,7 @@ from devices.ascend_limits import product
 from models.checkpoint.int4 import largest_side
 from models.layers.dtypes import TORCH_DTYPES
 from models.parallel.share import Share
-from models.step.graphs import ladder
+from models.step.graphs import doubling, ladder
 from recipes.__main__ import main
 from recipes.assembly.decoders import shape_of
 from recipes.assembly.families import share_of
@@ -84,10 +84,13 @@ def test_a_recipe_asks_for_what_its_product_has(path: Path) -> None:
     if recipe.device.attention == "fused":
         named.check(shape)
         page_size = recipe.cache.page_size
-        sizes = ladder(recipe.device.graphs, page_size)
+        asked, slots = recipe.speculation, recipe.scheduler.num_slots
+        width = 1 if asked.kind == "none" else 1 + asked.max_tokens
+        sizes = ladder(min(recipe.device.graphs, slots), page_size)
+        spans = doubling(recipe.device.graphs // width) if width > 1 else []
         joins = recipe.parallel.tensor > 1
-        assert named.graph_sizes(sizes, config.num_layers, page_size, joins=joins) == sizes
-        assert recipe.device.graphs <= recipe.scheduler.num_slots
+        assert named.graph_sizes(sizes, config.num_layers, page_size, len(spans), joins=joins) == sizes
+        assert recipe.device.graphs <= slots * width
     else:
         with pytest.raises(ValueError, match=r"no fused attention|fused attention takes"):
             named.check(shape)

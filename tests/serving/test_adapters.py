@@ -10,7 +10,9 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,9 @@ from serving.text.tokenizer import Text
 from tests.lazy import openai, transformers
 from tests.models.test_adapters import adapted
 from tests.patience import PATIENCE_S
-from tests.serving import test_continuations
+from tests.serving import test_continuations, test_own_processors
 from tests.serving.server import TINY, Server
+from tests.serving.test_lost_ranks import followers
 
 WEIGHTS = ROOT / "recipes/tiny/weights"
 PROMPTS = ["348+275=", "One day, a fox", "Ben has 506 books and gets 3 more."]
@@ -235,3 +238,52 @@ def test_an_adapter_is_not_asked_for_before_a_new_engine_has_it(folders: Path) -
             ask()
     adapters.hear(AdapterPut(1, sent[0].digest, "the file is gone"))
     assert not adapters.knows("one")
+
+
+def complete(served: Server, name: str, **fields: Any) -> httpx.Response:
+    body = {"model": name, "prompt": PROMPTS[0], "max_tokens": NUM_NEW, "temperature": 0} | fields
+    return httpx.post(f"{served.url}/v1/completions", json=body, timeout=PATIENCE_S)
+
+
+def bans(tokens: list[int]) -> list[dict[str, Any]]:
+    """The fields that forbid tokens: by a processor, and by a bias."""
+    shared = {"ignore_eos": True, "return_token_ids": True}
+    ban = {"name": "Ban", "args": {"tokens": tokens}}
+    return [
+        shared | {"logits_processors": [ban]},
+        shared | {"logit_bias": {str(token): -100 for token in tokens}},
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.in_order
+def test_all_ranks_load_an_adapter_while_they_serve_or_none_does(folders: Path) -> None:
+    """Beside a processor of the operator's own, which acts on rank 0's rows of the whole vocabulary."""
+    served = Server(
+        *(TINY, *ROOM, f"adapters.root={folders}", "parallel.tensor=2", "server.step_timeout_s=300"),
+        *("model.dtype=float32", "scheduler.num_slots=8", "server.spare_engine=false", "device.threads=1"),
+        test_own_processors.CLASSES,
+    ).ready()
+    try:
+        assert post(served, "load", lora_name="deux", lora_path="two").status_code == 200
+        models().update(dict.fromkeys(("deux", "zwei"), models()["two"]))
+        check(served, "tiny", "deux")
+        said = [expected("deux", PROMPTS[0])[0], expected("tiny", PROMPTS[0])[0]]
+        banned = [complete(served, "deux", **fields) for fields in bans(said)]
+        assert banned[0].json()["choices"][0]["text"] == banned[1].json()["choices"][0]["text"]
+        assert said[0] not in banned[0].json()["choices"][0]["token_ids"]
+        (follower,) = followers(served.engine_pid)
+        os.kill(follower, signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as thread:
+            loaded = thread.submit(post, served, "load", lora_name="zwei", lora_path="two")
+            until_s = time.monotonic() + PATIENCE_S
+            while "is being loaded" not in complete(served, "zwei").text:
+                assert time.monotonic() < until_s
+            assert not loaded.done(), "a rank that is stopped has read its part"
+            os.kill(follower, signal.SIGKILL)
+            assert loaded.result(PATIENCE_S).status_code == 503
+        check(served, "deux")  # which the next engine has loaded again
+        assert post(served, "load", lora_name="zwei", lora_path="two").status_code == 200
+        check(served, "zwei", "tiny")
+    finally:
+        assert served.close() == 0

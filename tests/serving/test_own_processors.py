@@ -141,7 +141,6 @@ def test_a_field_is_read_as_it_is_written() -> None:
         ("['no.such:Ban']", (), "no.such:Ban: ModuleNotFoundError: No module named 'no'"),
         ("['json:Ban']", (), "json:Ban: AttributeError: module 'json' has no attribute 'Ban'"),
         ("['json:loads', 'os:loads']", (), "server.logits_processors names loads twice"),
-        ("['json:loads']", ("parallel.tensor=2",), "server.logits_processors is for one rank"),
     ],
 )
 def test_a_recipe_that_names_none_is_refused(named: str, more: tuple[str, ...], said: str) -> None:

@@ -188,12 +188,13 @@ def test_a_place_that_gets_another_adapter_computes_no_more_for_others(
     pair.ask([asked])
     pair.until(lambda: pair.server.asked.qsize() > 0)
     pair.sends.take()  # it waits for its first step
-    places = prompts.adapters
+    places, questions = prompts.adapters, prompts.questions
     assert places is not None
-    loads = AdapterLoads(places, pair.sending.leave_adapter)
+    assert questions is not None
+    loads = AdapterLoads(questions, pair.sending.leave_adapter)
     loads.begin(PutAdapter(1, str(other), look_at(other, 8).digest))
     done = []
-    pair.until(lambda: done.extend(loads.take_done()) or bool(done))
+    pair.until(lambda: questions.take() or done.extend(loads.take_done()) or bool(done))
     assert [each.problem for each in done] == [""]
     assert not len(pair.sends)
     assert places.digests == {1: look_at(other, 8).digest}
