@@ -33,6 +33,7 @@ from kv_cache.tier.lookup import PageName
 
 _READ_BYTES = 1 << 16  # most bytes that one read of the recording takes
 _LAST_WORDS_S = 2.0  # time for the leader to read why a rank ends
+_MOST_WORDS = 3500  # bytes of these words, which are less than the longest line that the leader takes
 
 
 class LeaderLost(ConnectionError):
@@ -51,6 +52,7 @@ class Beats:
         self.num_steps = 0  # steps that this rank has begun
         self.doing = "joining the other ranks"  # what the rank does while it starts; empty once it follows
         self.inside: Callable[[], str] = lambda: ""  # the collective that this rank is in, if any
+        self.explain: Callable[[str], str] = lambda why: why  # what an error of the collectives means
         self._lose = lose
         self._has_ended = threading.Event()
         self._sending = threading.Lock()  # lines of several threads are sent one after the other
@@ -64,7 +66,7 @@ class Beats:
         if not why:
             return
         with contextlib.suppress(OSError):  # the reader of the recording finds that the leader is gone
-            self._send(LAST_WORDS + why.encode().replace(b"\n", b" "))
+            self._send(LAST_WORDS + self.explain(why).encode().replace(b"\n", b" ")[:_MOST_WORDS])
         # Read what the leader still sends: a connection that is closed with unread data is reset, and the
         # last message would be lost.
         with contextlib.suppress(OSError):

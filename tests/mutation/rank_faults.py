@@ -199,6 +199,13 @@ FAULTS = {
         "one token a rank has an embedding of zeros",
         "tests/models/test_tensor_parallel.py::test_ranks_compute_what_one_computes",
     ),
+    "link_from_an_older_log": Fault(
+        "devices/hccl_errors.py::explained",
+        'f"{words}\\n{log}" if code == _UNMADE else words',
+        'f"{words}\\n{log}"',
+        "a link that was made again long ago is blamed for a device that is lost now",
+        "tests/devices/test_hccl_errors.py::test_a_link_is_named_by_its_ranks",
+    ),
     "rows_of_the_first_rank": Fault(
         "models/parallel/group.py::Group.reduce_scatter",
         "_scatter_sum(own, x.contiguous(), group=self._ranks)",
