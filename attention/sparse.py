@@ -42,24 +42,39 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Gather [...] of each rank into [ranks, ...]."""
+    def exchange(self, x: Tensor) -> Tensor:
+        """Send part r of `x` [ranks, ...] to rank r; return what each rank has sent here."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The `rows` of a step's `num_tokens` for which this rank chooses; the last rank may have fewer."""
+    """The `rows` of a step's `num_tokens` for which this rank chooses and, with all ranks' heads, attends.
+
+    The last rank may have fewer.
+    """
 
     rows: slice
     num_tokens: int
     ranks: Ranks
 
-    def joined(self, own: Tensor) -> Tensor:
-        """Return what all ranks chose [T, C], from what this one has for its rows [t, C]."""
-        whole = -(-self.num_tokens // self.ranks.size)  # every rank sends as many
-        rest = own.new_full((whole - len(own), own.shape[1]), -1)
-        return self.ranks.all_gather(torch.cat((own, rest))).flatten(0, 1)[: self.num_tokens]
+    @property
+    def num_rows(self) -> int:
+        """Number of this rank's rows."""
+        found: int = self.rows.stop - self.rows.start
+        return found
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """Return this rank's rows of all heads [t, ranks * H, D], from all rows of its heads [T, H, D]."""
+        size, whole = self.ranks.size, -(-self.num_tokens // self.ranks.size)  # every rank sends as many
+        sent = _extended(x[: self.num_tokens], size * whole).unflatten(0, (size, whole))
+        return self.ranks.exchange(sent).transpose(0, 1).flatten(1, 2)[: self.num_rows]
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """Return all rows of this rank's heads [T, H, D], from its rows of all heads [t, ranks * H, D]."""
+        size, whole = self.ranks.size, -(-self.num_tokens // self.ranks.size)
+        sent = _extended(x, whole).unflatten(1, (size, -1)).transpose(0, 1)
+        return self.ranks.exchange(sent).flatten(0, 1)[: self.num_tokens]
 
 
 @dataclass(slots=True)
@@ -68,8 +83,8 @@ class Choice:
 
     `positions` are int32 [T, C]: in each row the positions in its request, the chosen ones first, in any
     order, and then -1. T counts the padding rows of the queries, whose content means nothing. None before a
-    layer has chosen, and in steps in which no layer has to. Where the ranks divide the choice, `part` says
-    how, and there are no padding rows.
+    layer has chosen, and in steps in which no layer has to. Where the ranks divide the rows, as `part` says,
+    there are this rank's rows alone, and no padding.
     """
 
     positions: Tensor | None = None
@@ -88,10 +103,11 @@ class SparseAttention(LatentAttention):
     """Causal latent attention over the tokens that an indexer chose.
 
     Once a step: `plan`. Once a layer with an indexer: `write_index`, then, if the step `is_sparse`, `choose`
-    with the queries of `own_rows`. In long steps of several `ranks` these are a part of all queries, and what
-    each rank chose is gathered, 4 * C bytes a row. Ranks that divided index heads instead would have to sum
-    scores, 4 bytes a row for every token of the context. Each row is thus chosen on one rank, or by the same
-    products on all of them, and all ranks read the same tokens.
+    with the queries of `own_rows`. In long steps of several `ranks` these are a part of the rows, for which
+    this rank also attends, with the heads of all ranks: queries and results are exchanged, H * (2 * L + R)
+    numbers a row. Ranks that divided index heads instead would have to sum scores, 4 bytes a row for every
+    token of the context, and each would gather the C latents of every row for its few heads. Each row is thus
+    chosen on one rank, or by the same products on all of them, and all heads read the same tokens.
     Once a layer: `write` or `write_joined` as for `LatentAttention`, then `attend_heads` or `attend_joined`,
     which read the choice from the metadata. A device's subclass keeps this order and may hold another
     metadata, as long as that has a `choice` too: a rank whose first layer shares a choice receives it there.
@@ -148,6 +164,11 @@ class SparseAttention(LatentAttention):
         part = self.choice_of(metadata).part
         return slice(None) if part is None else part.rows
 
+    def num_chosen(self, metadata: AttentionMetadata, num_rows: int) -> int:
+        """Return for how many of a step's rows this rank keeps a choice."""
+        part = self.choice_of(metadata).part
+        return num_rows if part is None else part.num_rows
+
     def choice_of(self, metadata: AttentionMetadata) -> Choice:
         """Return where a step's choice is kept; a device with metadata of its own overrides this."""
         assert isinstance(metadata, SparseMetadata)
@@ -175,9 +196,7 @@ class SparseAttention(LatentAttention):
         heads in the model's type or in float32, and may be negative. The step's own index keys have been
         written.
         """
-        choice = self.choice_of(metadata)
-        own = self._chosen(query, weights, index_pages, metadata)
-        choice.positions = own if choice.part is None else choice.part.joined(own)
+        self.choice_of(metadata).positions = self._chosen(query, weights, index_pages, metadata)
 
     def _chosen(
         self, query: Tensor, weights: Tensor, index_pages: Sequence[Tensor], metadata: AttentionMetadata
@@ -224,12 +243,41 @@ class SparseAttention(LatentAttention):
         assert isinstance(metadata, SparseMetadata)
         pages = layer_latents, layer_rope_keys
         output = super().attend_heads(nope, rope, up, *pages, metadata, layer)
-        positions = metadata.choice.positions
+        positions, part = metadata.choice.positions, metadata.choice.part
+        if part is not None:
+            return self._attend_in_part(output, nope, rope, up, *pages, metadata)
         for span in metadata.sparse_spans:
             assert positions is not None, "a layer with an indexer chooses before"
             for rows, _, _ in _tiles(span, self._gathered_rows()):
                 query = torch.cat((up.absorbed(nope[rows]), rope[rows]), -1)
                 output[rows] = up.raised(self._attend_chosen(query, positions[rows], span, *pages))
+        return output
+
+    def _attend_in_part(
+        self,
+        output: Tensor,
+        nope: Tensor,
+        rope: Tensor,
+        up: LatentUp,
+        layer_latents: Tensor,
+        layer_rope_keys: Tensor,
+        metadata: SparseMetadata,
+    ) -> Tensor:
+        """Put what this rank's rows of sparse spans attend to, and those of other ranks, into `output`."""
+        positions, part = metadata.choice.positions, metadata.choice.part
+        assert part is not None, "the ranks divide the rows"
+        assert positions is not None, "a layer with an indexer chooses before"
+        query = part.to_rows(torch.cat((up.absorbed(nope), rope), -1))
+        attended = query.new_zeros(*query.shape[:2], self.shape.head_dim)
+        for span in _within(metadata.sparse_spans, part.rows):
+            for rows, _, _ in _tiles(span, self._gathered_rows()):
+                attended[rows] = self._attend_chosen(
+                    query[rows], positions[rows], span, layer_latents, layer_rope_keys
+                )
+        latents = part.to_heads(attended)
+        for span in metadata.sparse_spans:
+            of_span = slice(span.first_row, span.first_row + span.stop - span.start)
+            output[of_span] = up.raised(latents[of_span])
         return output
 
     def _gathered_rows(self) -> int:
@@ -290,6 +338,12 @@ def top_positions(scores: Tensor, most: int) -> Tensor:
     positions = torch.full((len(scores), most), -1, dtype=torch.int32, device=scores.device)
     positions[row, rank] = position.int()
     return positions
+
+
+def _extended(x: Tensor, num_rows: int) -> Tensor:
+    """Append zeros after the last row, up to `num_rows`."""
+    missing = num_rows - len(x)
+    return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
 
 
 def _within(spans: Sequence[Span], rows: slice) -> Iterator[Span]:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Least rows of a step for each tensor rank for which the ranks divide what an indexer chooses. With fewer, as
-# in decodes, a rank chooses for all of them faster than what was chosen is gathered
+# Least rows of a step, for each tensor rank, for which the ranks divide rows of sparse attention. With fewer,
+# as in decodes, it takes longer to exchange them than to choose for all of them and attend by a rank's heads
 DIVIDED_ROWS = 16
-CHOSEN_BYTES = 4  # bytes of each position that is chosen
 LATENT_TILE = 128  # numbers of a latent in int8 that share a scale
 LATENT_SCALE_BYTES = 4  # bytes of such a scale, a float32
 INT8_ROPE_BYTES = 2  # bytes of each number of the rope key beside it, a bfloat16

@@ -15,7 +15,7 @@ from typing import Literal
 
 from continuous_batching.step_time import UNKNOWN, Coefficients, StepCosts
 from devices.rates import DeviceRates
-from devices.shapes import CHOSEN_BYTES, DIVIDED_ROWS
+from devices.shapes import DIVIDED_ROWS
 from models.config import ROUTER_BYTES, Choosing, DecoderConfig, Mixer
 
 # Operators of a layer if fused: norms, products, rotary, write, attention, gate, residuals
@@ -248,7 +248,7 @@ class Counts:
         return heads * attention_operations(config, context, pairs), kv_heads * (read + written)
 
     def divides_choice(self, num_tokens: float) -> bool:
-        """Whether the devices divide the rows of a step for which an indexer chooses."""
+        """Whether the devices divide the rows of a step with sparse attention, instead of its heads."""
         return self.tensor > 1 and num_tokens >= DIVIDED_ROWS * self.tensor
 
     def indexers(self, num_tokens: float, context: float, pairs: float) -> tuple[float, float]:
@@ -260,12 +260,15 @@ class Counts:
         config, ways = self.config, self.tensor if self.divides_choice(num_tokens) else 1
         return index_operations(config, pairs) / ways, config.index_key_bytes * context
 
-    def chosen_bytes(self, num_tokens: float) -> float:
-        """Return the bytes of a layer's choice that the devices gather; 0 if each chooses for all rows."""
-        index = None if self.config.latent is None else self.config.latent.index
-        if index is None or not self.divides_choice(num_tokens):
-            return 0.0
-        return num_tokens * index.top_k * CHOSEN_BYTES
+    def exchanged_bytes(self, num_tokens: float) -> float:
+        """Return the bytes that a device exchanges in a layer where the devices divide its rows.
+
+        These are the queries of its heads in the space of latents, and what they attended to.
+        """
+        latent = self.config.latent
+        assert latent is not None, "sparse attention reads latents"
+        heads = -(-self.config.num_heads // self.tensor)
+        return num_tokens * heads * (2 * latent.rank + latent.rope_dim) * self.config.dtype_bytes
 
     def state_bytes(self, num_spans: float) -> float:
         """Return the bytes of recurrent states that so many spans move: each is read and written."""
@@ -293,12 +296,12 @@ def attention_products(config: DecoderConfig, layer: int) -> tuple[LayerProduct,
             LayerProduct(hidden, heads + 2 * kv_heads, "outputs"),
             LayerProduct(config.num_heads * config.head_dim, hidden, "inputs"),
         )
-    index, last = config.index_of(layer), ("o_proj", "out_proj")
-    of_index = () if index is None else index.first()
-    whole = ("q_a_proj", "kv_a_proj_with_mqa", "f_a_proj", "g_a_proj", *of_index)
+    index = config.index_of(layer)
+    whole = ["q_a_proj", "kv_a_proj_with_mqa", "f_a_proj", "g_a_proj"]
+    whole += () if index is None else index.first()
     cuts: dict[str, Literal["inputs", "rows"] | None] = {
         **dict.fromkeys(whole),
-        **dict.fromkeys(last, "inputs"),
+        **dict.fromkeys(("o_proj", "out_proj"), "inputs"),
         "indexer.wq_b": "rows",
     }
     return tuple(

@@ -480,6 +480,7 @@ class Decoder(nn.Module):
             return
         assert isinstance(attention, SparseAttention), "other layers share no choice"
         if attention.is_sparse(step.metadata):
+            num_rows = attention.num_chosen(step.metadata, num_rows)
             room = torch.empty(num_rows, attention.index.top_k, dtype=torch.int32, device=attention.device)
             attention.choice_of(step.metadata).positions = self.stages.receive(room)
 
@@ -492,7 +493,7 @@ class Decoder(nn.Module):
         if attention.is_sparse(step.metadata):
             positions = attention.choice_of(step.metadata).positions
             assert positions is not None, "a layer before has chosen"
-            self.stages.send(pad_rows(positions, num_rows))
+            self.stages.send(pad_rows(positions, attention.num_chosen(step.metadata, num_rows)))
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return hidden states [R, hidden] after the last norm, in the last stage."""

@@ -116,8 +116,9 @@ class Roofline:
         if sparse:
             positions = self._near(starts, stops, top)
             is_dense = stops <= top
-            # Of a span that sees more, each query gathers what it reads
-            context += sparse * float(np.where(is_dense, stops, positions).sum())
+            # Of a span that sees more, each query gathers what it reads, on one device where they divide rows
+            ways = self.tensor if self._counts.divides_choice(num_tokens) else 1
+            context += sparse * float(np.where(is_dense, stops, positions / ways).sum())
             pairs += sparse * float(positions.sum())
         for window, count in self._windows:
             if window is None:
@@ -141,7 +142,7 @@ class Roofline:
     def _index_s(self, batch: Batch) -> float:
         """Return the seconds of the indexers, which score all tokens where some are not read.
 
-        Where the devices divide the rows of a step, what they choose is gathered.
+        Where the devices divide the rows of a step, layers exchange queries and results.
         """
         chooses = batch.stops > self._sparse[0]
         starts, stops = batch.starts[chooses], batch.stops[chooses]
@@ -150,8 +151,9 @@ class Roofline:
         num_tokens = float((batch.stops - batch.starts).sum())
         operations, moved = self._counts.indexers(num_tokens, count * float(stops.sum()), count * pairs)
         taken_s = self.device.operator_s(operations, self.config.dtype, moved)
-        if len(stops) and (gathered := self._counts.chosen_bytes(num_tokens)):
-            taken_s += count * self.device.all_gather_s(gathered, self.tensor)
+        if len(stops) and self._counts.divides_choice(num_tokens):
+            exchanged = self._counts.exchanged_bytes(num_tokens)
+            taken_s += self._sparse[1] * self.device.exchange_s(exchanged, self.tensor)
         return self._counts.share * taken_s
 
     def time_s(

@@ -17,9 +17,7 @@ import torch_npu
 from torch import Tensor
 
 from attention.int8_sparse import Int8SparseAttention, rotation
-from attention.latent import LatentUp
 from attention.npu.fused_attention import CAUSAL
-from attention.npu.latent_attention import FusedLatentMetadata
 from attention.npu.sparse_attention import (
     ABSORBED,
     PACKED,
@@ -68,14 +66,10 @@ class Int8FusedSparseAttention(Int8SparseAttention, FusedSparseAttention):
         return numbers, scales[..., None]
 
     def _indexed(
-        self,
-        query: Tensor,
-        weights: Tensor,
-        index_pages: Sequence[Tensor],
-        lengths: dict[str, Tensor],
-        kv_lens: Tensor,
+        self, query: Tensor, weights: Tensor, index_pages: Sequence[Tensor], metadata: FusedSparseMetadata
     ) -> Tensor:
         """See FusedSparseAttention._indexed."""
+        lengths, kv_lens = metadata.of_rows
         keys, scales = index_pages
         numbers, weights, query_scales = self.quantized_queries(query, weights)
         chosen: Tensor = torch_npu.npu_quant_lightning_indexer(
@@ -95,20 +89,19 @@ class Int8FusedSparseAttention(Int8SparseAttention, FusedSparseAttention):
         )
         return chosen
 
-    def _absorbed(
+    def _attended(
         self,
         query: Tensor,
         rope: Tensor,
-        up: LatentUp,
         layer_latents: Tensor,
         layer_rope_keys: Tensor,
-        metadata: FusedLatentMetadata,
+        metadata: FusedSparseMetadata,
     ) -> Tensor:
-        """Attend from queries [T, H, L] in the space of latents to what was chosen."""
-        assert isinstance(metadata, FusedSparseMetadata)
+        """See FusedSparseAttention._attended."""
         positions = metadata.choice.positions
         assert positions is not None, "a layer with an indexer chooses before"
-        attended = torch_npu.npu_kv_quant_sparse_flash_attention(
+        lengths, kv_lens = metadata.of_rows
+        attended: Tensor = torch_npu.npu_kv_quant_sparse_flash_attention(
             torch.cat((query, rope), -1),
             layer_latents,
             layer_latents,
@@ -116,7 +109,7 @@ class Int8FusedSparseAttention(Int8SparseAttention, FusedSparseAttention):
             self.shape.scale,
             BY_TILE,
             BY_TILE,
-            actual_seq_lengths_kv=metadata.kv_lens,
+            actual_seq_lengths_kv=kv_lens,
             layout_query=PACKED,
             layout_kv=PAGED,
             sparse_mode=CAUSAL,
@@ -124,6 +117,6 @@ class Int8FusedSparseAttention(Int8SparseAttention, FusedSparseAttention):
             quant_scale_repo_mode=WITHIN_ROWS,
             tile_size=LATENT_TILE,
             rope_head_dim=self.latent.rope_dim,
-            **metadata.lengths,
+            **lengths,
         )
-        return up.raised(attended)
+        return attended

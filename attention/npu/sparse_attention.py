@@ -26,9 +26,9 @@ from attention.npu.fused_attention import CAUSAL
 from attention.npu.latent_attention import FusedLatentAttention, FusedLatentMetadata
 from attention.npu.registered import lacking_here
 from attention.reference import AttentionMetadata, StaticDecodes, Windows
-from attention.sparse import Choice, SparseAttention
+from attention.sparse import Choice, Part, SparseAttention
 from continuous_batching.batch import Batch
-from devices.ascend_limits import LATENT_HEAD, MOST_LATENT_QUERIES
+from devices.ascend_limits import LATENT_HEAD, MOST_LATENT_HEADS, MOST_LATENT_QUERIES
 from devices.torch_npu_calls import ON_SPARSE
 from kv_cache.device.transfer import to_device
 
@@ -45,6 +45,12 @@ class FusedSparseMetadata(FusedLatentMetadata):
     # The same of this rank's rows of the step, where the ranks divide the choice
     choosing: tuple[dict[str, Tensor], Tensor] | None = None
     choice: Choice = field(default_factory=Choice)
+
+    @property
+    def of_rows(self) -> tuple[dict[str, Tensor], Tensor]:
+        """The lengths of the rows for which this rank chooses and attends."""
+        assert self.kv_lens is not None, "a step that chooses has lengths"
+        return self.choosing or (self.lengths, self.kv_lens)
 
 
 class FusedSparseAttention(FusedLatentAttention, SparseAttention):
@@ -97,6 +103,11 @@ class FusedSparseAttention(FusedLatentAttention, SparseAttention):
         query_ends, lens = to_device(np.stack((ends, kv_lens)).astype(np.int32), self.device)
         return {"actual_seq_lengths_query": query_ends, "block_table": table}, lens
 
+    def part_of(self, num_tokens: int) -> Part | None:
+        """Return the rows of a step that this rank computes, if attention takes the heads of all ranks."""
+        heads = self.shape.num_heads * (1 if self.ranks is None else self.ranks.size)
+        return None if heads > MOST_LATENT_HEADS or heads & (heads - 1) else super().part_of(num_tokens)
+
     def _reads_all(self, batch: Batch) -> bool:
         """Whether plain latent attention computes this step: every token is read, and it takes the spans.
 
@@ -144,19 +155,13 @@ class FusedSparseAttention(FusedLatentAttention, SparseAttention):
     ) -> Tensor:
         """See SparseAttention._chosen; the positions come in the operator's own order."""
         assert isinstance(metadata, FusedSparseMetadata)
-        assert metadata.kv_lens is not None, "a step that chooses has lengths"
-        lengths, kv_lens = metadata.choosing or (metadata.lengths, metadata.kv_lens)
-        return self._indexed(query, weights, index_pages, lengths, kv_lens)[:, 0]
+        return self._indexed(query, weights, index_pages, metadata)[:, 0]
 
     def _indexed(
-        self,
-        query: Tensor,
-        weights: Tensor,
-        index_pages: Sequence[Tensor],
-        lengths: dict[str, Tensor],
-        kv_lens: Tensor,
+        self, query: Tensor, weights: Tensor, index_pages: Sequence[Tensor], metadata: FusedSparseMetadata
     ) -> Tensor:
         """Return the positions [t, 1, C] that the operator chooses for these queries."""
+        lengths, kv_lens = metadata.of_rows
         positions: Tensor = torch_npu.npu_lightning_indexer(
             query.contiguous(),
             index_pages[0],
@@ -182,21 +187,38 @@ class FusedSparseAttention(FusedLatentAttention, SparseAttention):
         """Attend from queries [T, H, L] in the space of latents to what was chosen, if layers choose."""
         if not isinstance(metadata, FusedSparseMetadata):
             return super()._absorbed(query, rope, up, layer_latents, layer_rope_keys, metadata)
+        part = metadata.choice.part
+        if part is not None:
+            widths = self.shape.head_dim, self.latent.rope_dim
+            query, rope = part.to_rows(torch.cat((query, rope), -1)).split(widths, -1)
+        attended = self._attended(query, rope, layer_latents, layer_rope_keys, metadata)
+        return up.raised(attended if part is None else part.to_heads(attended))
+
+    def _attended(
+        self,
+        query: Tensor,
+        rope: Tensor,
+        layer_latents: Tensor,
+        layer_rope_keys: Tensor,
+        metadata: FusedSparseMetadata,
+    ) -> Tensor:
+        """Return weighted sums of latents [t, H, L] from queries [t, H, L] and [t, H, R] of chosen rows."""
         positions = metadata.choice.positions
         assert positions is not None, "a layer with an indexer chooses before"
-        attended = torch_npu.npu_sparse_flash_attention(
+        lengths, kv_lens = metadata.of_rows
+        attended: Tensor = torch_npu.npu_sparse_flash_attention(
             query.contiguous(),
             layer_latents,
             layer_latents,
             positions[:, None],
             self.shape.scale,
-            actual_seq_lengths_kv=metadata.kv_lens,
+            actual_seq_lengths_kv=kv_lens,
             query_rope=rope.contiguous(),
             key_rope=layer_rope_keys,
             layout_query=PACKED,
             layout_kv=PAGED,
             sparse_mode=CAUSAL,
             attention_mode=ABSORBED,
-            **metadata.lengths,
+            **lengths,
         )[0]
-        return up.raised(attended)
+        return attended

@@ -4,7 +4,7 @@ It projects hidden states to an index key of each token and to a weight of each 
 queries of latent attention to index queries. Keys are normed, with a mean and a bias, before they are
 rotated; of keys and queries the first channels alone are rotated, by latent attention's own angles. Scores,
 choice and pages are left to `attention.sparse`. Each tensor-parallel rank holds the whole indexer; in steps
-of many tokens it chooses for some of the rows alone, and what the other ranks chose for theirs is gathered.
+of many tokens it chooses for some of the rows alone, for which it also attends.
 
 Legend: T tokens of the step, I index heads, X width of an index key.
 """

@@ -163,7 +163,7 @@ class CacheSection:
     dtype: Literal["auto", "int8"] = key(
         "type of keys and values; int8: half the bytes of 16 bits, and a scale for each token and head, where"
         " `device.attention` is reference; on npu, where it is fused, with a checkpoint's scales for each"
-        " channel alone (C8); auto: as `model.dtype`",
+        " channel alone (C8), or sparse attention; auto: as `model.dtype`",
         default="auto",
     )
     num_pages: int | None = key(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from devices.shapes import AttentionShape, IndexShape, LatentShape
 from recipes.machine import Npu
 from tests.attention.planned import planned
 from tests.device_kinds import machine, operators, stand_in_alone
+from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
@@ -179,46 +182,51 @@ def test_a_replay_reads_its_lengths_on_the_device(shape: AttentionShape, width: 
         assert bool(output.isfinite().all()), "a padding row reads the null page"
 
 
-@dataclass
 class Member:
-    """Keeps what rank `rank` of `size` sends, which computes after the ranks before it."""
+    """Rank `rank` of `size` that are threads; what each sends meets at a barrier."""
 
-    rank: int
-    size: int
-    sent: list[Tensor]
+    def __init__(self, rank: int, size: int, meeting: threading.Barrier, sent: dict[int, Tensor]) -> None:
+        self.rank, self.size, self.meeting, self.sent = rank, size, meeting, sent
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        self.sent.append(x)
-        return torch.stack([*self.sent, *[x] * (self.size - len(self.sent))])
+    def exchange(self, x: Tensor) -> Tensor:
+        self.sent[self.rank] = x
+        self.meeting.wait(PATIENCE_S)
+        received = torch.stack([self.sent[rank][self.rank] for rank in range(self.size)])
+        self.meeting.wait(PATIENCE_S)
+        return received
 
 
 @pytest.mark.parametrize("shape", [SHAPE, IN_INT8], ids=["halves", "int8"])
 @pytest.mark.parametrize("number", [0, 1], ids=["plain", "fused"])
-def test_ranks_choose_together_what_one_chooses(number: int, shape: AttentionShape) -> None:
-    """Spans begin and end within the rows of a rank; the last of three has fewer."""
-    bench = Bench(shape)
-    attention = (bench.plain, bench.fused)[number]
+def test_ranks_read_together_what_one_reads(number: int, shape: AttentionShape) -> None:
+    """Two ranks have two heads each, and one row more on the first; a span ends within its rows."""
+    whole, halves = Bench(shape), [Bench(replace(shape, num_heads=HEADS // 2)) for _ in range(2)]
     spans = {0: 1, 1: 40, 2: 30}
-    assert sum(spans.values()) % 3
-    batch, parts = bench.batch(spans), bench.drawn(71)
-    whole = planned(attention, batch, bench.table)
-    bench.choose(number, parts, whole)
-    sent: list[Tensor] = []
-    for rank in range(3):
-        attention.ranks = Member(rank, 3, sent)
+    batch, parts = whole.batch(spans), whole.drawn(71)
+    expected = whole.attend(number, parts, planned((whole.plain, whole.fused)[number], batch, whole.table))
+    meeting, sent = threading.Barrier(2), dict[int, Tensor]()
+
+    def attended(rank: int) -> Tensor:
+        bench, heads = halves[rank], slice(rank * HEADS // 2, (rank + 1) * HEADS // 2)
+        attention = (bench.plain, bench.fused)[number]
+        attention.ranks = Member(rank, 2, meeting, sent)
+        bench.ups[number] = LatentUp(whole.ups[number].keys[heads], whole.ups[number].values[heads])
         metadata = planned(attention, batch, bench.table)
         own = attention.own_rows(metadata)
-        bench.choose(
-            number, parts | {name: parts[name][own] for name in ("index_query", "weights")}, metadata
-        )
-        assert own == slice(24 * rank, min(24 * rank + 24, 71))
-    found, expected = (attention.choice_of(each).positions for each in (metadata, whole))
-    assert found is not None
-    assert expected is not None
-    is_sparse = slice(1, None)  # the plain one chooses nothing for a span that reads everything
-    assert torch.equal(found.cpu().sort().values[is_sparse], expected.cpu().sort().values[is_sparse])
-    attention.ranks = Member(0, 5, [])
-    assert attention.own_rows(planned(attention, batch, bench.table)) == slice(None), "few rows"
+        assert own == (slice(0, 36), slice(36, 71))[rank]
+        of_rank = {name: parts[name][own] for name in ("index_query", "weights")}
+        of_rank |= {name: parts[name][:, heads] for name in ("nope", "rope")}
+        try:
+            return bench.attend(number, parts | of_rank, metadata).cpu()
+        except BaseException:
+            meeting.abort()
+            raise
+
+    with ThreadPoolExecutor(2) as threads:
+        near(torch.cat(list(threads.map(attended, range(2))), 1), expected.cpu())
+    attention = (whole.plain, whole.fused)[number]
+    attention.ranks = Member(0, 8, meeting, sent)
+    assert attention.own_rows(planned(attention, batch, whole.table)) == slice(None), "there are few rows"
 
 
 def indexed(**changes: int) -> AttentionShape:

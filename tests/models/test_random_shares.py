@@ -46,6 +46,9 @@ class Thread(Alone):
         self._barrier.wait(PATIENCE_S)
         return gathered
 
+    def exchange(self, x: Tensor) -> Tensor:
+        return self.all_gather(x)[:, self.rank]
+
 
 def drawn(rng: random.Random) -> DecoderConfig:
     """Any decoder of plain rope."""

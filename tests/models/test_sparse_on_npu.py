@@ -27,6 +27,7 @@ from tests.device_kinds import Kind, Way, section, settings, stand_in_alone
 from tests.models.families import followed, make
 from tests.models.modelslim_checkpoints import Types, quantised
 from tests.models.modelslim_checkpoints import checkpoint as checkpoint_of
+from tests.models.mtp_layers import target_of
 from tests.models.sparse_variants import SPARSE_VARIANTS
 from tests.models.tensor_rank import built, logits_of
 from tests.models.test_latent_prolog import PROLOG, SMALLEST, say_that_it_gains
@@ -77,16 +78,16 @@ RANKED = {"num_hidden_layers": 3, "moe_intermediate_size": 32, **PUBLISHED_LATEN
 
 
 def dividing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Ranks divide the choice of steps of 16 rows; return the rows of those in which they did."""
+    """Ranks divide the rows of steps of 16 or more; return the rows of those in which they did."""
     rows: list[int] = []
-    joined = attention.sparse.Part.joined
+    to_rows = attention.sparse.Part.to_rows
 
-    def counted(part: attention.sparse.Part, own: Tensor) -> Tensor:
+    def counted(part: attention.sparse.Part, x: Tensor) -> Tensor:
         rows.append(part.num_tokens)
-        return joined(part, own)
+        return to_rows(part, x)
 
     monkeypatch.setattr("attention.sparse.DIVIDED_ROWS", 8)
-    monkeypatch.setattr(attention.sparse.Part, "joined", counted)
+    monkeypatch.setattr(attention.sparse.Part, "to_rows", counted)
     return rows
 
 
@@ -108,7 +109,7 @@ def calm(name: str, types: Types, root: Path) -> tuple[Any, Path]:
 def test_w8a8_answers_by_its_arithmetic(
     name: str, types: Types, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Captured, with a cache in int8, and over two ranks that divide the choice of prompts.
+    """Captured, with a cache in int8, and over two ranks that divide the rows of prompts.
 
     Static products are in bfloat16 alone, so that answers are near, and far from those of all tokens read.
     """
@@ -134,7 +135,7 @@ def test_w8a8_answers_by_its_arithmetic(
 
 @pytest.mark.parametrize("name", ["v32", "glm_5_shared"])
 def test_int8_answers_as_its_definition(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager, captured, and over two ranks that divide the choice of prompts.
+    """Eager, captured, and over two ranks that divide the rows of prompts.
 
     A number that lies between two integers to the last bit may fall on either, as the order of a sum has it,
     which moves little of all answers; a cache in the model's type moves them more.
@@ -154,7 +155,13 @@ def test_int8_answers_as_its_definition(name: str, tmp_path: Path, monkeypatch: 
     assert rows
 
 
-def serve_as_transformers(checkpoint: tuple[Any, Path], graphs: int) -> list[str]:
+@pytest.mark.slow
+def test_a_layer_with_an_indexer_drafts_in_captured_steps(tmp_path: Path) -> None:
+    made = target_of("v32", tmp_path, is_wide=True, index_head_dim=128)
+    serve_as_transformers(made, 8, "speculation.kind=mtp", "speculation.max_tokens=2")
+
+
+def serve_as_transformers(checkpoint: tuple[Any, Path], graphs: int, *more: str) -> list[str]:
     """Answer some prompts as transformers does, and return what was launched for it."""
     model, path = checkpoint
     random = np.random.default_rng(6)
@@ -162,7 +169,7 @@ def serve_as_transformers(checkpoint: tuple[Any, Path], graphs: int) -> list[str
     keys = [f"model.path={path}", *settings("npu"), f"device.graphs={graphs}", "cache.memory_gib=null"]
     keys += ["device.attention=fused", "model.dtype=float32", "cache.num_pages=40", "scheduler.num_slots=4"]
     keys += ["scheduler.max_batch_tokens=48", "cache.page_size=16", "scheduler.max_request_tokens=128"]
-    engine = build(load(ROOT / "recipes/any/cpu.yaml", keys)).engine
+    engine = build(load(ROOT / "recipes/any/cpu.yaml", [*keys, *more])).engine
     machine = machines.start(section("npu"))
     assert isinstance(machine, Npu)
     assert machine.launch_log is not None
@@ -175,6 +182,7 @@ def serve_as_transformers(checkpoint: tuple[Any, Path], graphs: int) -> list[str
             engine.step()
     answers = [each.answer.tolist() for each in requests]
     assert answers == [followed(model, *each, NUM_NEW)[0] for each in zip(prompts, answers)]
+    assert (engine.scheduler.counters.accepted_tokens > 0) == bool(more)
     captured = {each.name for each in asked if each.in_graph}
     assert captured >= ({INDEXER, ATTENTION} if graphs else set())
     assert "update" not in {each.kind for each in asked}

@@ -157,6 +157,27 @@ FAULTS = {
         "on an NPU a query chooses as if its own tokens had not been written",
         "tests/attention/test_sparse_npu.py::test_steps_read_what_the_definition_reads",
     ),
+    "rows_of_a_rank_see_the_whole_span": Fault(
+        "attention/npu/sparse_attention.py::FusedSparseAttention.plan",
+        "(batch.stops - (ends - cut))[has]",
+        "batch.stops[has]",
+        "a rank that has the first rows of a prompt's chunk reads tokens that come after them",
+        "tests/attention/test_sparse_npu.py::test_ranks_read_together_what_one_reads",
+    ),
+    "index_keys_not_turned": Fault(
+        "attention/int8_sparse.py::Int8SparseAttention.write_index",
+        "keys[: len(metadata.write_index)] @ self.rotation",
+        "keys[: len(metadata.write_index)]",
+        "index queries are turned and keys are not, so that others are chosen",
+        "tests/attention/test_sparse.py::test_chosen_tokens_alone_are_read",
+    ),
+    "a_rank_keeps_the_heads_of_another": Fault(
+        "attention/sparse.py::Part.to_rows",
+        "self.ranks.exchange(sent).transpose(0, 1)",
+        "self.ranks.exchange(sent).transpose(0, 1).flip(1)",
+        "each rank's results come from the queries of other heads",
+        "tests/attention/test_sparse_npu.py::test_ranks_read_together_what_one_reads",
+    ),
     "padding_rows_of_one_key": Fault(
         "attention/npu/sparse_attention.py::FusedSparseAttention.plan_static",
         "kv_lens[width - 1 :: width].clamp_min(width)",
