@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 import uvloop
@@ -104,8 +105,9 @@ class SignalFreeServer(uvicorn.Server):
             await super().startup(sockets)
             return
         await super().startup([])
+        http = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
         new = partial(
-            self.config.http_protocol_class,
+            http,
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,

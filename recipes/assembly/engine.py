@@ -44,7 +44,7 @@ from recipes.assembly.live_memory import LiveMemory
 from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
 from recipes.assembly.page_tier import attach_tier, tier_for, tier_of_rank
-from recipes.assembly.rank_works import ADAPTER, adapter_work
+from recipes.assembly.rank_works import ADAPTER, adapter_work, live_works
 from recipes.assembly.scheduler import SchedulerLimits, costs_of, facts_of, scheduler_of
 from recipes.assembly.sizing import plan_memory
 from recipes.cluster.cluster import find_cluster
@@ -74,7 +74,7 @@ class BuiltEngine:
     ranks: Ranks | None = None  # set where there are several ranks
     adapters: Adapters | None = None  # set where there is room for adapters
     works: Mapping[str, Work] = field(default_factory=dict)  # what this rank does when all ranks are asked
-    live: LiveMemory | None = None  # set where there is one rank
+    live: LiveMemory | None = None
     learned: Callable[[], str] = lambda: (
         ""
     )  # what its machine has learned, for an engine that takes its place
@@ -99,7 +99,6 @@ def build(
     sinks: list[Sink] = []
     if recipe.parallel.ranks == 1:
         built = assemble(recipe, clock=clock, tell=tell, learned=learned)
-        built = replace(built, live=LiveMemory(recipe, built.engine, built.runner, built.memory))
     else:
         share_of(recipe, 0)  # invalid shares are refused before processes are started
         cluster = find_cluster(recipe.parallel, os.environ)
@@ -197,10 +196,12 @@ def assemble(
     limits = replace(limits, num_pages=memory.num_pages, windows=memory.window_pools)
     limits = replace(limits, num_states=memory.num_states)
     facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
+    live = LiveMemory(recipe, engine, runner, memory, world.rank)
     return BuiltEngine(
         *(engine, runner, config, memory, machine.name, largest_step_s, facts, experts),
         adapters=adapters,
-        works={} if adapters is None else {ADAPTER: adapter_work(adapters)},
+        works=live_works(live) | ({} if adapters is None else {ADAPTER: adapter_work(adapters)}),
+        live=live,
         learned=lambda: machine.learned,
     )
 
