@@ -2,7 +2,8 @@
 
 A prefix can be resumed from if every group of layers has the pages that its next query sees. So a lookup
 reads the pages of group 0 in order, up to the first that is missing, and then, from the end backwards, those
-that the other groups see there. A page that is missing among these cuts the prefix short in front of it.
+that the other groups see there. A page that is missing among these cuts the prefix short in front of it. Of
+recurrent states the last one is read, since only the state beside the last page is needed.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def _ignore(lookup: Lookup) -> None:
 
 
 MOST_LOOKUPS = 1024  # lookups that may be queued
-READ_BYTES = 2**23  # bytes requested at once, or one page if that is larger
+READ_BYTES = 2**23  # bytes of the smallest pages requested at once, or one page if that is larger
 NO_KEY = bytes(KEY_BYTES)
 
 
@@ -185,7 +185,8 @@ class PageReads:
             ended(lookup)
 
     def _look(self, lookup: Lookup) -> None:
-        at_once = max(1, READ_BYTES // max(1, *self._page_bytes))
+        # States, which may be larger by far than pages, are asked for one at a time
+        at_once = max(1, READ_BYTES // min((each for each in self._page_bytes if each), default=READ_BYTES))
         while pages := lookup.next(at_once):
             entries = self._read([lookup.key(page) for page in pages])
             if entries is None:

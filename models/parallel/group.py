@@ -26,6 +26,7 @@ Backend = Literal["gloo", "nccl", "hccl"]
 BACKENDS: dict[str, Backend] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # keyed by the kind of device
 # The first name is that of torch 2.13 and later; older releases, which older CANN needs, have the second
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # The range, in seconds, of HCCL's variables. The first 910 waits for a multiple of 68 s, and never less
 # (https://www.hiascend.com/document/detail/en/canncommercial/850/maintenref/envvar/envref_07_0078.html)
 HCCL_RANGES_S = {"HCCL_EXEC_TIMEOUT": (1, 17340), "HCCL_CONNECT_TIMEOUT": (120, 7200)}
@@ -94,6 +95,14 @@ class Group:
         _gather_into(gathered.flatten(0, 1), x.contiguous(), group=self._ranks)
         self.inside = ""
         return gathered
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return this rank's rows [t, ...] of the sum of `x` [ranks * t, ...] over all ranks."""
+        own = x.new_empty(len(x) // self.size, *x.shape[1:])
+        self.inside = "reduce_scatter"
+        _scatter_sum(own, x.contiguous(), group=self._ranks)
+        self.inside = ""
+        return own
 
     def exchange(self, x: Tensor) -> Tensor:
         """Send part r of `x` [ranks, ...] to rank r; return [ranks, ...], what each rank has sent here."""
@@ -189,6 +198,9 @@ class Alone(Group):
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x[None]
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x
 
     def exchange(self, x: Tensor) -> Tensor:
         return x

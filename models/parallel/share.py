@@ -79,7 +79,7 @@ class Share:
         """Whether the checkpoint's tensor `name` belongs to other stages, or other ranks' experts."""
         if name.startswith("model.layers."):
             number = name.split(".")[2]
-            known = range(config.num_layers + config.num_unread_layers)
+            known = range(config.layers_behind.stop)
             if number.isdigit() and int(number) in self.layers(config):
                 return self.is_others_expert(name, config, int(number), f"model.layers.{number}.")
             return number.isdigit() and int(number) in known
@@ -178,7 +178,7 @@ class Share:
             case "kv_b_proj" if config.latent is not None:
                 width = config.latent.nope_dim + config.latent.value_dim
                 return (_equal(config.num_heads * width, rank, ranks),)
-            case "q_a_proj" | "kv_a_proj_with_mqa" | "eh_proj" | "wq_b" | "wk" | "weights_proj":
+            case "q_a_proj" | "kv_a_proj_with_mqa" | "eh_proj" | "fc" | "wq_b" | "wk" | "weights_proj":
                 return ()
             case "k_proj" | "v_proj":
                 return (self._kv_heads(config),)

@@ -19,7 +19,6 @@ from continuous_batching.recording.agreement import LEADER, Agreement, RankQuest
 from continuous_batching.recording.rank_tier import LeadersTier
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from continuous_batching.samples.mask_maker import MaskMaker
-from devices.compiled import LIMIT_S
 from models.checkpoint import weights
 from models.checkpoint.adapter_files import look_at
 from models.checkpoint.int4 import inputs_of_experts, largest_side
@@ -174,12 +173,10 @@ def assemble(
     limits = SchedulerLimits.of(config, *most, drafts, memory.window_pools, states)
     depth, costs = recipe.parallel.pipeline, costs_of(recipe, config, machine, world)
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
-    sampler = FollowerSampler() if world.rank else _sampler(decoder)
-    drafter = None
-    if draft is not None:
-        drafter = drafter_of(draft, decoder, cache, scheduler.slots, scheduler.max_batch_tokens, recipe)
+    beside = decoder, cache, scheduler.slots, scheduler.max_batch_tokens, recipe
+    drafter = None if draft is None else drafter_of(draft, *beside)
     kind = ModelRunner if depth == 1 else StageRunner
-    runner = kind(decoder, cache, decoder.attention, sampler, scheduler.slots, drafter)
+    runner = kind(decoder, cache, decoder.attention, _sampler(decoder, world), scheduler.slots, drafter)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
     experts = ExpertCounts(decoder) if recipe.device.count_experts and world.rank == 0 else None
@@ -206,7 +203,9 @@ def assemble(
     )
 
 
-def _sampler(decoder: Decoder) -> RowSampler:
+def _sampler(decoder: Decoder, world: Group) -> RowSampler | FollowerSampler:
+    if world.rank:
+        return FollowerSampler()
     config = decoder.config
     masks = MaskMaker(waits=config.num_recurrent > 0)  # a state that has taken a token in keeps it
     return Sampler(config.eos_token_ids, config.vocab_size, decoder.ops, masks)
@@ -233,9 +232,12 @@ def _loaded(
     if recipe.device.graphs:
         most_layers = share.most_layers(config)
         # This refuses sizes that cannot be captured before weights are loaded.
-        captured_sizes(attention, *_captured(recipe), most_layers, joins=share.tensors > 1)
+        most_decodes = recipe.scheduler.num_slots if config.num_recurrent else None
+        joins = share.tensors > 1
+        captured_sizes(attention, *_captured(recipe), most_layers, joins=joins, most_decodes=most_decodes)
     recurrence = None if config.recurrent is None else machine.recurrence(config.recurrent.state_dtype)
     decoder = Decoder(config, ops, attention, group, share, stages, recurrence)
+    decoder.least_divided = recipe.parallel.least_divided_tokens
     if recipe.model.weights == "random":
         weights.random(decoder, recipe.model.seed)
     else:
@@ -335,8 +337,7 @@ def _first_steps(recipe: Recipe, runner: ModelRunner, budget: int, tell: Callabl
 
     Returns the bytes of device memory that captured graphs hold.
     """
-    limited = recipe.device.kind == "cpu" and recipe.device.compile == "auto" and recipe.parallel.ranks == 1
-    tell(f"compiling{f' (at most {LIMIT_S:.0f} s)' if limited else ''} and running its first steps")
+    tell("compiling and running its first steps")
     warm_up(runner, budget)
     captured_bytes = 0
     if recipe.device.graphs:

@@ -206,6 +206,27 @@ FAULTS = {
         "one token a rank has an embedding of zeros",
         "tests/models/test_tensor_parallel.py::test_ranks_compute_what_one_computes",
     ),
+    "rows_of_the_first_rank": Fault(
+        "models/parallel/group.py::Group.reduce_scatter",
+        "_scatter_sum(own, x.contiguous(), group=self._ranks)",
+        "own.copy_(x[: len(own)])",
+        "each rank keeps its own part of the first rows, and no sum of the ranks' parts",
+        "tests/models/test_tensor_parallel.py::test_ranks_compute_what_one_computes",
+    ),
+    "rows_padded_in_front": Fault(
+        "models/parallel/divided_rows.py::DividedRows._padded",
+        "(0, 0) * (x.ndim - 1) + (0, missing)",
+        "(0, 0) * (x.ndim - 1) + (missing, 0)",
+        "where ranks do not divide a step's rows, each row is taken for the one before it",
+        "tests/models/test_tensor_parallel.py::test_ranks_compute_what_one_computes",
+    ),
+    "shared_part_of_one_rank": Fault(
+        "models/layers/mixture.py::Mixture._sent",
+        "made if shared is None else made + division.summed(shared())",
+        "made",
+        "a model's tokens that are sent to their experts lack the shared expert",
+        "tests/models/test_tensor_parallel_npu.py::test_ranks_on_npus_compute_what_one_processor_computes",
+    ),
     "last_of_equal_tokens": Fault(
         "models/layers/logit_parts.py::LogitParts.greedy",
         "torch.where(logits == best, tokens, MOST_TOKENS).amin(0)",

@@ -35,7 +35,7 @@ FAULTS = {
     ),
     "resting_has_right_of_way": Fault(
         "continuous_batching/paging/slot_lifecycle.py::SwapTier.leave",
-        "not all(group.yield_host(len(pages)) for group, (_, pages) in zip(groups, parts))",
+        "not all(group.can_yield_host(len(pages)) for group, (_, pages) in zip(groups, parts))",
         "len(parts[0][1]) > groups[0].host.num_free",
         "a full host pool never takes in what a preempted request computed",
         "tests/continuous_batching/test_host_tier.py::test_pages_of_a_waiting_request_have_right_of_way_in_the_host",
