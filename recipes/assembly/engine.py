@@ -43,7 +43,7 @@ from recipes.assembly.live_memory import LiveMemory
 from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
 from recipes.assembly.page_tier import attach_tier, tier_for, tier_of_rank
-from recipes.assembly.rank_works import ADAPTER, adapter_work
+from recipes.assembly.rank_works import ADAPTER, adapter_work, live_works
 from recipes.assembly.scheduler import SchedulerLimits, costs_of, facts_of, scheduler_of
 from recipes.assembly.sizing import plan_memory
 from recipes.cluster.cluster import find_cluster
@@ -73,7 +73,7 @@ class BuiltEngine:
     ranks: Ranks | None = None  # set where there are several ranks
     adapters: Adapters | None = None  # set where there is room for adapters
     works: Mapping[str, Work] = field(default_factory=dict)  # what this rank does when all ranks are asked
-    live: LiveMemory | None = None  # set where there is one rank
+    live: LiveMemory | None = None
     learned: Callable[[], str] = lambda: (
         ""
     )  # what its machine has learned, for an engine that takes its place
@@ -98,7 +98,6 @@ def build(
     sinks: list[Sink] = []
     if recipe.parallel.ranks == 1:
         built = assemble(recipe, clock=clock, tell=tell, learned=learned)
-        built = replace(built, live=LiveMemory(recipe, built.engine, built.runner, built.memory))
     else:
         share_of(recipe, 0)  # invalid shares are refused before processes are started
         cluster = find_cluster(recipe.parallel, os.environ)
@@ -174,12 +173,10 @@ def assemble(
     limits = SchedulerLimits.of(config, *most, drafts, memory.window_pools, states)
     depth, costs = recipe.parallel.pipeline, costs_of(recipe, config, machine, world)
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
-    sampler = FollowerSampler() if world.rank else _sampler(decoder)
-    drafter = None
-    if draft is not None:
-        drafter = drafter_of(draft, decoder, cache, scheduler.slots, scheduler.max_batch_tokens, recipe)
+    beside = decoder, cache, scheduler.slots, scheduler.max_batch_tokens, recipe
+    drafter = None if draft is None else drafter_of(draft, *beside)
     kind = ModelRunner if depth == 1 else StageRunner
-    runner = kind(decoder, cache, decoder.attention, sampler, scheduler.slots, drafter)
+    runner = kind(decoder, cache, decoder.attention, _sampler(decoder, world), scheduler.slots, drafter)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
     experts = ExpertCounts(decoder) if recipe.device.count_experts and world.rank == 0 else None
@@ -196,15 +193,19 @@ def assemble(
     limits = replace(limits, num_pages=memory.num_pages, windows=memory.window_pools)
     limits = replace(limits, num_states=memory.num_states)
     facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
+    live = LiveMemory(recipe, engine, runner, memory, world.rank)
     return BuiltEngine(
         *(engine, runner, config, memory, machine.name, largest_step_s, facts, experts),
         adapters=adapters,
-        works={} if adapters is None else {ADAPTER: adapter_work(adapters)},
+        works=live_works(live) | ({} if adapters is None else {ADAPTER: adapter_work(adapters)}),
+        live=live,
         learned=lambda: machine.learned,
     )
 
 
-def _sampler(decoder: Decoder) -> RowSampler:
+def _sampler(decoder: Decoder, world: Group) -> RowSampler | FollowerSampler:
+    if world.rank:
+        return FollowerSampler()
     config = decoder.config
     masks = MaskMaker(waits=config.num_recurrent > 0)  # a state that has taken a token in keeps it
     return Sampler(config.eos_token_ids, config.vocab_size, decoder.ops, masks)

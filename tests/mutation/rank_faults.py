@@ -86,9 +86,23 @@ FAULTS = {
         "tests/continuous_batching/test_agreement.py"
         "::test_what_all_ranks_have_made_is_used_between_the_same_steps_and_the_rest_is_dropped",
     ),
+    "weights_of_some_ranks": Fault(
+        "serving/engine/fence.py::Fence._have_read",
+        "self._decide(WEIGHTS, settled.name, is_agreed=False)",
+        "self._decide(WEIGHTS, settled.name, is_agreed=True)",
+        "weights are put although a rank has refused its share of them",
+        "tests/serving/test_orders.py::test_all_ranks_change_or_none_does",
+    ),
+    "steps_between_two_changes": Fault(
+        "serving/engine/fence.py::Fence.may_step",
+        "self._is_halted or self._is_asleep or self._is_changing",
+        "self._is_halted or self._is_asleep",
+        "a step begins while ranks that must change have not",
+        "tests/serving/test_fence.py::test_no_step_begins_before_all_ranks_have_changed",
+    ),
     "made_for_nobody_kept": Fault(
         "continuous_batching/recording/agreement.py::PreparedWork.work",
-        "if name in self._over:\n    self._over.discard(name)\nelse:\n    self._ready[name] = made",
+        "if is_over:\n    self._over.discard(name)\nelse:\n    self._ready[name] = made",
         "self._ready[name] = made",
         "what a rank has read too late stays in its memory for ever",
         "tests/continuous_batching/test_agreement.py"
