@@ -157,6 +157,11 @@ class CpuAttention(Attention):
             prompts,
         )
 
+    @property
+    def num_runs(self) -> int:
+        """See Attention.num_runs: the tiles of a page."""
+        return self.shape.page_size // self.tile
+
     def write(
         self,
         key: Tensor,

@@ -26,7 +26,7 @@ from continuous_batching.recording.format import Entry, Header, RanksAsked, read
 from continuous_batching.recording.listeners import BEAT_S, LAST_WORDS, beat
 from continuous_batching.recording.replay import replay
 from continuous_batching.scheduling.scheduler import Scheduler
-from kv_cache.pages import PageCopy
+from kv_cache.pages import Index, PageCopy
 
 _READ_BYTES = 1 << 16  # most bytes that one read of the recording takes
 _LAST_WORDS_S = 2.0  # time for the leader to read why a rank ends
@@ -97,6 +97,7 @@ class Follower:
     leader's engine, because both must call the same methods of their runners. `apply` makes page copies that
     no batch carries. `works` do what the leader asks for, by topic, each in a thread; `between` takes what
     threads have finished: it is called between two entries after `wake`, also while the leader says nothing.
+    `move` exchanges parts of pages with the leader, in an engine that exchanges pages with others.
     """
 
     def __init__(
@@ -110,12 +111,13 @@ class Follower:
         overlap: bool = False,
         works: Mapping[str, Work] | None = None,
         between: Callable[[], None] = lambda: None,
+        move: Callable[[int, Index, bool], None] | None = None,
     ) -> None:
         self._beats = beats
         self._scheduler, self._runner = scheduler, runner
         self._facts = facts
         self._overlap = overlap
-        self._apply = apply
+        self._apply, self._move = apply, move
         self._works = works or {}
         self._answering = Answering(self._works, lambda answer: beats.answer(answer.line))
         self._reader = _Reader(beats.connection, between)
@@ -168,6 +170,11 @@ class Follower:
         """Use what this rank has made ready for a question, or drop it, as the leader does."""
         if topic in self._works:
             self._works[topic].decide(name, is_agreed)
+
+    def move(self, layer: int, pages: Index, to_leader: bool) -> None:
+        """Send the leader this rank's part of some pages of a layer, or receive it from there."""
+        assert self._move is not None, "the leader exchanges pages, and this rank has no part of them"
+        self._move(layer, pages, to_leader)
 
     def _heard(self, entries: Iterator[Entry]) -> Iterator[Entry]:
         """Yield the entries, and start what the leader asks for among them."""

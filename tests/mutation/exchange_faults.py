@@ -152,4 +152,25 @@ FAULTS = {
         "a machine without a device for RDMA writes by TCP, and nobody is told",
         "tests/serving/test_mooncake.py::test_a_protocol_without_a_device_is_refused",
     ),
+    "rank_part_dropped": Fault(
+        "kv_cache/exchange/rank_pages.py::RankPages._gather",
+        "heads.start : heads.stop] = cut",
+        "heads.start : heads.stop] = 0 if rank else cut",
+        "what other ranks hold of a page is lost on its way to another engine",
+        "tests/kv_cache/test_rank_pages.py::test_engines_of_any_ranks_exchange_the_pages_that_one_rank_would_hold",
+    ),
+    "rank_part_shifted": Fault(
+        "kv_cache/exchange/rank_pages.py::_within",
+        "heads.start - piece.first_head, heads.stop - piece.first_head",
+        "0, len(heads)",
+        "a rank that holds several parts of a page reads the first one for each",
+        "tests/kv_cache/test_rank_pages.py::test_engines_of_any_ranks_exchange_the_pages_that_one_rank_would_hold",
+    ),
+    "order_within_a_page": Fault(
+        "attention/cpu/attention.py::CpuAttention.num_runs",
+        "self.shape.page_size // self.tile",
+        "self.shape.page_size",
+        "a CPU's tiles are cut as if they were tokens, and heads are mixed",
+        "tests/kv_cache/test_rank_pages.py::test_the_order_within_a_page_is_that_of_attention",
+    ),
 }
