@@ -122,13 +122,19 @@ def held_by(cache: KVCache, share: RankShare, num_heads: Sequence[int]) -> RankH
 class RankPages:
     """This rank's part of the pages of all ranks, of which it knows what each `holds`.
 
-    The leader's has the methods of `WholePages`, and `moves` tells the others; these call `move`.
+    The leader's has the methods of `WholePages`, and `moves` tells the others; these call `move`. `later`
+    does something to the leader's cache once the batches that have been started are computed.
     """
 
     def __init__(
-        self, cache: KVCache, links: RankLinks, holds: Sequence[RankHolds], moves: MovesPages | None = None
+        self,
+        cache: KVCache,
+        links: RankLinks,
+        holds: Sequence[RankHolds],
+        later: Callable[[Callable[[], None]], None] = lambda action: action(),
     ) -> None:
-        self.moves = moves
+        self.moves: MovesPages | None = None
+        self._later = later
         self._cache, self._links = cache, links
         shares = tuple(each.share for each in holds)
         found = {
@@ -158,13 +164,13 @@ class RankPages:
 
     def apply(self, copies: Sequence[PageCopy]) -> None:
         """See `WholePages.apply`; the other ranks make the same copies by themselves."""
-        self._cache.apply(copies)
+        self._later(partial(self._cache.apply, copies))
 
     def read_layer(self, layer: int, pages: Index) -> Callable[[], Bytes]:
         """See `WholePages.read_layer`."""
         assert self.moves is not None, "the leader reads"
         sources = self._sources[layer]
-        own = {rank: self._read(layer, pages, heads) for rank, heads in sources if rank == 0}
+        own = {rank: self._read_later(layer, pages, heads) for rank, heads in sources if rank == 0}
         if len(own) == len(sources) == 1:
             return own[0]
         self.moves.moved(layer, pages, True)
@@ -183,7 +189,7 @@ class RankPages:
             if rank:
                 self._writes.do(partial(self._links.send, torch.from_numpy(part), rank))
             else:
-                self._write(layer, pages, part, heads)
+                self._later(partial(self._write, layer, pages, part, heads))
 
     def move(self, layer: int, pages: Index, to_leader: bool) -> None:
         """Send the leader this rank's part of some pages of a layer, or receive it from there.
@@ -240,6 +246,11 @@ class RankPages:
         part = np.empty(num_bytes, dtype=np.uint8)
         self._links.receive(torch.from_numpy(part), rank)
         return part
+
+    def _read_later(self, layer: int, pages: Index, heads: range) -> Callable[[], Bytes]:
+        begun = Future[Callable[[], Bytes]]()
+        self._later(lambda: begun.set_result(self._read(layer, pages, heads)))
+        return lambda: begun.result()()
 
     def _read(self, layer: int, pages: Index, heads: range) -> Callable[[], Bytes]:
         own, piece = self._own[layer]

@@ -171,7 +171,8 @@ def assemble(
     cache = cache_of([decoder] if draft is None else [decoder, draft], recipe, memory)
     most = (memory.num_pages, memory.num_host_pages, memory.longest_tokens)
     states = memory.num_states, memory.num_host_states
-    limits = SchedulerLimits.of(config, *most, draft and draft.config, memory.window_pools, states)
+    drafts = None if draft is None else draft.config
+    limits = SchedulerLimits.of(config, *most, drafts, memory.window_pools, states)
     depth, costs = recipe.parallel.pipeline, costs_of(recipe, config, machine, world)
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
     sampler = FollowerSampler() if world.rank else _sampler(decoder)
@@ -193,16 +194,21 @@ def assemble(
     if experts is not None:
         experts.restart()
     _log(recipe, config, memory, decoder)
-    limits = replace(limits, num_pages=memory.num_pages, windows=memory.window_pools)
-    limits = replace(limits, num_states=memory.num_states)
+    limits = _within(limits, memory)
     facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
     return BuiltEngine(
         *(engine, runner, config, memory, machine.name, largest_step_s, facts, experts),
         adapters=adapters,
         works={} if adapters is None else {ADAPTER: adapter_work(adapters)},
-        pages=rank_pages(recipe, config, cache, world, share, machine),
+        pages=rank_pages(recipe, config, runner, world, share, machine),
         learned=lambda: machine.learned,
     )
+
+
+def _within(limits: SchedulerLimits, memory: MemoryPlan) -> SchedulerLimits:
+    """Return the limits with the pools of a plan."""
+    pages, windows, states = memory.num_pages, memory.window_pools, memory.num_states
+    return replace(limits, num_pages=pages, windows=windows, num_states=states)
 
 
 def _sampler(decoder: Decoder) -> RowSampler:

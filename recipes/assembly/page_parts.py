@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from kv_cache.device.storage import KVCache
 from kv_cache.exchange.rank_pages import RankHolds, RankPages, held_by
 from kv_cache.exchange.shares import Held
 from models.config import DecoderConfig
 from models.parallel.group import Group
 from models.parallel.share import Share
+from models.step.runner import ModelRunner
+from models.step.stage_runner import StageRunner
 from recipes.machine import Machine
 from recipes.schema.recipe import Recipe
 
@@ -17,7 +18,7 @@ _HOLDS = "pages/{}"  # the key of the ranks' store under which a rank says what 
 
 
 def rank_pages(
-    recipe: Recipe, config: DecoderConfig, cache: KVCache, world: Group, share: Share, machine: Machine
+    recipe: Recipe, config: DecoderConfig, runner: ModelRunner, world: Group, share: Share, machine: Machine
 ) -> RankPages | None:
     """Return this rank's part, or None where the leader exchanges no pages or has no other ranks.
 
@@ -31,10 +32,12 @@ def rank_pages(
     layers, heads = share.layers(config), 1 if config.latent is not None else config.num_kv_heads
     first = share.tensor * heads // share.tensors if heads > 1 else 0
     held = Held(layers.start, layers.stop, first, first + max(1, heads // share.tensors))
-    own = held_by(cache, (held,), [heads] * len(layers))
+    own = held_by(runner.cache, (held,), [heads] * len(layers))
     world.store.set(_HOLDS.format(world.rank), msgspec.json.encode(own).decode())
     holds = [
         msgspec.json.decode(world.store.get(_HOLDS.format(rank)), type=RankHolds)
         for rank in range(world.size)
     ]
-    return RankPages(cache, world.on_hosts(), holds)
+    # The last stage computes a batch later than others, and its leader decides before that
+    later = {"later": runner.later} if isinstance(runner, StageRunner) and not world.rank else {}
+    return RankPages(runner.cache, world.on_hosts(), holds, **later)

@@ -63,6 +63,9 @@ def event_contradictions(endpoint: str | None, *, is_sharing: bool, is_open: boo
         )
 
 
+MOST_STAGES = 2  # stages of an engine that exchanges pages
+
+
 def page_contradictions(
     server: ServerSection, *, is_sharing: bool, parallel: ParallelSection, drafts: str
 ) -> Iterator[RecipeError]:
@@ -100,18 +103,19 @@ def page_contradictions(
                 "set cache.prefix_sharing to true, or leave this out",
                 value=asked[name],
             )
-        if parallel.pipeline > 1:
+        if parallel.pipeline > MOST_STAGES:
             yield RecipeError(
                 (name, "parallel.pipeline"),
-                f"there are {parallel.pipeline} stages, the last of which computes a step later than it is"
-                " decided, when its pages may be another's",
-                "leave this out, or set parallel.pipeline to 1",
+                f"there are {parallel.pipeline} stages, and the first of more than {MOST_STAGES} may wait for"
+                " a step of the last while that waits for it to take a part",
+                f"leave this out, or set parallel.pipeline to {MOST_STAGES} or less",
                 value=asked[name],
+                limit=MOST_STAGES,
             )
-        if parallel.tensor > 1 and drafts in ("draft", "eagle3", "mtp"):
+        if parallel.ranks > 1 and drafts in ("draft", "eagle3", "mtp"):
             yield RecipeError(
                 (name, "speculation.kind"),
-                f"it is {drafts}, whose layers {parallel.tensor} ranks do not divide as the model's",
+                f"it is {drafts}, whose layers {parallel.ranks} ranks do not divide as the model's",
                 "leave this out, or set speculation.kind to ngram, suffix or none",
                 value=asked[name],
             )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +15,14 @@ import torch
 from attention.cpu.attention import CpuAttention
 from attention.reference import Attention
 from continuous_batching.batch import Batch
+from continuous_batching.engine import Observer
 from devices.shapes import AttentionShape
 from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.exchange.rank_pages import RankPages, held_by
 from kv_cache.exchange.shares import Held, Shares, layers_of
-from kv_cache.pages import Index
+from kv_cache.pages import Index, PageCopy
+from models.parallel.share import Share
+from models.step.stage_runner import StageRunner
 from tests.kv_cache.test_shares import HEADS, LAYERS, PAGE, PAGES, cache_of, stages, tensor, whole
 
 
@@ -147,3 +153,55 @@ def test_the_order_within_a_page_is_that_of_attention(kind: type[Attention], pag
                 assert torch.equal(plane[4], plane[1])
                 assert plane[4].any()
         ranks.close()
+
+
+def test_where_a_batch_is_computed_later_the_leaders_pages_are_read_and_written_after_it() -> None:
+    planes = whole(LAYERS, 1, columns=False)
+    share = stages(1, 1)[0]
+    cache = cache_of(share, planes, columns=False, filled=True)
+    due: list[Callable[[], None]] = []
+    holds = [held_by(cache, share, [1] * LAYERS)]
+    part = RankPages(cache, Links(0, {}), holds, due.append)
+    part.moves = Observer()
+    old = cache.read_layer(0, np.array([1, 2]))()
+    wait = part.read_layer(0, np.array([1, 2]))
+    part.write_layer(0, np.array([3]), old[: len(old) // 2])
+    part.apply([PageCopy(np.array([5]), np.array([1]), "within")])
+    assert np.array_equal(cache.read_layer(0, np.array([1, 2]))(), old), "nothing is done yet"
+    for plane in cache.of(0):
+        plane[2] = 7.0  # what the batch in flight computes
+    for action in due:
+        action()
+    assert np.array_equal(wait()[: len(old) // 4], old[: len(old) // 4])
+    assert not np.array_equal(wait(), old)
+    for plane, before in zip(cache.of(0), planes[0]):
+        assert torch.equal(plane[1], before[5])
+    part.close()
+
+
+class Traced(StageRunner):
+    """The leader of a last stage, which says what it does in place of computing."""
+
+    def __init__(self, order: list[str]) -> None:
+        self._order, self._following = order, deque()
+        self.decoder = SimpleNamespace(share=Share())  # type: ignore[assignment]
+
+    def _prepared(self, batch: Any) -> Callable[[], Any]:
+        def compute() -> Any:
+            self._order.append(batch)
+            return SimpleNamespace(wait=lambda: batch)
+
+        return compute
+
+
+def test_what_follows_the_batches_that_were_started_comes_before_the_next() -> None:
+    order: list[str] = []
+    runner = Traced(order)
+    runner.later(lambda: order.append("at once"))
+    first, second = (runner.start(each) for each in ("first", "second"))  # type: ignore[arg-type]
+    runner.later(lambda: order.append("behind both"))
+    third = runner.start("third")  # type: ignore[arg-type]
+    for wait in (first, second, third):
+        wait()
+    runner.later(lambda: order.append("at once again"))
+    assert order == ["at once", "first", "second", "behind both", "third", "at once again"]

@@ -173,4 +173,11 @@ FAULTS = {
         "a CPU's tiles are cut as if they were tokens, and heads are mixed",
         "tests/kv_cache/test_rank_pages.py::test_the_order_within_a_page_is_that_of_attention",
     ),
+    "stage_reads_too_early": Fault(
+        "models/step/stage_runner.py::StageRunner.later",
+        "self._following[-1].append(action)",
+        "action()",
+        "the last stage writes a page that a batch it has not computed yet still reads",
+        "tests/kv_cache/test_rank_pages.py::test_what_follows_the_batches_that_were_started_comes_before_the_next",
+    ),
 }

@@ -39,7 +39,7 @@ def test_either_role_and_both_are_allowed() -> None:
 
 def test_tensor_ranks_exchange_pages_and_so_does_one_with_layers_of_a_drafter() -> None:
     for drafts in ("none", "ngram", "suffix"):
-        assert not said(HERE, (THERE,), tensor=4, drafts=drafts)
+        assert not said(HERE, (THERE,), tensor=4, pipeline=2, drafts=drafts)
     assert not said(HERE, (THERE,), drafts="mtp")
 
 
@@ -117,7 +117,7 @@ def test_an_engine_does_not_compute_for_itself() -> None:
     ("cause", "key"),
     [
         ({"is_sharing": False}, "cache.prefix_sharing"),
-        ({"tensor": 2, "pipeline": 2}, "parallel.pipeline"),
+        ({"tensor": 2, "pipeline": 3}, "parallel.pipeline"),
         ({"tensor": 2, "drafts": "draft"}, "speculation.kind"),
         ({"tensor": 2, "drafts": "eagle3"}, "speculation.kind"),
         ({"tensor": 2, "drafts": "mtp"}, "speculation.kind"),
@@ -133,7 +133,7 @@ def test_each_role_contradicts_what_cannot_exchange_pages(cause, key: str) -> No
 
 
 def test_all_that_is_wrong_is_said() -> None:
-    assert len(said(HERE, (HERE,), is_sharing=False, pipeline=2)) == 5
+    assert len(said(HERE, (HERE,), is_sharing=False, pipeline=3)) == 5
 
 
 def test_a_recipe_is_refused_in_one_line() -> None:

@@ -45,9 +45,15 @@ def answered(built: BuiltEngine, pages: PageExchange, asked: dict[str, Any]) -> 
         prompt_replica=asked["source"],
     )
     engine = built.engine
+    beside = Request(
+        f"beside {request.id}",
+        np.arange(1, 8, dtype=np.int32),
+        SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
+    )
+    engine.add(beside)  # so that pages come while batches are in flight
     if not pages.begin(0, request):
         engine.add(request)
-    while request.finish_reason is None:
+    while request.finish_reason is None or beside.finish_reason is None:
         turn(built, pages)
         if not engine.has_work:
             select.select([pages.wake.fd], [], [], 0.05)
@@ -73,7 +79,7 @@ def main(overrides: list[str]) -> None:
     poller = select.poll()
     poller.register(0, select.POLLIN)
     poller.register(pages.wake.fd, select.POLLIN)
-    lines = sys.stdin.buffer.raw  # type: ignore[attr-defined]  # a buffer would hide lines from the poller
+    lines = os.fdopen(0, "rb", buffering=0)  # a buffer would hide lines from the poller
     while True:
         turn(built, pages)
         ready = dict(poller.poll(0 if built.engine.has_work else 100))

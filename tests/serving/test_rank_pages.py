@@ -30,12 +30,12 @@ def free_port() -> int:
 
 
 class RankEngine:
-    """A process of `tests/serving/rank_engine.py` with so many tensor ranks."""
+    """A process of `tests/serving/rank_engine.py` with so many ranks."""
 
-    def __init__(self, ranks: int, endpoint: str, sources: Sequence[str], *more: str) -> None:
+    def __init__(self, ranks: str, endpoint: str, sources: Sequence[str], *more: str) -> None:
         self.ranks, self.endpoint = ranks, endpoint
         asked = f"server.prompt_replicas=[{','.join(sources)}]"
-        options = (f"parallel.tensor={ranks}", f"server.pages_at={endpoint}", asked, *more)
+        options = (*ranks.split(), f"server.pages_at={endpoint}", asked, *more)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.serving.rank_engine", *options],
             cwd=ROOT,
@@ -80,18 +80,19 @@ def opened() -> Iterator[ExitStack]:
 
 
 def test_engines_of_any_ranks_have_prompts_computed_by_each_other(opened: ExitStack) -> None:
-    """1 to 2, 2 to 1, 2 to 4 and 4 to 2 ranks, of two key-value heads; a rank is killed on each side."""
-    one, two, four = (f"tcp://127.0.0.1:{free_port()}" for _ in range(3))
+    """1 to 2, 2 to 1, 2 to 4 and 4 to 2 ranks of two key-value heads, and 2 stages to 1; ranks are killed."""
+    one, two, four, stages = (f"tcp://127.0.0.1:{free_port()}" for _ in range(4))
     engines = {
-        one: RankEngine(1, one, [two], "server.page_wait_s=300"),
-        two: RankEngine(2, two, [one, four], "server.page_wait_s=300"),
-        four: RankEngine(4, four, [two], "server.page_wait_s=300"),
+        one: RankEngine("parallel.tensor=1", one, [two, stages], "server.page_wait_s=300"),
+        two: RankEngine("parallel.tensor=2", two, [one, four], "server.page_wait_s=300"),
+        four: RankEngine("parallel.tensor=4", four, [two], "server.page_wait_s=300"),
+        stages: RankEngine("parallel.pipeline=2", stages, [one], "server.page_wait_s=300"),
     }
     for engine in engines.values():
         opened.callback(engine.kill)
     for engine in engines.values():
         assert engine.said(), "it did not begin"
-    ways = [(one, two), (two, one), (two, four), (four, two)]
+    ways = [(one, two), (two, one), (two, four), (four, two), (stages, one), (one, stages)]
     requests = prompts(2 * len(ways), shared=0)
     want = alone(requests)
     for number, (request, tokens) in enumerate(zip(requests, want)):
@@ -114,7 +115,8 @@ def test_engines_of_any_ranks_have_prompts_computed_by_each_other(opened: ExitSt
     assert found["answer"] == alone([lost])[0], "it is computed here"
     assert found["missed"]
     assert not found["held"]
-    assert engines[one].close() == 0
+    for left in (one, stages):
+        assert engines[left].close() == 0
 
 
 def _lose_a_rank(losing: RankEngine, asked: RankEngine, request: Request, source: str) -> None:
