@@ -12,6 +12,7 @@ Legend: T tokens of the step, H heads, L latent, R rope, N the other part of a q
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -99,6 +100,10 @@ class LatentAttention(Attention):
     def new_planes(self, count: int) -> tuple[Tensor, ...]:
         """Return `count` pages of zeros for the latents of a layer, and as many for its rope keys."""
         return self._plane(count, self.shape.head_dim), self._plane(count, self.latent.rope_dim)
+
+    def pages_of(self, planes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return what holds the latents, and what holds the rope keys, among the planes of a layer."""
+        return planes[0], planes[1]
 
     def expands(self, num_tokens: int) -> bool:
         """Whether a span of so many tokens is cheaper with its request's latents expanded.

@@ -99,6 +99,26 @@ class StateMetadata:
     tails: Tails | None = None  # then all else is about the tokens in `Tails.order`
 
 
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """What all layers with a state share in a captured step of decodes with drafts, in R rows of W tokens.
+
+    The tokens of a row stand at its end. Before them, what the row reads again, of W - 1 places for accepted
+    drafts, is computed once more; its state is left behind its first token, as `Tails` says. Absent tokens
+    neither decay a state nor add to it. All indices are int64.
+    """
+
+    pages: Tensor  # [R], the rows of states
+    order: Tensor  # [R, 2W - 1], which of a row's 2W - 1 kept inputs and tokens are convolved, one by one
+    ends: Tensor  # [R, W' - 1], which inputs of a convolution of width W' precede a row's second token
+    read_again: Tensor  # [R, W - 1], where in `order` the accepted drafts are
+    is_read_again: Tensor  # bool [R, W - 1]
+    tokens: Tensor  # [R, W], where in `order` the tokens are, the first one first
+    is_token: Tensor  # bool [R, W]
+    places: Tensor  # [R, W], which of these each place of a row holds
+    drafts: Tensor  # [R, W - 1], which of a row's places hold its drafts
+
+
 class Recurrence:
     """The convolution and the gated delta rule over rows of states: plan once a step, then call once a layer.
 
@@ -133,6 +153,58 @@ class Recurrence:
         """
         rows = pages.long()
         return StateMetadata(torch.arange(len(pages), device=pages.device), rows, rows, ())
+
+    def plan_drafts(self, rows: Tensor, width: int, conv_width: int) -> DraftRows:
+        """Return the plan of a captured step with drafts: of pages, accepted drafts and tokens [3, R].
+
+        A row has places for `width` tokens. Padding rows have no tokens, and the null page.
+        """
+        pages, lags, counts = (each[:, None] for each in rows.long())
+        place = torch.arange(2 * width - 1, device=rows.device)
+        first = width - counts  # place of a row's first token
+        behind = width - 1 + first + place - lags  # tokens, as they follow what is read again
+        order = torch.where(place < lags, place, behind).clamp_(max=2 * width - 2)
+        again, token = place[: width - 1], place[:width]
+        ends = lags + 1 + torch.arange(conv_width - 1, device=rows.device)
+        return DraftRows(
+            pages=pages[:, 0],
+            order=order,
+            ends=ends,
+            read_again=again.expand(len(pages), -1),
+            is_read_again=again < lags,
+            tokens=lags + token,
+            is_token=token < counts,
+            places=(token - first).clamp_(min=0),
+            drafts=(first + 1 + again).clamp_(max=width - 1),
+        )
+
+    def convolve_drafts(self, x: Tensor, weight: Tensor, pasts: Tensor, rows: DraftRows) -> Tensor:
+        """Convolve as `convolve` does; x is [R, 2W - 1, C], in the order of `rows`."""
+        inputs, count = torch.cat((pasts[rows.pages].to(x.dtype), x), 1), x.shape[1]
+        output = mixed([inputs[:, tap : tap + count] for tap in range(len(weight))], weight)
+        pasts[rows.pages] = _taken(inputs, rows.ends).to(pasts.dtype)
+        return output
+
+    def advance_drafts(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        rows: DraftRows,
+    ) -> Tensor:
+        """Advance states as `advance` does, from [R, 2W - 1, ...]; returns what tokens read, [R, W, H, V]."""
+        inputs, state = (query, key, value, decay, beta), states[rows.pages].float()
+        for at, present in enumerate(rows.is_read_again.unbind(1)):
+            step(by_state(_present(inputs, rows.read_again[:, at], present)), state)
+        read = []
+        for at, present in enumerate(rows.is_token.unbind(1)):
+            read.append(step(by_state(_present(inputs, rows.tokens[:, at], present)), state))
+            if not at:
+                states[rows.pages] = state.to(states.dtype)
+        return _taken(torch.stack(read, 1), rows.places).to(value.dtype)
 
     def convolve(self, x: Tensor, weight: Tensor, pasts: Tensor, metadata: StateMetadata) -> Tensor:
         """Convolve each channel of x [T, C] with its request's last inputs, and apply SiLU.
@@ -188,6 +260,21 @@ class Recurrence:
         read = step(by_state(tuple(each[metadata.tokens] for each in inputs)), state)
         output[metadata.tokens] = read.to(output.dtype)
         states[metadata.targets] = state.to(states.dtype)
+
+
+def _taken(x: Tensor, index: Tensor) -> Tensor:
+    """Return of each row of x [R, n, ...] the entries of `index` [R, m]."""
+    return x[torch.arange(len(x), device=x.device)[:, None], index]
+
+
+def _present(inputs: Inputs, index: Tensor, present: Tensor) -> Inputs:
+    """Return one token of each row [R], without a decay and a beta where it is absent."""
+    each = torch.arange(len(index), device=index.device)
+    query, key, value, decay, beta = (all_of[each, index] for all_of in inputs)
+    absent = ~present[:, None]
+    beta = beta.masked_fill(absent, 0.0)
+    decay = decay.masked_fill(absent if decay.ndim == 2 else absent[..., None], 0.0)
+    return query, key, value, decay, beta
 
 
 def mixed(inputs: Sequence[Tensor], weight: Tensor) -> Tensor:

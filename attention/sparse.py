@@ -17,23 +17,49 @@ Legend: T tokens of the step, I index heads, X width of an index key, C the most
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attention.int8_pages import packed
 from attention.latent import LatentAttention, LatentMetadata, LatentUp
 from attention.reference import Attention, AttentionMetadata, Span, Windows
 from continuous_batching.batch import Batch
-from devices.shapes import AttentionShape, IndexShape
+from devices.shapes import DIVIDED_ROWS, IndexShape
 
 SCORE_ROWS = 64  # query rows whose scores are held at a time, so that memory does not grow with T * context
 SCORE_KEYS = 1024  # keys whose scores of each index head are held at a time
 GATHERED_NUMBERS = 2**22  # numbers of gathered latents that are held at a time
+
+
+class Ranks(Protocol):
+    """The ranks that compute the same layers, of which this is number `rank`."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Gather [...] of each rank into [ranks, ...]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The `rows` of a step's `num_tokens` for which this rank chooses; the last rank may have fewer."""
+
+    rows: slice
+    num_tokens: int
+    ranks: Ranks
+
+    def joined(self, own: Tensor) -> Tensor:
+        """Return what all ranks chose [T, C], from what this one has for its rows [t, C]."""
+        whole = -(-self.num_tokens // self.ranks.size)  # every rank sends as many
+        rest = own.new_full((whole - len(own), own.shape[1]), -1)
+        return self.ranks.all_gather(torch.cat((own, rest))).flatten(0, 1)[: self.num_tokens]
 
 
 @dataclass(slots=True)
@@ -42,10 +68,12 @@ class Choice:
 
     `positions` are int32 [T, C]: in each row the positions in its request, the chosen ones first, in any
     order, and then -1. T counts the padding rows of the queries, whose content means nothing. None before a
-    layer has chosen, and in steps in which no layer has to.
+    layer has chosen, and in steps in which no layer has to. Where the ranks divide the choice, `part` says
+    how, and there are no padding rows.
     """
 
     positions: Tensor | None = None
+    part: Part | None = None
 
 
 @dataclass(frozen=True)
@@ -59,11 +87,17 @@ class SparseMetadata(LatentMetadata):
 class SparseAttention(LatentAttention):
     """Causal latent attention over the tokens that an indexer chose.
 
-    Once a step: `plan`. Once a layer with an indexer: `write_index`, then `choose` if the step `is_sparse`.
+    Once a step: `plan`. Once a layer with an indexer: `write_index`, then, if the step `is_sparse`, `choose`
+    with the queries of `own_rows`. In long steps of several `ranks` these are a part of all queries, and what
+    each rank chose is gathered, 4 * C bytes a row. Ranks that divided index heads instead would have to sum
+    scores, 4 bytes a row for every token of the context. Each row is thus chosen on one rank, or by the same
+    products on all of them, and all ranks read the same tokens.
     Once a layer: `write` or `write_joined` as for `LatentAttention`, then `attend_heads` or `attend_joined`,
     which read the choice from the metadata. A device's subclass keeps this order and may hold another
     metadata, as long as that has a `choice` too: a rank whose first layer shares a choice receives it there.
     """
+
+    ranks: Ranks | None = None  # the ranks that compute its layers, set by these; None: this one alone
 
     @property
     def index(self) -> IndexShape:
@@ -74,6 +108,10 @@ class SparseAttention(LatentAttention):
     def new_planes(self, count: int) -> tuple[Tensor, ...]:
         """Return `count` pages of zeros for latents, rope keys and index keys of a layer with an indexer."""
         return *super().new_planes(count), self._plane(count, self.index.head_dim)
+
+    def index_pages(self, planes: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return what holds the index keys among the planes of a layer with an indexer."""
+        return tuple(planes[2:])
 
     def new_shared_planes(self, count: int) -> tuple[Tensor, ...]:
         """Return the planes of a layer without an indexer of its own: latents and rope keys."""
@@ -90,13 +128,25 @@ class SparseAttention(LatentAttention):
         whole = Attention.plan(self, batch, page_table, write_index, windows)
         sees_more = batch.stops - self.shape.first_key > self.index.top_k
         dense = self._split(whole, batch, ~sees_more)
-        return SparseMetadata(
-            whole.write_index,
-            dense.spans,
-            dense.short_rows,
-            dense.long_spans,
-            tuple(span for span, each in zip(whole.spans, sees_more) if each),
-        )
+        sparse = tuple(span for span, each in zip(whole.spans, sees_more) if each)
+        part = self.part_of(len(write_index)) if sparse else None
+        kept = whole.write_index, dense.spans, dense.short_rows, dense.long_spans
+        return SparseMetadata(*kept, sparse, Choice(part=part))
+
+    def part_of(self, num_tokens: int) -> Part | None:
+        """Return the rows of a step that chooses for which this rank does; None if it does for all."""
+        if self.ranks is None or self.ranks.size == 1 or num_tokens < DIVIDED_ROWS * self.ranks.size:
+            return None
+        size, rank = self.ranks.size, self.ranks.rank
+        whole = -(-num_tokens // size)
+        if (size - 1) * whole >= num_tokens:  # no rows would be left for the last rank
+            return None
+        return Part(slice(rank * whole, min((rank + 1) * whole, num_tokens)), num_tokens, self.ranks)
+
+    def own_rows(self, metadata: AttentionMetadata) -> slice:
+        """Return the rows of a step's queries for which this rank chooses."""
+        part = self.choice_of(metadata).part
+        return slice(None) if part is None else part.rows
 
     def choice_of(self, metadata: AttentionMetadata) -> Choice:
         """Return where a step's choice is kept; a device with metadata of its own overrides this."""
@@ -108,29 +158,38 @@ class SparseAttention(LatentAttention):
         assert isinstance(metadata, SparseMetadata)
         return bool(metadata.sparse_spans)
 
-    def write_index(self, keys: Tensor, layer_index_keys: Tensor, metadata: AttentionMetadata) -> None:
+    def write_index(self, keys: Tensor, index_pages: Sequence[Tensor], metadata: AttentionMetadata) -> None:
         """Write the step's index keys [T, X], normed and rotated, to their places.
 
         There may be more rows than the step has tokens; the rest are padding.
         """
-        num_tokens = len(metadata.write_index)
-        new = keys[:num_tokens, None]
-        places = layer_index_keys.flatten(0, 1)
-        places[metadata.write_index] = packed(new) if self.shape.int8_pages else new
+        places = index_pages[0].flatten(0, 1)
+        places[metadata.write_index] = keys[: len(metadata.write_index), None]
 
     def choose(
-        self, query: Tensor, weights: Tensor, layer_index_keys: Tensor, metadata: AttentionMetadata
+        self, query: Tensor, weights: Tensor, index_pages: Sequence[Tensor], metadata: AttentionMetadata
     ) -> None:
         """Choose what each query token reads, and keep it in the metadata's choice.
 
-        The index queries [T, I, X] are rotated. The weights [T, I] are those of the heads in the model's type
-        or in float32, and may be negative. The step's own index keys have been written.
+        The index queries [t, I, X] are those of `own_rows`, rotated. The weights [t, I] are those of the
+        heads in the model's type or in float32, and may be negative. The step's own index keys have been
+        written.
         """
+        choice = self.choice_of(metadata)
+        own = self._chosen(query, weights, index_pages, metadata)
+        choice.positions = own if choice.part is None else choice.part.joined(own)
+
+    def _chosen(
+        self, query: Tensor, weights: Tensor, index_pages: Sequence[Tensor], metadata: AttentionMetadata
+    ) -> Tensor:
+        """Return the positions [t, C] that are chosen for these queries; see `choose`."""
         assert isinstance(metadata, SparseMetadata)
+        query, weights = self._index_queries(query, weights)
         most, first_key = self.index.top_k, self.shape.first_key
         positions = torch.full((len(query), most), -1, dtype=torch.int32, device=query.device)
-        for span in metadata.sparse_spans:
-            keys = self._numbers(layer_index_keys[span.pages].flatten(0, 1))[: span.stop, 0]
+        part = metadata.choice.part
+        for span in metadata.sparse_spans if part is None else _within(metadata.sparse_spans, part.rows):
+            keys = self._index_keys(index_pages, span)
             key_positions = torch.arange(span.stop, device=query.device)
             for rows, start, stop in _tiles(span, SCORE_ROWS):
                 scores = index_scores(query[rows], weights[rows], keys[:stop])
@@ -138,7 +197,15 @@ class SparseAttention(LatentAttention):
                 seen = key_positions[:stop]
                 hidden = (seen > own) | (seen < own.clamp_max(first_key))
                 positions[rows] = top_positions(scores.masked_fill_(hidden, -torch.inf), most)
-        metadata.choice.positions = positions
+        return positions
+
+    def _index_queries(self, query: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return index queries and weights of heads in the form that is scored with stored index keys."""
+        return query, weights
+
+    def _index_keys(self, index_pages: Sequence[Tensor], span: Span) -> Tensor:
+        """Return the numbers [n, X] that the stored index keys of a span's request represent."""
+        return index_pages[0][span.pages].flatten(0, 1)[: span.stop, 0]
 
     def attend_heads(
         self,
@@ -193,13 +260,6 @@ class SparseAttention(LatentAttention):
         return torch.bmm(scores.softmax(-1), latents).to(query.dtype)
 
 
-def latent_attention(shape: AttentionShape, device: torch.device | str = "cpu") -> LatentAttention:
-    """Return latent attention in plain torch, sparse where the shape has an indexer."""
-    assert shape.latent is not None, "the model has other attention"
-    kind = LatentAttention if shape.latent.index is None else SparseAttention
-    return kind(shape, device)
-
-
 def index_scores(query: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """Return the scores [t, n] in float32 of keys [n, X] for index queries [t, I, X] and weights [t, I].
 
@@ -230,6 +290,16 @@ def top_positions(scores: Tensor, most: int) -> Tensor:
     positions = torch.full((len(scores), most), -1, dtype=torch.int32, device=scores.device)
     positions[row, rank] = position.int()
     return positions
+
+
+def _within(spans: Sequence[Span], rows: slice) -> Iterator[Span]:
+    """Yield the parts of spans that lie within these rows, numbered from the first of these."""
+    for span in spans:
+        before = max(rows.start - span.first_row, 0)
+        after = min(rows.stop - span.first_row, span.stop - span.start)
+        if before < after:
+            first_row = span.first_row + before - rows.start
+            yield Span(first_row, span.start + before, span.start + after, span.pages)
 
 
 def _tiles(span: Span, most_rows: int) -> Iterator[tuple[slice, int, int]]:

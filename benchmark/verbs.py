@@ -453,6 +453,7 @@ SIMULATIONS = (
     verb("states", "what must be computed of prompts by where recurrent states are kept, on five workloads",
          "simulate.states:run",
          option("--memory-gib", wholes(1, 2**16), "GIB,...", "for pages and kept states", [8, 32]),
+         option("--host-gib", whole(0, 2**16), "GIB", "of a host tier for our rules", 0),
          option("--seeds", wholes(0, MOST_SEED), "N,N,...", "of the drawn workloads (40; --full: 40 to 42)"),
          count("--slots", 8, "requests that run at once", most=1024),
          switch("--full", "several fractions of the memory for states, and three seeds: ten minutes"),

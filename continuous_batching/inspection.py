@@ -56,6 +56,7 @@ class Usage:
     state_taken_pages: int = 0
     state_hit_pages: int = 0
     state_evicted_pages: int = 0
+    state_resting_pages: int = 0
 
 
 def usage(scheduler: Scheduler, page_bytes: int, further_page_bytes: Sequence[int] = ()) -> Usage:
@@ -91,6 +92,7 @@ def usage(scheduler: Scheduler, page_bytes: int, further_page_bytes: Sequence[in
         state_taken_pages=0 if states is None else states.num_taken,
         state_hit_pages=0 if states is None else states.num_hits,
         state_evicted_pages=0 if states is None else states.counts.evicted_pages,
+        state_resting_pages=0 if states is None else states.num_resting,
         fragmentation=holes / max(1, pool.num_free),
         swapped_host_pages=0 if host is None else host.num_held - prefix.num_resting,
         resting_host_pages=prefix.num_resting,

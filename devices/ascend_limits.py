@@ -70,6 +70,7 @@ def check_latent(shape: AttentionShape, plain: str) -> None:
 MOST_INDEX_HEADS, INDEX_HEAD = 64, 128
 # npu_lightning_indexer: how many tokens a query may choose
 CHOSEN = (range(1, 2048 + 1), range(3072, 8192 + 1, 1024))
+MOST_INT8_CHOSEN = 2048  # npu_quant_lightning_indexer
 
 
 def _check_index(shape: AttentionShape, index: IndexShape, plain: str) -> None:
@@ -94,10 +95,10 @@ def _check_index(shape: AttentionShape, index: IndexShape, plain: str) -> None:
             f"the model's index_topk is {index.top_k}; the indexer chooses up to 2048, or 3072 to 8192 by"
             f" 1024: choose another model, {plain}"
         )
-    if shape.int8_pages:
+    if shape.int8_pages and index.top_k > MOST_INT8_CHOSEN:
         raise ValueError(
-            "cache.dtype is int8, and the model has sparse attention, whose pages in int8 are not written"
-            f" here: set cache.dtype to auto, {plain}"
+            f"the model's index_topk is {index.top_k}, and cache.dtype is int8, for which the indexer chooses"
+            f" up to {MOST_INT8_CHOSEN}: set cache.dtype to auto, {plain}"
         )
 
 
@@ -267,11 +268,15 @@ class AscendProduct:
     overlaps_experts: bool = False
     # One launch of a prompt's product and the ranks' sum of it is faster
     sums_products: bool = False
+    # Attention to latents returns right sums of exponents, which its page excludes and vllm-ascend asks for
+    # (context_parallel/mla_cp.py)
+    sums_latents: bool = True
     joins_latents: bool = False  # one launch of everything before latent attention is right, and faster
     # One launch that splits the product of queries, keys and values, and norms and rotates their heads, is
     # right and faster than one for each. No other engine calls npu_qkv_rms_norm_rope_cache
     joins_heads: bool = False
     dispatches: bool = False  # sending tokens to the ranks of their experts is faster
+    dispatches_beside_shared: bool = False  # also where parts of a shared expert are added up beside
     exact_angles: bool = True  # cosines of angles of 100,000 radians are right
     most_graphs: int | None = None  # sizes that may be captured; None: as many as its streams allow
 
@@ -337,6 +342,8 @@ class AscendProduct:
                 f"model.dtype is {name}, and cache.dtype is int8; attention of the {self.name} reads int8"
                 f" only for queries in bfloat16: set model.dtype to bfloat16, {plain}"
             )
+        if shape.latent is not None:
+            return  # whose own operators have other limits
         if shape.page_size % INT8_PAGE_STEP or not 0 < shape.page_size <= MOST_INT8_PAGE:
             raise ValueError(
                 f"cache.page_size is {shape.page_size}, and cache.dtype is int8; attention of the {self.name}"
@@ -633,7 +640,8 @@ PROBED = (
         "prefetches",
     ),
     *("overlaps_experts", "exact_angles", "groups_products", "divides_gates", "joins_heads"),
-    *("unmasks_decodes", "counts_own_key", "joins_latents", "sums_products", "dispatches"),
+    *("unmasks_decodes", "counts_own_key", "sums_latents", "joins_latents", "sums_products", "dispatches"),
+    "dispatches_beside_shared",
 )
 assert {each.name for each in fields(AscendProduct)} >= set(PROBED), "the answers are facts of a product"
 # Answers in files of earlier versions that no longer count, each with the reason

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from devices.compiled import processor
 from devices.cpu_threads import loaded_library
 
 log = logging.getLogger(__name__)
 
+HEADERS = tuple(Path(__file__).parent.glob("*.h"))  # which the sources include
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Kind of the sources
 COMPILE_S = 120.0  # limit of the compiler, which takes 3 s where it is alone
 
@@ -37,6 +37,19 @@ def missing_for_sources() -> str | None:
         return "the processor has no AVX2"
     compiler = os.environ.get("CXX", "g++")
     return f"there is no C++ compiler {compiler}" if shutil.which(compiler) is None else None
+
+
+def processor() -> str:
+    """Return a name for this processor's abilities, as torch uses them, to keep compilations apart.
+
+    torch finds its results by the function alone. Loops compiled for vectors of 512 bits leave out half of
+    what they should write if they are used with those of 256.
+    """
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
+    flags = sorted({line for line in lines if line.lower().startswith(("flags", "features", "cpu part"))})
+    digest = hashlib.sha256("\n".join([platform.processor(), *flags]).encode()).hexdigest()[:8]
+    return f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability().lower()}-{digest}"
 
 
 def compiled_source(source: Path) -> ctypes.CDLL | str:
@@ -58,10 +71,12 @@ def _library(source: Path) -> Path:
     compiler = os.environ.get("CXX", "g++")
     cpu = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
     options = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", cpu]
+    options += ["-Wno-psabi", f"-I{Path(__file__).parent}"]
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, check=True, timeout=COMPILE_S
     ).stdout
-    content = [source.read_bytes(), version, processor().encode(), *map(str.encode, options)]
+    texts = [each.read_bytes() for each in (source, *HEADERS)]
+    content = [*texts, version, processor().encode(), *map(str.encode, options[:-1])]
     name = f"{source.stem}-{hashlib.sha256(b'|'.join(content)).hexdigest()[:16]}.so"
     kept = _folder()
     if kept is not None and (kept / name).is_file():

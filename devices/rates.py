@@ -115,6 +115,10 @@ class DeviceRates:
         """Return the seconds for a message to reach another device."""
         return self.link_us * 1e-6 + num_bytes / (self.link_gb_per_s * 1e9 * self.link_efficiency)
 
+    def all_gather_s(self, num_bytes: float, num_devices: int) -> float:
+        """Return the seconds to gather parts of `num_bytes` on all devices: half of a sum of as many."""
+        return self.all_reduce_s(num_bytes, num_devices) / 2
+
     def all_reduce_s(self, num_bytes: float, num_devices: int) -> float:
         """Return the seconds of a sum over devices, with a ring's traffic and a tree's number of hops."""
         if num_devices == 1:

@@ -8,6 +8,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+# Least rows of a step for each tensor rank for which the ranks divide what an indexer chooses. With fewer, as
+# in decodes, a rank chooses for all of them faster than what was chosen is gathered
+DIVIDED_ROWS = 16
+CHOSEN_BYTES = 4  # bytes of each position that is chosen
+LATENT_TILE = 128  # numbers of a latent in int8 that share a scale
+LATENT_SCALE_BYTES = 4  # bytes of such a scale, a float32
+INT8_ROPE_BYTES = 2  # bytes of each number of the rope key beside it, a bfloat16
+
+
+def latent_tile(rank: int) -> int:
+    """Return how many numbers of a latent of this width share a scale: all, where tiles do not divide it."""
+    return rank if rank % LATENT_TILE else LATENT_TILE
+
+
+def latent_row_bytes(rank: int, rope_dim: int) -> int:
+    """Return the bytes of a token's latent in int8, its rope key and the scales, which lie in one row."""
+    return rank + INT8_ROPE_BYTES * rope_dim + rank // latent_tile(rank) * LATENT_SCALE_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class IndexShape:

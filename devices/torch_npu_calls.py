@@ -118,13 +118,22 @@ ON_SPARSE: tuple[OperatorCall, ...] = (
           " actual_seq_lengths_query actual_seq_lengths_kv query_rope key_rope layout_query layout_kv"
           " sparse_mode attention_mode", SPARSE),
 )  # fmt: skip
+# These instead, with a cache in int8
+ON_INT8_SPARSE: tuple[OperatorCall, ...] = (
+    _call("npu_quant_lightning_indexer", "query key weights query_dequant_scale key_dequant_scale"
+          " query_quant_mode key_quant_mode actual_seq_lengths_query actual_seq_lengths_key block_table"
+          " layout_query layout_key sparse_count sparse_mode", SPARSE),
+    _call("npu_kv_quant_sparse_flash_attention", "query key value sparse_indices scale_value key_quant_mode"
+          " value_quant_mode block_table actual_seq_lengths_query actual_seq_lengths_kv layout_query"
+          " layout_kv sparse_mode attention_mode quant_scale_repo_mode tile_size rope_head_dim", SPARSE),
+)  # fmt: skip
 ON_ATB: tuple[OperatorCall, ...] = (
     _call("empty_with_format", "size dtype device acl_format"),
     _call("_npu_reshape_and_cache", "key value key_cache value_cache slot_indices"),
     _call("_npu_paged_attention", _SPANS),
     _call("_npu_paged_attention_splitfuse_v2", f"{_SPANS} seq_len mask"),
 )
-ALL: tuple[OperatorCall, ...] = (*ON_ALL, *ON_FUSED, *ON_STATES, *ON_SPARSE, *ON_ATB)
+ALL: tuple[OperatorCall, ...] = (*ON_ALL, *ON_FUSED, *ON_STATES, *ON_SPARSE, *ON_INT8_SPARSE, *ON_ATB)
 
 # What is called in torch_npu.npu beside what torch.cuda has too
 PYTHON_NAMES = (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+WINDOW_KIND, STATE_KIND = "sliding_window", "mamba"  # `kv_cache_spec_kind`; vLLM names states by a model
+
 
 class Event(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """Base class of all events."""
@@ -19,7 +21,7 @@ class BlockStored(Event):
     lora_id: int | None = None
     medium: str | None = "GPU"
     lora_name: str | None = None
-    group_idx: int | None = None  # of layers that see a window; None: of all other layers
+    group_idx: int | None = None  # of layers that see a window, or of states; None: of all other layers
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
 

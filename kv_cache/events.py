@@ -11,6 +11,9 @@ Pages of layers that see a window have events of their own, with `group_idx` and
 resumed from if its pages are there and those of each window behind it. Their tokens and parents are those of
 the page of the same hash without a group.
 
+Recurrent states have such events, too, without a window: a prefix can be resumed from if a state stands
+behind its last page. Pages with no state behind them are of no use, and are told of when one follows.
+
 With a secret, both sockets speak CURVE, ZeroMQ's encryption with keys of both sides (RFC 26). The keys of the
 publisher and of all its readers follow from the secret, so that each side proves it to the other, and who
 lacks it can neither read events nor ask for them, nor be believed by a reader. vLLM's readers know no secret.
@@ -34,7 +37,15 @@ import zmq
 from zmq.utils import z85
 
 from borders.numbers import integers
-from kv_cache.event_messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, encode
+from kv_cache.event_messages import (
+    STATE_KIND,
+    WINDOW_KIND,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    encode,
+)
 from kv_cache.page_keys import TokenIds, short_key
 from kv_cache.prefix_cache import PageListener, PrefixCache
 
@@ -97,6 +108,8 @@ class PageEvents(PageListener):
         self._cache = cache
         self._page_size = page_size
         self._topic = topic.encode()
+        # Pages that are told of when a state stands behind them, by key: the key before each, and its tokens
+        self._untold: dict[bytes, tuple[bytes | None, list[int]]] = {}
         # A list holds all pages, and replaces everything before it
         self._queue: deque[BlockStored | BlockRemoved | list[BlockStored]] = deque()
         # Published pages by group and key, each after the page that it continues
@@ -117,26 +130,48 @@ class PageEvents(PageListener):
         self._thread.start()
 
     def stored(self, keys: Sequence[bytes], tokens: TokenIds, before: bytes | None, salt: str) -> None:
-        """Queue an event for pages that can be found from now on."""
-        parent = None if before is None else short_key(before)
-        self._put(BlockStored([*map(short_key, keys)], parent, tokens.ravel().tolist(), self._page_size))
+        """Queue an event for pages that can be found from now on, or resumed from, where states are kept."""
+        if self._cache.keeps_states:
+            for key, content in zip(keys, tokens.tolist()):
+                self._untold[key] = before, content
+                before = key
+        else:
+            self._tell(keys, tokens.ravel().tolist(), before)
 
     def removed(self, keys: Sequence[bytes]) -> None:
         """Queue an event for pages that can no longer be found."""
-        self._put(BlockRemoved([*map(short_key, keys)]))
+        told = [key for key in keys if self._untold.pop(key, None) is None]
+        if told:
+            self._put(BlockRemoved([*map(short_key, told)]))
 
     def stored_beside(self, keys: Sequence[bytes], group: int, window: int) -> None:
-        """Queue an event for pages of a window that can be found from now on."""
+        """Queue an event for pages of a window, or for states, that can be found from now on."""
+        for key in keys if not window else ():
+            self._tell_up_to(key)
         self._put(self._beside(keys, group, window))
 
     def removed_beside(self, keys: Sequence[bytes], group: int) -> None:
-        """Queue an event for pages of a window that can no longer be found."""
+        """Queue an event for pages of a window, or for states, that can no longer be found."""
         self._put(BlockRemoved([*map(short_key, keys)], group_idx=group))
 
     def close(self) -> None:
         """Send what is queued, and end the thread."""
         self._is_closing = True
         self._thread.join(_CLOSE_S)
+
+    def _tell(self, keys: Sequence[bytes], tokens: list[int], before: bytes | None) -> None:
+        parent = None if before is None else short_key(before)
+        self._put(BlockStored([*map(short_key, keys)], parent, tokens, self._page_size))
+
+    def _tell_up_to(self, key: bytes | None) -> None:
+        """Queue an event for the pages up to this one of which nobody has been told."""
+        chain: list[tuple[bytes, list[int]]] = []
+        while key is not None and (page := self._untold.pop(key, None)) is not None:
+            chain.append((key, page[1]))
+            key = page[0]
+        if chain:
+            chain.reverse()
+            self._tell([each for each, _ in chain], [token for _, page in chain for token in page], key)
 
     def _put(self, event: BlockStored | BlockRemoved) -> None:
         if len(self._queue) < MOST_QUEUED:
@@ -148,6 +183,7 @@ class PageEvents(PageListener):
                 [short_key(key)], None if before is None else short_key(before), tokens, self._page_size
             )
             for key, before, tokens in self._cache.index.everything()
+            if key not in self._untold
         ]
         everything += [self._beside(*each) for each in self._cache.everything_beside()]
         self._queue.append(everything)
@@ -159,8 +195,8 @@ class PageEvents(PageListener):
             [],
             self._page_size,
             group_idx=group,
-            kv_cache_spec_kind="sliding_window",
-            kv_cache_spec_sliding_window=window,
+            kv_cache_spec_kind=WINDOW_KIND if window else STATE_KIND,
+            kv_cache_spec_sliding_window=window or None,
         )
 
     def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:

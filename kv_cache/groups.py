@@ -47,10 +47,12 @@ ALL_TOKENS = Lifetime()
 class Plane:
     """One tensor of a layer's cache: `shape` numbers of each token, on one rank."""
 
-    name: str  # "keys", "values", "latents", "rope_keys", "features"
+    # "keys", "values", "latents", "rope_keys", "index_keys", "index_scales", "features"
+    name: str
     shape: tuple[int, ...]
     dtype: str  # a key of ITEM_BYTES
-    scale_bytes: int = 0  # bytes of the scales beside the numbers of each token, of int8
+    # Bytes beside the numbers of each token in int8: their scales, and a rope key that lies in a latent's row
+    scale_bytes: int = 0
 
     @property
     def token_bytes(self) -> int:
@@ -290,6 +292,10 @@ class PageGroup(ABC):
 
         Returns the copy that takes them there, which must be made before they are written to.
         """
+
+    def can_yield_host(self, count: int) -> bool:
+        """Whether `count` host pages are free, or would be if resting pages were dropped."""
+        return self.host is not None and count <= self.host.num_free + self.num_resting
 
     @abstractmethod
     def yield_host(self, count: int) -> bool:
@@ -646,11 +652,9 @@ class BesideGroup(PageGroup):
         return PageCopy(resting, targets, "to_host", group=self.number)
 
     def yield_host(self, count: int) -> bool:
-        if self.host is None:
+        if self.host is None or not self.can_yield_host(count):
             return False
         short = count - self.host.num_free
-        if short > len(self._resting):
-            return False
         if short > 0:
             self._forget(np.array(list(islice(self._resting, short)), dtype=np.int64))
         return True

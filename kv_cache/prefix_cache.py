@@ -33,7 +33,10 @@ class PageListener:
         """Pages can no longer be found."""
 
     def stored_beside(self, keys: Sequence[bytes], group: int, window: int) -> None:
-        """Beside the pages of these keys lie those of a group whose queries see a `window` of tokens."""
+        """Beside the pages of these keys lie those of a group whose queries see a `window` of tokens.
+
+        A window of 0 says that they are recurrent states, of which the one behind a prefix is needed.
+        """
 
     def removed_beside(self, keys: Sequence[bytes], group: int) -> None:
         """Pages of a group no longer lie beside those of these keys."""
@@ -106,6 +109,11 @@ class PrefixCache:
         return self._version + sum(each.changes for each in self._beside)
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether a prefix can be resumed from only where a recurrent state stands behind it."""
+        return any(not group.window for group in self._beside)
+
+    @property
     def num_idle(self) -> int:
         return len(self._idle)
 
@@ -147,6 +155,20 @@ class PrefixCache:
         pages nor renews them.
         """
         return self.index.find(keys, tokens, salt, held)
+
+    def has_known(self, key: bytes) -> bool:
+        """Whether a page with this key is cached, or was evicted a short time ago."""
+        return key in self._evicted or self.index.page_of(key) is not None
+
+    def evict_first(self, pages: Index) -> None:
+        """Let the last of these pages, which continue each other, be evicted before all others.
+
+        Those that others continue stay where they are: no page is evicted before what continues it.
+        """
+        pages = pages[self.is_cached(pages)]
+        for page in pages[len(pages) - self.index.num_lone(pages) :].tolist():
+            if page in self._idle:
+                self._idle.move_to_end(page, last=False)
 
     def count_lookup(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, matched: Index) -> None:
         """Count a lookup as "whole" if it found a page for every key, or by the reason why it ended earlier.

@@ -164,6 +164,21 @@ class PrefixIndex:
         """Whether any page in the index continues this one."""
         return bool(((self._parent == self._serial[page]) & (self._serial > 0)).any())
 
+    def num_lone(self, pages: Index) -> int:
+        """Return how many of the last of these pages, which continue each other, are continued by no other."""
+        serials = self._serial[pages]
+        serials = serials[serials > 0]
+        if not len(serials):
+            return 0
+        near = (self._parent >= serials.min()) & (self._parent <= serials.max()) & (self._serial > 0)
+        num_next = Counter(self._parent[near].tolist())
+        count = 0
+        for serial in serials[::-1].tolist():
+            if num_next[serial] > (count > 0):
+                break
+            count += 1
+        return count
+
     def num_known(self, keys: Sequence[bytes]) -> int:
         """Estimate how many of a request's keys are in the index, by a binary search over a few of them."""
         return bisect_left(keys, True, key=lambda each: each not in self._page_of)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,15 @@ class Checkpoint:
 
     position: int
     page: int
+    is_end: bool = False  # it stands at the end of its prompt; if prompts part there, too, that is chance
+
+
+@dataclass(slots=True)
+class End:
+    """What is known of a state at the end of a prompt or an answer, from which one conversation goes on."""
+
+    is_answer: bool
+    num_hits: int = 0
 
 
 class StateGroup(BesideGroup):
@@ -65,7 +75,12 @@ class StateGroup(BesideGroup):
         self._trial_page, self._trial_position = np.zeros_like(self.stop), np.zeros_like(self.stop)
         # Checkpoints of each page that cannot be found yet: those in `_left`, and those on trial
         self._num_left = np.zeros(pool.num_pages, dtype=np.int32)
+        self._ends: dict[int, End] = {}  # by page, or -h of the host's pool
+        self._spent: set[int] = set()  # pages that later states cover, which are evicted first
+        self.answers_return = False  # whether prompts go on from answers as they were given
         self._is_crowded = False  # whether states are about to be written that checkpoints hold
+        # [N] rows without a state of their own, or that may share it: a step looks at no other
+        self._is_open = np.ones(num_rows, dtype=np.bool_)
         self.num_taken = self.num_hits = 0  # checkpoints since the start
 
     @property
@@ -74,6 +89,10 @@ class StateGroup(BesideGroup):
 
     def first_seen(self, positions: Index) -> Index:
         return np.zeros_like(positions)
+
+    def seen_after(self, num_pages: int) -> int:
+        """See `PageGroup.seen_after`: of a prefix only the state beside its last page is needed."""
+        return max(0, num_pages - 1)
 
     def needed(self, num_tokens: int) -> int:
         return min(num_tokens, 1)
@@ -90,12 +109,18 @@ class StateGroup(BesideGroup):
 
         A state that only checkpoints share is copied where pages are available, and given up otherwise.
         """
-        pages = self.table[rows, 0]
-        shared = self.pool.holders[pages] > 1
-        missing: Index = (pages == NULL_PAGE).astype(np.int64)
+        missing: Index = np.zeros(len(rows), dtype=np.int64)
         self._is_crowded = False
-        if shared.any():
-            missing[self._copying(pages, np.flatnonzero(shared), int(missing.sum()))] = 1
+        at = self._is_open[rows].nonzero()[0]
+        if not len(at):
+            return missing
+        pages = self.table[rows[at], 0]
+        is_shared, lacks = self.pool.holders[pages] > 1, pages == NULL_PAGE
+        self._is_open[rows[at[~(is_shared | lacks)]]] = False
+        missing[at[lacks]] = 1
+        shared = is_shared.nonzero()[0]
+        if len(shared):
+            missing[at[self._copying(pages, shared, int(lacks.sum()))]] = 1
         return missing
 
     def _copying(self, pages: NDArray[np.int32], shared: Index, num_taken: int) -> Index:
@@ -134,10 +159,10 @@ class StateGroup(BesideGroup):
         forked: Sequence[int] = (),
         indexes: Sequence[int] = (),
     ) -> list[PageCopy]:
-        growing = rows[counts > 0]
+        growing = rows[counts.nonzero()[0]]
         copies = self._made_free(len(growing))
         old, new = self.table[growing, 0].astype(np.int64), self.pool.take(len(growing))
-        self.table[growing, 0], self.stop[growing] = new, 1
+        self.table[growing, 0], self.stop[growing], self._is_open[growing] = new, 1, False
         copied = old != NULL_PAGE
         if copied.any():
             copies.append(PageCopy(old[copied], new[copied], group=self.number))
@@ -178,6 +203,9 @@ class StateGroup(BesideGroup):
         page = int(self.beside[entries[-1]])
         assert page != 0, f"row {row} resumes where no state is"
         self.num_hits += 1
+        if page in self._ends:
+            self._ends[page].num_hits += 1
+        self._spent.discard(page)
         copies = []
         if page > 0:
             self._share(np.array([page]))
@@ -194,7 +222,7 @@ class StateGroup(BesideGroup):
             self.host.release(-source)
             self.counts.promoted_pages += 1
             page = int(target[0])
-        self.table[row, 0], self.stop[row] = page, 1
+        self.table[row, 0], self.stop[row], self._is_open[row] = page, 1, True
         return copies
 
     def to_swap(self, row: int, num_published: int, num_computed: int) -> tuple[int, Index]:
@@ -208,23 +236,26 @@ class StateGroup(BesideGroup):
         self.counts.swapped_in_pages += 1
         return [*copies, PageCopy(host_pages, target, "from_host", group=self.number)]
 
-    def keep(self, row: int, position: int) -> None:
+    def keep(self, row: int, position: int, *, is_end: bool = False) -> None:
         """Keep the row's live state, which the next batch leaves at `position`, as a checkpoint."""
         page = int(self.table[row, 0])
         self._share(np.array([page]))
-        self._add(row, Checkpoint(position, page))
+        self._is_open[row] = True
+        self._add(row, Checkpoint(position, page, is_end))
 
     def try_to_keep(self, rows: Index, positions: Index) -> None:
         """Keep the live states that the next batch leaves in answers of rows, as far as pages are free.
 
         Each takes the place of the row's last one. Each of these rows is the only one that holds its state.
         """
-        rows, positions = rows[: self.pool.num_free], positions[: self.pool.num_free]
+        room = self.pool.num_free + (len(self._idle) if self.answers_return else 0)
+        rows, positions = rows[:room], positions[:room]
         self._end_trials(rows)
         pages = self.table[rows, 0].astype(np.int64)
         self.pool.share(pages)
         self._num_left[pages] += 1
         self._trial_page[rows], self._trial_position[rows] = pages, positions
+        self._is_open[rows] = True
 
     def _end_trials(self, rows: Index) -> None:
         rows = rows[self._trial_page[rows] != NULL_PAGE]
@@ -234,7 +265,7 @@ class StateGroup(BesideGroup):
             self._trial_page[rows] = NULL_PAGE
             self._release(pages)
 
-    def take_one(self, row: int, position: int) -> tuple[int, list[PageCopy]]:
+    def take_one(self, row: int, position: int, *, is_end: bool = False) -> tuple[int, list[PageCopy]]:
         """Take a page for the state that the next batch leaves at `position` within a span of the row.
 
         Returns the page, and the copy that makes room for it. Returns page 0 if there is none: nobody is
@@ -244,7 +275,7 @@ class StateGroup(BesideGroup):
             return NULL_PAGE, []
         copies = self._made_free(1)
         (page,) = self.pool.take(1).tolist()
-        self._add(row, Checkpoint(position, page))
+        self._add(row, Checkpoint(position, page, is_end))
         return page, copies
 
     def is_left(self, row: int) -> list[int]:
@@ -271,20 +302,47 @@ class StateGroup(BesideGroup):
             self._remove(row, each)
             self.beside[name], self._entry_of[each.page] = each.page, name
             new[at] = each.page
+            if each.is_end or each is trial:
+                self._ends[each.page] = End(is_answer=each is trial)
             if self.pool.holders[each.page] == 1:
                 self._idle[each.page] = None
-                self._idle.move_to_end(each.page, last=each is not trial)
+                self._idle.move_to_end(each.page, last=each is not trial or self.answers_return)
         if new:
             self.num_taken += len(new)
             self.changes += 1
             self.told(True, entries[list(new)])
         return np.array(list(new), dtype=np.int64), np.array(list(new.values()), dtype=np.int64)
 
+    def end_behind(self, entry: int) -> End | None:
+        """Return what is known of the state behind an entry, if it is one of an end."""
+        return self._ends.get(int(self.beside[entry]))
+
+    def cover(self, entries: Index) -> None:
+        """Let the last state before the end of these entries be evicted first, if the one there covers it.
+
+        What has gone on from it once is the conversation that has left the later state. Where answers return,
+        nobody is expected to go on from the end of a prompt that was answered.
+        """
+        at = np.flatnonzero(self.beside[entries[:-1]] > 0)
+        page = int(self.beside[entries[at[-1]]]) if len(at) else NULL_PAGE
+        end, last = self._ends.get(page), self.end_behind(int(entries[-1]))
+        if end is None or page not in self._idle:
+            return
+        least = 0 if last is not None and last.is_answer and self.answers_return else 1
+        if least <= end.num_hits <= 1:
+            self._spent.add(page)
+            self._idle.move_to_end(page, last=False)
+
     def clear(self, row: int) -> None:
         for each in list(self._left.get(row, ())):
             self._drop(row, each)
         self._end_trials(np.array([row]))
         super().clear(row)
+        self._is_open[row] = True
+
+    def fork(self, source: int, row: int, num_pages: int) -> None:
+        super().fork(source, row, num_pages)
+        self._is_open[source] = True
 
     def evict(self, count: int) -> PageCopy | None:
         """See `PageGroup.evict`: states of running answers go first, those about to be published last."""
@@ -292,6 +350,11 @@ class StateGroup(BesideGroup):
         loose = tried[np.isin(self._trial_page[tried], self._loose())][:count]
         self._end_trials(loose)
         count -= len(loose)
+        # No page of the host is for what a later state covers
+        spent = [page for page in islice(self._idle, max(0, count)) if page in self._spent]
+        self.counts.evicted_pages += len(spent)
+        self._forget(np.array(spent, dtype=np.int64))
+        count -= len(spent)
         num_idle = min(count, len(self._idle))
         copy = super().evict(num_idle) if num_idle else None
         self._drop_loose(count - num_idle)
@@ -342,6 +405,22 @@ class StateGroup(BesideGroup):
         self._remove(row, checkpoint)
         self._release(np.array([checkpoint.page]))
 
+    def _forget(self, pages: Index) -> None:
+        super()._forget(pages)
+        for page in pages.tolist():
+            self._ends.pop(page, None)
+            self._spent.discard(page)
+
+    def _rename_pages(self, sources: Index, targets: Index) -> None:
+        super()._rename_pages(sources, targets)
+        ends = {
+            target: self._ends.pop(page, None) for page, target in zip(sources.tolist(), targets.tolist())
+        }
+        self._ends.update({page: end for page, end in ends.items() if end is not None})
+        spent = [page in self._spent for page in sources.tolist()]
+        self._spent.difference_update(sources.tolist())
+        self._spent.update(targets[spent].tolist())
+
     def _follow(self, sources: Index, targets: Index) -> None:
         super()._follow(sources, targets)
         target_of = dict(zip(sources.tolist(), targets.tolist()))
@@ -355,6 +434,9 @@ class StateGroup(BesideGroup):
 
 def _distinct(pages: Index) -> Iterator[Index]:
     """Yield the pages in parts without a page that stands twice, as `PagePool` takes them."""
+    if len(set(pages.tolist())) == len(pages):
+        yield pages
+        return
     while len(pages):
         _, first = np.unique(pages, return_index=True)
         yield pages[first]

@@ -21,9 +21,10 @@ TOWERS = (
     "model.mm_projector.",
     "model.visual.",
 )
-# How ERNIE's and Qwen's layers that predict further tokens are named, which lie beside their own and are not
-# read
-PREDICTION = ("model.mtp_", "mtp.")
+# How ERNIE's and Qwen's layers that predict further tokens are named, which lie beside their own and are no
+# part of the decoder; Qwen's may draft for it (models/drafting/mtp.py)
+BESIDE = "mtp."
+PREDICTION = ("model.mtp_", BESIDE)
 # Tensors that change nothing here: buffers of older checkpoints, which follow from config.json, and the
 # rotations of index queries and keys, which cancel in the products of both unless keys are rounded to int8
 HARMLESS = re.compile(

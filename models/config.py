@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from devices.shapes import latent_row_bytes
 from kv_cache.groups import ALL_TOKENS, ITEM_BYTES, DType, LayerCache, Lifetime, Plane
 from models.packing import Int4, Packing
 from models.quantization import BlockScales, Quantization, Stored
@@ -438,8 +439,10 @@ class DecoderConfig:
     has_output_gate: bool = False
     own_scale: float | None = None  # scale of attention scores; None: head_dim**-0.5
     window_rope: RopeConfig | None = None  # rotary embedding of layers with a window, if it differs
-    # Layers that a checkpoint may have behind its own, to predict further tokens; they are not read here
+    # Layers that a checkpoint may have to predict further tokens; they are not read here. They are numbered
+    # behind the model's own, unless they lie beside these under a name
     num_unread_layers: int = 0
+    unread_block: str = ""
     reads_text_alone: bool = False  # whether a checkpoint has towers for images, too, which are not read
     # Windows whose layers keep only the pages that a query can see, in a group of pages for each; layers with
     # other windows keep all pages, as those without a window do (see kv_cache/groups.py)
@@ -448,6 +451,12 @@ class DecoderConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def layers_behind(self) -> range:
+        """The numbers of layers that are not read, if they are numbered behind the model's own."""
+        count = 0 if self.unread_block else self.num_unread_layers
+        return range(self.num_layers, self.num_layers + count)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -501,6 +510,8 @@ class DecoderConfig:
         lifetime = Lifetime("window", self.window_groups[group - 1]) if group else ALL_TOKENS
         if self.recurrent_of(layer) is not None:
             return LayerCache(lifetime, ())
+        if self.int8_cache and self.layers[layer].index is not None:
+            return LayerCache(lifetime, self._int8_sparse_planes(layer))
         if self.layers[layer].mixer == "latent":
             assert self.latent is not None, "latent attention has sizes"
             widths = {"latents": self.latent.rank, "rope_keys": self.latent.rope_dim}
@@ -513,6 +524,17 @@ class DecoderConfig:
         heads = self.num_kv_heads
         planes = [Plane(name, (heads, width), stored, heads * scale_bytes) for name, width in widths.items()]
         return LayerCache(lifetime, tuple(planes))
+
+    def _int8_sparse_planes(self, layer: int) -> tuple[Plane, ...]:
+        """Return what a layer with sparse attention keeps in int8 (see attention/int8_sparse.py)."""
+        assert self.latent is not None, "latent attention has sizes"
+        rank, index = self.latent.rank, self.index_of(layer)
+        beside = latent_row_bytes(rank, self.latent.rope_dim) - rank  # rope key and scales
+        rows = Plane("latents", (1, rank), "int8", beside)
+        if index is None:
+            return (rows,)
+        keys = Plane("index_keys", (1, index.head_dim), "int8")
+        return rows, keys, Plane("index_scales", (1, 1), "float16")
 
     def form(self, name: str) -> Form:
         """Return how the linear with this checkpoint name is stored.
@@ -714,7 +736,7 @@ class DecoderConfig:
 
     @staticmethod
     def _index_key_bytes(cache: LayerCache) -> int:
-        return sum(each.token_bytes for each in cache.planes if each.name == "index_keys")
+        return sum(each.token_bytes for each in cache.planes if each.name.startswith("index_"))
 
     @property
     def growing_kv_bytes_per_token(self) -> int:

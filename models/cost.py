@@ -15,6 +15,7 @@ from typing import Literal
 
 from continuous_batching.step_time import UNKNOWN, Coefficients, StepCosts
 from devices.rates import DeviceRates
+from devices.shapes import CHOSEN_BYTES, DIVIDED_ROWS
 from models.config import ROUTER_BYTES, Choosing, DecoderConfig, Mixer
 
 # Operators of a layer if fused: norms, products, rotary, write, attention, gate, residuals
@@ -30,19 +31,21 @@ REDUCTIONS = 2  # sums over devices that share a layer
 ENDS = 4  # operators before the first layer and after the last
 SMALL_CHUNK = 128  # tokens of a prompt's chunk that costs little more than reading the weights
 ACTIVATIONS = 12  # times that a layer's hidden states are read or written between its products
+NORMED = 8  # those by its two norms and residual sums, which devices may divide by rows
+JOINED_BYTES = 4  # bytes of a number of the parts that devices which divide a sequence exchange
 
 
 @dataclass(frozen=True, slots=True)
 class LayerProduct:
     """A matrix product of a layer.
 
-    Devices that share the layer cut its outputs, or its inputs, after which a sum over them follows; or each
-    of them computes it whole.
+    Devices that share the layer cut its outputs, or its inputs, after which a sum over them follows; or its
+    rows, in steps of many; or each of them computes it whole.
     """
 
     inputs: int
     outputs: int
-    cut: Literal["inputs", "outputs"] | None
+    cut: Literal["inputs", "outputs", "rows"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +83,18 @@ class StepProduct:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What steps cost one of `tensor` devices that share each layer; `part` None is the whole model."""
+    """What steps cost one of `tensor` devices that share each layer; `part` None is the whole model.
+
+    `contexts` of them divide each page of the cache. Steps of `least_divided` tokens and more that are no
+    captured graphs divide their rows between products, with a reduce-scatter and a gather in place of each
+    sum; 0: none does.
+    """
 
     config: DecoderConfig
     tensor: int = 1
     part: ModelPart | None = None
+    contexts: int = 1
+    least_divided: int = 0
 
     @property
     def held(self) -> ModelPart:
@@ -105,13 +115,72 @@ class Counts:
         indexers = round(self.share * self.config.num_indexers) * INDEX_OPERATORS
         return self.held.num_layers * of_layer + ENDS + experts + states + indexers
 
+    def divides(self, num_tokens: float, *, is_graph: bool) -> bool:
+        """Whether devices divide the rows of such a step between products."""
+        return self.tensor > 1 and not is_graph and 0 < self.least_divided <= num_tokens
+
+    def launches(self, *, divides: bool) -> int:
+        """Return the operators of a step; one that `divides` rows has a gather more for each sum.
+
+        The choices of a router are gathered too.
+        """
+        if not divides:
+            return self.num_operators
+        num_mixtures = round(self.share * self.config.num_mixtures)
+        return self.num_operators + self.held.num_layers * REDUCTIONS + num_mixtures
+
+    def sums_s(self, device: DeviceRates, num_tokens: float, *, divides: bool) -> float:
+        """Return the seconds of the sums over devices, each of which is half a scatter and half a gather.
+
+        What linears in int8 read is gathered in int8, but for experts, whose router reads it too.
+        """
+        sum_s = device.all_reduce_s(self.hidden_bytes(num_tokens), self.tensor)
+        both_s = REDUCTIONS * self.held.num_layers * sum_s
+        if not divides or not self.config.is_int8:
+            return both_s
+        narrow_s = device.all_reduce_s(num_tokens * self.config.hidden_size, self.tensor)
+        num_narrow = sum(each.mixer != "recurrent" and each.index is None for each in self.config.layers)
+        num_narrow += self.config.num_layers - self.config.num_mixtures
+        return both_s - self.share * num_narrow * (sum_s - narrow_s) / 2
+
+    def joined_bytes(self, num_rows: float) -> tuple[float, float]:
+        """Return the bytes that a layer sends devices which divide a sequence, for rows of short spans.
+
+        Their queries are gathered, and then the parts of their outputs exchanged, with sums in float32.
+        """
+        config, latent = self.config, self.config.latent
+        query, output = config.head_dim, config.head_dim
+        if latent is not None:
+            query, output = latent.rank + latent.rope_dim, latent.rank
+        heads = self.contexts * -(-config.num_heads // self.tensor)
+        numbers = (self.contexts - 1) / self.contexts * num_rows * heads
+        return numbers * query * config.dtype_bytes, numbers * (output + 1) * JOINED_BYTES
+
+    def contexts_s(self, device: DeviceRates, num_rows: float, context: float) -> float:
+        """Return the seconds of what devices that divide a sequence send each other in a step.
+
+        `num_rows` tokens of short spans ask all of them. `context` tokens of longer spans, summed over the
+        layers, are gathered.
+        """
+        if self.contexts == 1:
+            return 0.0
+        taken_s = 0.0
+        if num_rows:
+            taken_s += self.held.num_layers * sum(map(device.send_s, self.joined_bytes(num_rows)))
+        if context:
+            others = (self.contexts - 1) / self.contexts
+            gathered = others * self.share * context * self.config.kv_head_bytes
+            taken_s += device.send_s(gathered) + 2 * gathered / device.bytes_per_s
+        return taken_s
+
     def hidden_bytes(self, num_tokens: float) -> float:
         """Return the bytes of the hidden states of tokens at one place of a layer."""
         return num_tokens * self.config.hidden_size * self.config.dtype_bytes
 
-    def activation_bytes(self, num_tokens: float) -> float:
+    def activation_bytes(self, num_tokens: float, *, divides: bool = False) -> float:
         """Return the bytes that the operators between products read and write."""
-        return self.held.num_layers * ACTIVATIONS * self.hidden_bytes(num_tokens)
+        saved = NORMED * (1 - 1 / self.tensor) if divides else 0.0
+        return self.held.num_layers * (ACTIVATIONS - saved) * self.hidden_bytes(num_tokens)
 
     def products(self, num_tokens: float, num_sampled: float) -> Iterator[StepProduct]:
         """Yield the products of a step of so many tokens, of which some are sampled from."""
@@ -153,6 +222,8 @@ class Counts:
     def _cut(
         self, times: float, rows: float, product: LayerProduct, dtype: str, weight_bytes: float
     ) -> StepProduct:
+        if product.cut == "rows" and self.divides_choice(rows):
+            rows /= self.tensor
         inputs = product.inputs / (self.tensor if product.cut == "inputs" else 1)
         outputs = product.outputs / (self.tensor if product.cut == "outputs" else 1)
         return self._product(times, rows, inputs, outputs, dtype, weight_bytes)
@@ -176,14 +247,25 @@ class Counts:
         written = config.kv_head_bytes * len(config.attention_windows) * num_tokens
         return heads * attention_operations(config, context, pairs), kv_heads * (read + written)
 
-    def indexers(self, context: float, pairs: float) -> tuple[float, float]:
+    def divides_choice(self, num_tokens: float) -> bool:
+        """Whether the devices divide the rows of a step for which an indexer chooses."""
+        return self.tensor > 1 and num_tokens >= DIVIDED_ROWS * self.tensor
+
+    def indexers(self, num_tokens: float, context: float, pairs: float) -> tuple[float, float]:
         """Return the operations and the bytes of the indexers of all layers of the model.
 
         `context` and `pairs` are those of `attention`, summed over the layers with an indexer. Every device
-        computes all index heads.
+        computes all index heads, of its rows if the step has many tokens.
         """
-        config = self.config
-        return index_operations(config, pairs), config.index_key_bytes * context
+        config, ways = self.config, self.tensor if self.divides_choice(num_tokens) else 1
+        return index_operations(config, pairs) / ways, config.index_key_bytes * context
+
+    def chosen_bytes(self, num_tokens: float) -> float:
+        """Return the bytes of a layer's choice that the devices gather; 0 if each chooses for all rows."""
+        index = None if self.config.latent is None else self.config.latent.index
+        if index is None or not self.divides_choice(num_tokens):
+            return 0.0
+        return num_tokens * index.top_k * CHOSEN_BYTES
 
     def state_bytes(self, num_spans: float) -> float:
         """Return the bytes of recurrent states that so many spans move: each is read and written."""
@@ -213,9 +295,14 @@ def attention_products(config: DecoderConfig, layer: int) -> tuple[LayerProduct,
         )
     whole, last = ("q_a_proj", "kv_a_proj_with_mqa", "f_a_proj", "g_a_proj"), ("o_proj", "out_proj")
     index = config.index_of(layer)
-    whole += ("indexer.wq_b", *(() if index is None else index.first()))
+    whole += () if index is None else index.first()
+    cuts: dict[str, Literal["inputs", "rows"] | None] = {
+        **dict.fromkeys(whole),
+        **dict.fromkeys(last, "inputs"),
+        "indexer.wq_b": "rows",
+    }
     return tuple(
-        LayerProduct(inputs, outputs, None if name in whole else "inputs" if name in last else "outputs")
+        LayerProduct(inputs, outputs, cuts.get(name, "outputs"))
         for name, inputs, outputs in config.mixer_linears(layer)
     )
 
@@ -254,7 +341,7 @@ def step_costs(
     Steps of up to `graphs` decodes are captured graphs. The lines go through the times of two sizes: a step
     of one decode and one of `most_decodes`, drafts included; a chunk of SMALL_CHUNK and one of `most_tokens`.
     Layers with a window, or with sparse attention, read a bounded number of tokens, which is left out; the
-    indexers of the latter score all of them.
+    indexers of the latter score all of them, and the devices divide the scores of a chunk.
     """
     config = counts.config
     needed = {config.dtype, *(each.dtype for each in counts.products(1, 1))}
@@ -267,22 +354,27 @@ def step_costs(
     operations = growing * -(-config.num_heads // counts.tensor) * attention_operations(config, 1, 1)
     operations += indexers * index_operations(config, 1)
     few, many = 1, max(2, most_decodes)
-    decode_s, decodes_s = (_step_s(counts, device, each, each, graphs) for each in (few, many))
+    decode_s, decodes_s = (
+        _step_s(counts, device, each, each, graphs) + counts.contexts_s(device, each, 0)
+        for each in (few, many)
+    )
     token_s = max(0.0, (decodes_s - decode_s) / (many - few))
     decodes = Coefficients(
         step_s=max(0.0, decode_s - few * token_s),
         token_s=token_s,
-        context_s=device.operator_s(operations, config.dtype, read_bytes),
+        context_s=device.operator_s(operations, config.dtype, read_bytes / counts.contexts),
     )
     few, many = min(SMALL_CHUNK, max(1, most_tokens // 2)), max(2, most_tokens)
     chunk_s, largest_s = (_step_s(counts, device, each, 1, 0) for each in (few, many))
     token_s = max(0.0, (largest_s - chunk_s) / (many - few))
     pair = growing * -(-config.num_heads // counts.tensor) * attention_operations(config, 0, 1)
-    pair += indexers * index_operations(config, 1)
+    pair += indexers * index_operations(config, 1) / counts.tensor
     prompts = Coefficients(
         step_s=max(0.0, chunk_s - few * token_s),
         token_s=token_s,
-        context_s=read_bytes / device.bytes_per_s,
+        context_s=read_bytes / device.bytes_per_s
+        + counts.contexts_s(device, 0, 2 * growing)
+        - counts.contexts_s(device, 0, growing),
         pair_s=pair / device.flop_per_s(config.dtype),
     )
     return StepCosts(decodes, prompts)
@@ -297,11 +389,12 @@ def _step_s(counts: Counts, device: DeviceRates, num_tokens: int, num_sampled: i
         each.times * device.operator_s(each.operations, each.dtype, each.num_bytes)
         for each in counts.products(num_tokens, num_sampled)
     )
-    moved = counts.activation_bytes(num_tokens) + counts.state_bytes(num_sampled)
+    divides = counts.divides(num_tokens, is_graph=num_tokens <= graphs)
+    launches = counts.launches(divides=divides)
+    moved = counts.activation_bytes(num_tokens, divides=divides) + counts.state_bytes(num_sampled)
     busy_s += moved / device.bytes_per_s
-    sum_s = device.all_reduce_s(counts.hidden_bytes(num_tokens), counts.tensor)
-    busy_s += REDUCTIONS * counts.held.num_layers * sum_s + counts.num_operators * device.kernel_us * 1e-6
+    busy_s += counts.sums_s(device, num_tokens, divides=divides) + launches * device.kernel_us * 1e-6
     host_s = 1e-6 * (device.host_us + device.row_us * num_sampled)
     if num_tokens <= graphs:
         return host_s + busy_s + device.graph_us * 1e-6
-    return host_s + max(busy_s, counts.num_operators * device.launch_us * 1e-6)
+    return host_s + max(busy_s, launches * device.launch_us * 1e-6)

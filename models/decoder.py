@@ -9,6 +9,7 @@ Legend: T tokens of the step, R sampled rows, V vocabulary, H query heads, K kv 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from models.layers.recurrent import GatedDelta, KimiDelta, RecurrentMixer
 from models.layers.rope import Rope, head_order, is_scaled
 from models.ops.operands import Int8Rows
 from models.ops.reference import Ops
+from models.parallel.divided_rows import DividedRows
 from models.parallel.group import ALONE, NO_LINKS, Group, StageLinks
 from models.parallel.share import Share
 from models.step_inputs import StepInputs
@@ -143,7 +145,7 @@ class SelfAttention(nn.Module):
         if gate is not None:
             attended = attended * gate.sigmoid().view_as(attended)
         self.ops.await_prefetch()
-        mixed: Tensor = self.output(attended.flatten(1))
+        mixed: Tensor = self.output(attended.flatten(1), step.divided)
         return mixed
 
     def write(
@@ -273,7 +275,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the output of the last block and the residual it will be added to.
 
-        The first layer gets no residual.
+        The first layer gets no residual. If rows are divided, these are the rows of this rank.
         """
         normed: Tensor | Int8Rows
         if residual is None:
@@ -281,14 +283,15 @@ class DecoderLayer(nn.Module):
         else:
             weights = self.input_norm, self.input_norm_bias
             normed, residual = self._add_norm(x, residual, *weights, self.attention.reader)
-        x = self.attention(normed, cos, sin, step)
+        divided = step.divided
+        x = self.attention(normed if divided is None else divided.whole_input(normed), cos, sin, step)
         if self.attention_post_norm is not None:
             x = self.ops.rms_norm(x, self.attention_post_norm, self.eps)
         if isinstance(self.mlp, Mixture):
             return self._mixed(x, residual, step, self.mlp)
         weights = self.mlp_norm, self.mlp_norm_bias
         normed, residual = self._add_norm(x, residual, *weights, self.mlp.gate_up)
-        x = self.mlp(normed)
+        x = self.mlp(normed if divided is None else divided.whole_input(normed), divided)
         if self.mlp_post_norm is not None:
             x = self.ops.rms_norm(x, self.mlp_post_norm, self.eps)
         return x, residual
@@ -296,7 +299,10 @@ class DecoderLayer(nn.Module):
     def _mixed(
         self, x: Tensor, residual: Tensor, step: StepInputs, mixture: Mixture
     ) -> tuple[Tensor, Tensor]:
-        """Return the output of the mixture, and the residual; no expert computes the padding rows."""
+        """Return the output of the mixture, and the residual; no expert computes the padding rows.
+
+        If rows are divided, a rank chooses the experts of its own rows alone, padding included.
+        """
         wide: Tensor | None = None
         if self.mlp_norm is not None and self.mlp_norm_bias is None:
             normed, wide, residual = self.ops.add_rms_norm_wide(x, residual, self.mlp_norm, self.eps)
@@ -305,6 +311,8 @@ class DecoderLayer(nn.Module):
             assert isinstance(found, Tensor), "a router reads no rows in int8"
             normed = found
         num_tokens, num_rows = len(step.token_ids), len(residual)
+        if step.divided is not None:
+            return mixture.of_divided(normed, wide, step.is_asked, num_tokens, step.divided), residual
         wide = None if wide is None else wide[:num_tokens]
         return pad_rows(mixture(normed[:num_tokens], wide, step.is_asked), num_rows), residual
 
@@ -368,6 +376,8 @@ class Decoder(nn.Module):
         self.recurrence = recurrence or Recurrence(device)
         sharing = self.share.of_an_expert[1]
         self.counts_experts = False  # whether experts count their tokens, see models/step/expert_counts.py
+        # Tokens of a step that is not captured from which ranks divide its rows between products; 0: never
+        self.least_divided = 0
         self.adapters: AdapterRooms | None = None  # places for adapters, see models/step/adapters.py
         num_embedded = vocab if self.share.holds_embedding(config) else 0
         self.embedding = parameter(num_embedded, hidden, dtype=dtype, device=device)
@@ -409,6 +419,12 @@ class Decoder(nn.Module):
         for rope in self.ropes:
             rope.tabulate(num_positions, self.embedding.dtype)
 
+    def division(self, num_tokens: int) -> DividedRows | None:
+        """Return how the ranks divide the rows of a step of so many tokens that is not captured."""
+        if self.group.size == 1 or not 0 < self.least_divided <= num_tokens or not self.ops.divides_rows:
+            return None
+        return DividedRows(self.group, self.ops.padded(num_tokens))
+
     def tap(self, layers: tuple[int, ...], take: Callable[[Tensor, StepInputs], None]) -> None:
         """In each step, pass the inputs of these layers, [T, layers * hidden] in rising order, to `take`.
 
@@ -419,9 +435,9 @@ class Decoder(nn.Module):
     def forward(self, step: StepInputs) -> Tensor:
         """Return the hidden states [T, hidden] of the step's tokens, before the last norm.
 
-        In a stage that is not the last, which sends them on, they have not been added to the residual.
+        In a stage that is not the last, which sends them on, they are any numbers.
         """
-        num_tokens = len(step.token_ids)
+        num_tokens, divided = len(step.token_ids), step.divided
         num_rows = self.ops.padded(num_tokens)
         token_ids, positions = pad_rows(step.token_ids, num_rows), pad_rows(step.positions, num_rows)
         if self.adapters is not None:
@@ -429,16 +445,17 @@ class Decoder(nn.Module):
         rope_lens = None if step.rope_lens is None else pad_rows(step.rope_lens, num_rows)
         residual: Tensor | None = None
         if self.share.is_first:
-            x = self.embedded(token_ids)
+            x = self.embedded(token_ids, divided)
         else:
-            both = self.norm.new_empty(2, num_rows, self.config.hidden_size)
+            num_own = num_rows if divided is None else divided.count
+            both = self.norm.new_empty(2, num_own, self.config.hidden_size)
             x, residual = self.stages.receive(both).unbind()
             self._receive_choice(step, num_rows)
         turns = [rope.cos_sin(positions, rope_lens, x.dtype) for rope in self.ropes]
         tapped = []
         for number, layer in enumerate(self.layers):
             if number in self._taps:
-                tapped.append((x if residual is None else x + residual)[:num_tokens])
+                tapped.append(_total(x, residual, divided)[:num_tokens])
             cos, sin = turns[0 if self.part.layers[number].window is None else -1]
             x, residual = layer(x, residual, cos, sin, step)
             if self.after_layer is not None:
@@ -446,13 +463,14 @@ class Decoder(nn.Module):
         if not self.share.is_last:
             assert residual is not None, "a stage has a layer"
             self.stages.send(torch.stack((x, residual)))
-            self._send_choice(step)
-            return x[:num_tokens]
-        x = (x if residual is None else x + residual)[:num_tokens]
+            self._send_choice(step, num_rows)
+            # Nothing reads these numbers
+            return x[:num_tokens] if divided is None else x[:1].expand(num_tokens, -1)
+        x = _total(x, residual, divided)[:num_tokens]
         if len(self.layers) in self._taps:
             tapped.append(x)
         if self._take is not None:
-            self._take(torch.cat(tapped, -1), step)
+            self._take(torch.cat(tapped, -1), replace(step, divided=None))
         return x
 
     def _receive_choice(self, step: StepInputs, num_rows: int) -> None:
@@ -465,8 +483,8 @@ class Decoder(nn.Module):
             room = torch.empty(num_rows, attention.index.top_k, dtype=torch.int32, device=attention.device)
             attention.choice_of(step.metadata).positions = self.stages.receive(room)
 
-    def _send_choice(self, step: StepInputs) -> None:
-        """Send on what was chosen last in this step, if the next stage's first layer shares it."""
+    def _send_choice(self, step: StepInputs, num_rows: int) -> None:
+        """Send on the last choice of this step, in so many rows, if the next stage begins by sharing it."""
         attention = self.attention
         if self.config.layers[self.share.layers(self.config).stop].index != "shared":
             return
@@ -474,7 +492,7 @@ class Decoder(nn.Module):
         if attention.is_sparse(step.metadata):
             positions = attention.choice_of(step.metadata).positions
             assert positions is not None, "a layer before has chosen"
-            self.stages.send(positions)
+            self.stages.send(pad_rows(positions, num_rows))
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return hidden states [R, hidden] after the last norm, in the last stage."""
@@ -508,21 +526,22 @@ class Decoder(nn.Module):
         cap = self.config.logit_cap
         return logits if cap is None else (logits / cap).tanh() * cap
 
-    def embedded(self, token_ids: Tensor) -> Tensor:
-        """Return scaled rows [T, hidden] of the embedding.
+    def embedded(self, token_ids: Tensor, divided: DividedRows | None = None) -> Tensor:
+        """Return scaled rows [T, hidden] of the embedding, or this rank's rows if they are divided.
 
         Each row is on one rank, and the others add zeros.
         """
-        x = self._embedding_rows(token_ids)
+        x = self._embedding_rows(token_ids, divided)
         return x if self.embedding_scale == 1 else x * self.embedding_scale
 
-    def _embedding_rows(self, token_ids: Tensor) -> Tensor:
+    def _embedding_rows(self, token_ids: Tensor, divided: DividedRows | None) -> Tensor:
         if self.group.size == 1:
             return F.embedding(token_ids, self.embedding)
         tokens = self.share.tokens(self.config)
         is_here = (token_ids >= tokens.start) & (token_ids < tokens.stop)
         x = F.embedding((token_ids - tokens.start).where(is_here, 0), self.embedding)
-        return self.group.all_reduce(x.masked_fill_(~is_here[:, None], 0))
+        x.masked_fill_(~is_here[:, None], 0)
+        return self.group.all_reduce(x) if divided is None else divided.summed(x)
 
 
 def pack(whole: nn.Module) -> None:
@@ -534,6 +553,12 @@ def pack(whole: nn.Module) -> None:
     for kinds in ((Mixture,), (Linear, UpProjection), mixers):
         for module in [each for each in whole.modules() if isinstance(each, kinds)]:
             module.pack()
+
+
+def _total(x: Tensor, residual: Tensor | None, divided: DividedRows | None) -> Tensor:
+    """Return all rows [T, hidden] of an output and the residual that it is added to."""
+    total = x if residual is None else x + residual
+    return total if divided is None else divided.whole(total)
 
 
 def pad_rows(x: Tensor, num_rows: int) -> Tensor:

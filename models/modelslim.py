@@ -249,8 +249,9 @@ def _further(
 
     Raises ValueError if a tensor that is no linear of this model, such as an embedding, is quantised.
     """
-    last = config.num_layers + config.num_unread_layers
-    behind = tuple(f"model.layers.{layer}." for layer in range(config.num_layers, last))
+    behind = tuple(f"model.layers.{layer}." for layer in config.layers_behind)
+    if config.unread_block:
+        behind = (config.unread_block,)
     for key, kind in said.items():
         name = key.removesuffix(".weight")
         if name == key or name in types or kind == FLOAT:
@@ -277,9 +278,11 @@ def _norm_biases(said: Mapping[str, Any], config: DecoderConfig) -> Iterator[str
 
     An exporter that shifted activations (anti_method m4) wrote the shift so.
     """
-    layers = range(config.num_layers + config.num_unread_layers)
+    prefixes = [f"model.layers.{layer}." for layer in range(config.layers_behind.stop)]
+    if config.unread_block:
+        prefixes += [f"{config.unread_block}layers.{layer}." for layer in range(config.num_unread_layers)]
     names = [*config.norms[:2], *([] if config.latent is None else [f"self_attn.{QUERY_NORM}"])]
-    known = {f"model.layers.{layer}.{name}" for layer in layers for name in names} | {LAST_NORM}
+    known = {prefix + name for prefix in prefixes for name in names} | {LAST_NORM}
     for key in said:
         name = key.removesuffix(".bias")
         if name == key or not name.endswith("norm") or name.endswith(INDEX_KEY_NORM):

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attention.recurrent import StateMetadata
+from attention.recurrent import DraftRows, StateMetadata
 from attention.reference import AttentionMetadata
 from kv_cache.device.storage import CacheLayers
+from models.parallel.divided_rows import DividedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,9 @@ class StepInputs:
     # int32 [T], the place of each token's adapter, 0 for none; None if no token has one
     adapters: Tensor | None = None
     window_metadata: tuple[AttentionMetadata, ...] = ()  # as `metadata`, for each group of windows
-    states: StateMetadata | None = None  # which states spans go on from and leave; None if no layer has one
+    # Which states spans go on from and leave; None if no layer has one
+    states: StateMetadata | DraftRows | None = None
+    divided: DividedRows | None = None  # how ranks divide the rows between products; None: they do not
 
     def metadata_of(self, group: int) -> AttentionMetadata:
         """Return what the layers of a group share (see kv_cache/groups.py)."""

@@ -3,6 +3,7 @@
 python -m recipes show RECIPE [key=value ...] [--profile NAME]   its keys, their origins, the memory it takes
 python -m recipes keys                                           every key that there is, as a Markdown table
 python -m recipes names                                          what other engines call them, likewise
+python -m recipes divisions                                      what goes with several devices, likewise
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from recipes import divisions
 from recipes.assembly import memory_plan, sizing
 from recipes.assembly.families import share_of
 from recipes.assembly.operators import check_operators
@@ -31,7 +33,7 @@ def main(given: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m recipes", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("verb", choices=("show", "keys", "names"))
+    parser.add_argument("verb", choices=("show", "keys", "names", "divisions"))
     asked = parser.parse_args(given[:1]).verb
     one = argparse.ArgumentParser(prog=f"{parser.prog} {asked}")
     if asked == "show":
@@ -41,6 +43,8 @@ def main(given: list[str]) -> None:
         print(table(Recipe), end="")
     elif asked == "names":
         print(names_table(), end="")
+    elif asked == "divisions":
+        print(divisions.table(), end="")
     else:
         show(options.recipe, options.overrides, options.profile)
 

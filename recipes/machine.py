@@ -5,28 +5,30 @@ The libraries of a kind are imported only where a recipe asks for that kind.
 
 from __future__ import annotations
 
+import ctypes
 import logging
-import math
 import os
 import platform
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from attention.cpu.compiled import attention_source
+from attention.int8_sparse import latent_attention
 from attention.recurrent import Recurrence
 from attention.reference import Attention
-from attention.sparse import latent_attention
 from devices.ascend_limits import PRODUCTS, WIDE_HEAD, answered, answers_file, buffer_mib, product
-from devices.compiled import LIMIT_S, CompileLimit, keep_results, missing_for_compiling
 from devices.cpu_threads import Threads, Way, barriers
 from devices.host_memory import host_memory_bytes
 from devices.shapes import AttentionShape
 from devices.torch_npu_calls import ALL
 from devices.torch_npu_releases import releases
 from models.ops.cpu.products import Products, products
+from models.ops.cpu.rowwise import Rowwise, rowwise
 from models.ops.reference import Ops
 from models.parallel.group import Group
 from models.step.runner import ModelRunner
@@ -95,8 +97,7 @@ class Cpu(Machine):
     def __init__(self, asked: DeviceSection, learned: str = "") -> None:
         super().__init__(asked)
         self.threads = Threads(asked.threads, barriers(), Way.of(learned) if learned else None)
-        self._compile_limit_s = LIMIT_S
-        self._others_compile = self._others_have_products = True
+        self._others_compile = True
 
     @property
     def name(self) -> str:
@@ -107,48 +108,33 @@ class Cpu(Machine):
         return "" if self.threads.learned is None else self.threads.learned.word
 
     def join(self, group: Group) -> None:
-        """Compile on all ranks that share layers or on none of them, and on each to the end.
+        """Compile on all ranks that share layers or on none of them.
 
         What every rank computes for itself, as a router's choice of experts, must come out alike.
         """
         if group.size > 1:
-            self._others_compile = bool(group.least(int(self._compiles()[0]), self.device))
-            has_products = isinstance(self._products(), Products)
-            self._others_have_products = bool(group.least(int(has_products), self.device))
-            self._compile_limit_s = math.inf
+            self._others_compile = bool(group.least(int(isinstance(self._sources(), Sources)), self.device))
 
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
         from attention.cpu.attention import CpuAttention
-        from attention.cpu.decodes import decodes
         from models.ops.cpu.ops import CpuOps, keep_memory
 
         keep_memory()
         self.threads.use(self.threads.patient)
-        compiles, why = self._compiles()
-        folder = keep_results() if compiles else None
-        kept = f"; results are kept in {folder}" if folder else ""
-        log.info("compile: %s, %s%s", "yes" if compiles else "no", why, kept)
-        limit = CompileLimit(self._compile_limit_s) if self.asked.compile == "auto" else None
-        found = self._products()
+        found, invariant = self._sources(), self.asked.batch_invariant
         if isinstance(found, str):
-            log.info("products: oneDNN's, since %s", found)
-        invariant = self.asked.batch_invariant
-        if invariant and isinstance(found, str):
-            raise _no_invariance(found)
-        own = None if isinstance(found, str) else found
-        ops = CpuOps(compile=compiles, limit=limit, products=own, batch_invariant=invariant)
+            log.info("compile: no, since %s; products are oneDNN's, and the rest is plain torch", found)
+            if invariant or self.asked.compile is True:
+                raise _not_compiled(found, "batch_invariant" if invariant else "compile")
+            ops, library = CpuOps(), None
+        else:
+            ops = CpuOps(products=found.products, rowwise=found.rowwise, batch_invariant=invariant)
+            library = found.attention
         if shape.latent is not None:
             return ops, latent_attention(shape)
-        plain = self.asked.attention == "reference"
-        if plain:
+        if self.asked.attention == "reference":
             return ops, Attention(shape)
-        read = decodes() if isinstance(found, Products) else found
-        if invariant and isinstance(read, str):
-            raise _no_invariance(read)
-        source = None if isinstance(read, str) else read
-        return ops, CpuAttention(
-            shape, compile=compiles, limit=limit, decodes=source, batch_invariant=invariant
-        )
+        return ops, CpuAttention(shape, library=library, batch_invariant=invariant)
 
     def recurrence(self, state_dtype: str) -> Recurrence:
         from attention.cpu.recurrent import CpuRecurrence
@@ -162,8 +148,9 @@ class Cpu(Machine):
     def decided(self) -> Iterator[tuple[str, str]]:
         """Yield the keys that are left to the machine, with the value chosen here and the reason."""
         if self.asked.compile == "auto":
-            compiles, why = self._compiles()
-            yield "device.compile", f"{in_yaml(compiles)}, since {why}"
+            found = self._sources()
+            why = found if isinstance(found, str) else "there is a C++ compiler"
+            yield "device.compile", f"{in_yaml(isinstance(found, Sources))}, since {why}"
         candidates = [str(way) for way in self.threads.candidates]
         if len(candidates) > 1:
             yield "device.threads", f"{' or '.join(candidates)}, whichever is measured faster at start-up"
@@ -171,33 +158,36 @@ class Cpu(Machine):
     def memory_bytes(self) -> int:
         return host_memory_bytes()
 
-    def _products(self) -> Products | str:
-        """Return the products that are compiled for this machine, or why oneDNN's are used."""
+    def _sources(self) -> Sources | str:
+        """Return what is compiled for this machine, or why nothing is."""
         if self.asked.compile is False:
             return "device.compile is false"
         if self.asked.attention == "reference":
             return "device.attention is reference, the plain torch"
-        return products() if self._others_have_products else "another rank has none of its own"
-
-    def _compiles(self) -> tuple[bool, str]:
-        """Return whether functions are compiled, and why."""
-        if self.asked.compile != "auto":
-            return self.asked.compile, "as device.compile says"
-        if self.asked.attention == "reference":
-            return False, "device.attention is reference, the plain torch"
-        if self.asked.batch_invariant:
-            return False, "device.batch_invariant is true"
         if not self._others_compile:
-            return False, "another rank does not"
-        missing = missing_for_compiling()
-        return missing is None, missing or "there is a C++ compiler"
+            return "another rank has no C++ compiler"
+        own, rows, library = products(), rowwise(), attention_source()
+        if isinstance(own, str):
+            return own
+        if isinstance(rows, str):
+            return rows
+        return library if isinstance(library, str) else Sources(own, rows, library)
 
 
-def _no_invariance(why: str) -> RecipeError:
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The C++ sources of a CPU, compiled for it: all of them, or none."""
+
+    products: Products
+    rowwise: Rowwise
+    attention: ctypes.CDLL
+
+
+def _not_compiled(why: str, key: str) -> RecipeError:
     return RecipeError(
-        "device.batch_invariant",
-        f"products and attention that sum each row alike are compiled, and {why}",
-        "install g++, or set device.batch_invariant to false",
+        f"device.{key}",
+        f"products, attention and norms are compiled for it, and {why}",
+        f"install g++, or set device.{key} to false",
         value=True,
     )
 
@@ -300,12 +290,14 @@ class Npu(Accelerator):
 
     def join(self, group: Group) -> None:
         """Make the communicator for tokens of experts, where verify_npu.sh found that it gains time."""
-        group.open_for_tokens(self.buffer_mib if self.product.dispatches else 0, self.device)
+        sends = self.product.dispatches or self.product.dispatches_beside_shared
+        group.open_for_tokens(self.buffer_mib if sends else 0, self.device)
 
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
         from attention.npu.atb_attention import AtbAttention
         from attention.npu.fused_attention import FusedAttention
         from attention.npu.int8_attention import Int8FusedAttention
+        from attention.npu.int8_sparse_attention import Int8FusedSparseAttention
         from attention.npu.latent_attention import FusedLatentAttention
         from attention.npu.single_queries import WideHeadAttention
         from attention.npu.sparse_attention import FusedSparseAttention
@@ -321,7 +313,8 @@ class Npu(Accelerator):
             return ops, Attention(shape, self.device)
         kind: type[AscendAttention] = AtbAttention if self.product.is_atb else FusedAttention
         if shape.latent is not None:
-            kind = FusedLatentAttention if shape.latent.index is None else FusedSparseAttention
+            of_index = Int8FusedSparseAttention if shape.int8_pages else FusedSparseAttention
+            kind = FusedLatentAttention if shape.latent.index is None else of_index
         elif shape.int8_pages:
             kind = Int8FusedAttention
         elif self.product.is_fused and shape.head_dim == WIDE_HEAD:

@@ -9,7 +9,6 @@ import logging
 import resource
 import signal
 import socket
-import ssl
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +28,7 @@ from serving.api.protocol import Protocol
 from serving.async_llm import AsyncLLM
 from serving.metrics import logs
 from serving.metrics.server_stats import ServerStats, report
-from serving.tls import TlsFiles
+from serving.tls import Handshakes, TlsFiles
 
 log = logging.getLogger("serve")
 # IDLE_S is how long a client may send no request. It is longer than proxies keep a connection, 60 s with most
@@ -83,15 +82,45 @@ class ServerOptions:
 
 
 class SignalFreeServer(uvicorn.Server):
-    """A server that leaves signals to `_serve`.
+    """A server that leaves signals to `_serve`, which first lets requests end and only then stops listening.
 
-    `_serve` first lets requests end and only then stops listening.
+    Its connections are encrypted where `handshakes` are given: uvicorn's own TLS would count connections, and
+    bound their time, only after their handshakes.
     """
+
+    def __init__(self, config: uvicorn.Config, handshakes: Handshakes | None = None) -> None:
+        super().__init__(config)
+        self._handshakes = handshakes
+        self._accepting: list[asyncio.Task[None]] = []
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Install no handlers."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen at the sockets."""
+        if self._handshakes is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        new = partial(
+            self.config.http_protocol_class,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        for each in sockets or ():
+            accepting = self._handshakes.accept(each, new, self.server_state.connections)
+            self._accepting.append(asyncio.ensure_future(accepting))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen no longer, and let connections end."""
+        for each in self._accepting:
+            each.cancel()
+        if self._accepting:
+            await asyncio.wait(self._accepting)
+        await super().shutdown(sockets)
 
 
 def run_server(options: ServerOptions) -> int:
@@ -136,7 +165,7 @@ def _run(options: ServerOptions, lines: logs.Lines) -> int:
         app = application(
             llm, model, keys, options.cors_origins, is_local=is_local, batches=batches, live=live
         )
-        server = SignalFreeServer(configuration(app, most, tls))
+        server = SignalFreeServer(configuration(app, most), None if tls is None else Handshakes(tls, most))
         gc.collect()
         gc.freeze()  # later collections then skip what is imported, and delay clients less
         uvloop.run(_serve(llm, server, listener, live, batches))
@@ -236,8 +265,8 @@ def most_connections() -> int:
     return most - _RESERVE
 
 
-def configuration(app: ASGIApp, most_connections: int, tls: ssl.SSLContext | None = None) -> uvicorn.Config:
-    """Return uvicorn's configuration; connections are encrypted by `tls`, if it is given."""
+def configuration(app: ASGIApp, most_connections: int) -> uvicorn.Config:
+    """Return uvicorn's configuration."""
     found = uvicorn.Config(
         app,
         http=partial(Protocol, most_connections=most_connections),  # type: ignore[arg-type] # it is only called
@@ -252,7 +281,6 @@ def configuration(app: ASGIApp, most_connections: int, tls: ssl.SSLContext | Non
         reset_contextvars=True,  # a request that was pipelined begins with nothing of the one before it
     )
     found.load()
-    found.ssl = tls  # by uvicorn's own options it would ask for a key's password at the terminal
     return found
 
 

@@ -2,12 +2,22 @@
 
 A router believes whoever shows a certificate of its `--tls-authority`, at whatever address: replicas come and
 go, and the authority signs them alone. A server may demand a certificate of its clients in the same way.
+
+A connection has its place among a server's from the moment that it is accepted, and little time to agree on
+keys: otherwise whoever reaches the port could hold all descriptors without a certificate.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import socket
 import ssl
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
+
+HANDSHAKE_S = 10.0  # time that a client has to agree on keys
+_PAUSE_S = 1.0  # interval between attempts to accept where the system has no descriptor left
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,48 @@ class TlsFiles:
             context.load_cert_chain(self.certificate, self.private_key, password=_no_password)
         except OSError as error:  # ssl.SSLError is one
             raise _unusable("--tls-certificate, --tls-private-key", error) from error
+
+
+class Handshakes:
+    """Accepts connections that are encrypted, at most so many with those that have agreed on keys already.
+
+    An event loop that accepted them itself would show them to a server only after their handshakes. One too
+    many is closed without a word, since a word would need the keys.
+    """
+
+    def __init__(self, tls: ssl.SSLContext, most_connections: int) -> None:
+        self._tls, self._most = tls, most_connections
+        self._agreeing: set[asyncio.Task[None]] = set()
+
+    async def accept(
+        self, listener: socket.socket, protocol: Callable[[], asyncio.Protocol], connected: Sized
+    ) -> None:
+        """Accept until cancelled; each connection is given a protocol when it has agreed on keys."""
+        loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        try:
+            while True:
+                try:
+                    client, _ = await loop.sock_accept(listener)
+                except OSError:  # the client is gone, or descriptors are used up
+                    await asyncio.sleep(_PAUSE_S)
+                    continue
+                if len(connected) + len(self._agreeing) >= self._most:
+                    client.close()
+                    continue
+                task = loop.create_task(self._agree(client, protocol))
+                self._agreeing.add(task)
+                task.add_done_callback(self._agreeing.discard)
+        finally:
+            for each in self._agreeing:
+                each.cancel()
+
+    async def _agree(self, client: socket.socket, protocol: Callable[[], asyncio.Protocol]) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # TLS has told the client; the connection or its time has ended
+            await loop.connect_accepted_socket(
+                protocol, client, ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_S
+            )
 
 
 def _believe(context: ssl.SSLContext, option: str, path: str) -> None:

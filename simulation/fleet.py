@@ -93,7 +93,10 @@ class Fleet:
         self._looks = routing.route != "round_robin"  # whether the router needs the engines' loads
         self._has_keys = routing.route == "text_prefix" or bool(routing.tells.any())
         for number in routing.tells.nonzero()[0].tolist():
-            replicas[number].engine.scheduler.prefix.listener = _PageReporter(routing, number)
+            prefix = replicas[number].engine.scheduler.prefix
+            prefix.listener = _PageReporter(routing, number)
+            for found in prefix.everything_beside():  # nothing yet, of groups without which no page is a hit
+                prefix.listener.stored_beside(*found)
         self._reported_s = np.full(len(replicas), -math.inf)
         # Clocks of the engines with work, if the router needs loads
         self._behind: list[tuple[float, int]] = []

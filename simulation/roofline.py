@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -24,9 +25,10 @@ from continuous_batching.slots import SlotPool
 from devices.rates import DeviceRates
 from kv_cache.pages import Index
 from models.config import DecoderConfig
-from models.cost import REDUCTIONS, Counts, ModelPart, StepProduct
+from models.cost import Counts, ModelPart, StepProduct
 from simulation.fitted import non_negative
 
+MOST_JOINED = 16  # tokens of a span that visit all devices which divide the cache (attention/divided.py)
 MOST_SIZES = 2**16  # step sizes whose times are kept
 
 
@@ -57,6 +59,8 @@ class Roofline:
     graphs: int = 0
     hides_host: bool = False
     stage: ModelPart | None = None
+    contexts: int = 1  # devices that divide each page of the cache
+    least_divided: int = 0  # tokens of a step from which its rows are divided, see `Counts`
     _sizes: dict[tuple[int, int, int], _Size] = field(default_factory=dict)
     # Window, and the number of layers that have it
     _windows: list[tuple[int | None, int]] = field(init=False)
@@ -65,7 +69,7 @@ class Roofline:
     _counts: Counts = field(init=False)
 
     def __post_init__(self) -> None:
-        self._counts = Counts(self.config, self.tensor, self.stage)
+        self._counts = Counts(self.config, self.tensor, self.stage, self.contexts, self.least_divided)
         layers = [each for each in self.config.layers if each.mixer != "recurrent"]
         self._windows = list(Counter(each.window for each in layers if each.index is None).items())
         if (latent := self.config.latent) is not None and latent.index is not None:
@@ -74,10 +78,30 @@ class Roofline:
     def step_s(self, batch: Batch, slots: SlotPool) -> float:
         """Return the seconds of the whole step, including the pages that are copied before it."""
         num_tokens = batch.num_tokens
+        if self.contexts > 1:
+            return self._divided_s(batch, slots)
         seen = self.seen(batch, num_tokens)
         captured = batch.num_spans + batch.num_drafts  # number of tokens of a step without prompts
         index_s = self._index_s(batch) if self.config.num_indexers else 0.0
         taken_s = self.time_s(num_tokens, captured, len(batch.owners), *seen, index_s=index_s)
+        return taken_s + self._copies_s(batch, slots) if batch.copies else taken_s
+
+    def _divided_s(self, batch: Batch, slots: SlotPool) -> float:
+        """Return the seconds of a step whose devices divide the cache.
+
+        Each reads its part of what short spans see, and all of what is gathered for longer ones.
+        """
+        lens = batch.stops - batch.starts
+        is_long = lens > MOST_JOINED
+        _, pairs = self.seen(batch, batch.num_tokens)
+        gathered = float(self.config.num_layers * batch.stops[is_long].sum())
+        joined_rows = float(lens[~is_long].sum())
+        # Rows of one request read its keys once each
+        joined = float(self.config.num_layers * (batch.stops * lens)[~is_long].sum()) / self.contexts
+        captured = batch.num_spans + batch.num_drafts
+        sizes = batch.num_tokens, captured, len(batch.owners)
+        taken_s = self.time_s(*sizes, gathered + joined, pairs)
+        taken_s += self._counts.contexts_s(self.device, joined_rows, gathered)
         return taken_s + self._copies_s(batch, slots) if batch.copies else taken_s
 
     def seen(self, batch: Batch, num_tokens: int) -> tuple[float, float]:
@@ -115,13 +139,20 @@ class Roofline:
         return near
 
     def _index_s(self, batch: Batch) -> float:
-        """Return the seconds of the indexers, which score all tokens where some are not read."""
+        """Return the seconds of the indexers, which score all tokens where some are not read.
+
+        Where the devices divide the rows of a step, what they choose is gathered.
+        """
         chooses = batch.stops > self._sparse[0]
         starts, stops = batch.starts[chooses], batch.stops[chooses]
         pairs = float(((stops - starts) * (starts + stops + 1)).sum()) / 2
         count = self.config.num_indexers
-        operations, moved = self._counts.indexers(count * float(stops.sum()), count * pairs)
-        return self._counts.share * self.device.operator_s(operations, self.config.dtype, moved)
+        num_tokens = float((batch.stops - batch.starts).sum())
+        operations, moved = self._counts.indexers(num_tokens, count * float(stops.sum()), count * pairs)
+        taken_s = self.device.operator_s(operations, self.config.dtype, moved)
+        if len(stops) and (gathered := self._counts.chosen_bytes(num_tokens)):
+            taken_s += count * self.device.all_gather_s(gathered, self.tensor)
+        return self._counts.share * taken_s
 
     def time_s(
         self,
@@ -161,17 +192,17 @@ class Roofline:
 
     def _size(self, num_tokens: int, captured: int, num_sampled: int) -> _Size:
         counts, device = self._counts, self.device
-        operators, num_layers = counts.num_operators, counts.held.num_layers
-        hidden_bytes = counts.hidden_bytes(num_tokens)
         is_graph = num_tokens == captured <= self.graphs
+        divides = counts.divides(num_tokens, is_graph=is_graph)
+        operators = counts.launches(divides=divides)
+        moved = counts.activation_bytes(num_tokens, divides=divides) + counts.state_bytes(num_sampled)
         return _Size(
             share=counts.share,
             products_s=sum(
                 each.times * self._product_s(each) for each in counts.products(num_tokens, num_sampled)
             ),
-            activations_s=(counts.activation_bytes(num_tokens) + counts.state_bytes(num_sampled))
-            / device.bytes_per_s,
-            all_reduce_s=REDUCTIONS * num_layers * device.all_reduce_s(hidden_bytes, self.tensor),
+            activations_s=moved / device.bytes_per_s,
+            all_reduce_s=counts.sums_s(device, num_tokens, divides=divides),
             kernels_s=operators * device.kernel_us * 1e-6,
             is_graph=is_graph,
             launch_s=(device.graph_us if is_graph else operators * device.launch_us) * 1e-6,
@@ -243,9 +274,17 @@ def fitted_device(
             device, tflop_per_s=device.tflop_per_s | {dtype: tflop}, host_us=host_us, row_us=row_us
         )
 
+    sampled = np.array([size.num_sampled for size, _ in steps])
+
+    @cache
+    def computed_s(tflop: float) -> NDArray[np.float64]:
+        """Return the seconds of each step but for the host's, which are the cheap part of a prediction."""
+        roofline = Roofline(config, of((tflop, 0.0, 0.0)))
+        return np.array([predicted_s(roofline, size) for size, _ in steps])
+
     def error(rates: Rates) -> float:
-        roofline = Roofline(config, of(rates))
-        said = np.log([predicted_s(roofline, size) for size, _ in steps])
+        tflop, host_us, row_us = rates
+        said = np.log(computed_s(tflop) + 1e-6 * (host_us + row_us * sampled))
         return float(np.abs(said - taken_s).mean())
 
     best = (0.1, 500.0, 100.0)  # the order of magnitude of one core

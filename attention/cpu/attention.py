@@ -2,8 +2,9 @@
 
 Decodes are limited by memory bandwidth, so this class arranges a page in its own order, in which a decode
 reads every byte once, in sequence, into whole vectors. A page is B/W tiles; in a tile, keys lie as [K, W/S,
-D, S] and values as [K, D/E, W, E]. For all other code a page is only a unit to copy, move and count. Longer
-spans are computed by matrix products, tile addresses are planned in `tiles`.
+D, S] and values as [K, D/E, W, E]. For all other code a page is only a unit to copy, move and count. Tile
+addresses are planned in `tiles`. `compiled` reads all spans in C++; where there is no compiler, or a page has
+part vectors, this file does it in plain torch: decodes tile by tile, longer spans by matrix products.
 
 Legend: T tokens of the step, H/K query/kv heads, G = H/K, D head dim, P pages, B tokens a page, N slots,
   W tokens in a tile, S of them in a vector, E dimensions in a vector, R decoding rows, J tiles of all rows,
@@ -12,6 +13,7 @@ Legend: T tokens of the step, H/K query/kv heads, G = H/K, D head dim, P pages, 
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,11 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.cpu.decodes import CompiledDecodes, TileShape
-from attention.cpu.tiles import DecodeTiles, PromptSpan, QueryChunk
+from attention.cpu.compiled import CompiledAttention, TileShape
+from attention.cpu.tiles import DecodeTiles, PromptSpan, PromptTiles, QueryChunk
 from attention.reference import Attention, AttentionMetadata, Windows
 from continuous_batching.batch import Batch, ragged_ranges
-from devices.compiled import Compiled, CompileLimit
 from devices.cpp_sources import KINDS
 from devices.onednn import product_dtype
 from devices.shapes import AttentionShape
@@ -42,20 +43,21 @@ SLAB = 64
 class CpuMetadata(AttentionMetadata):
     """What all layers of one step share, for each window in use."""
 
-    place: Tensor  # int64 [4, T]: tile, vector in the tile, lane and offset in the tile of every token
     decodes: slice | Tensor  # rows of the query that are decodes: a slice of the first ones, or int64 [R]
     num_decodes: int
     tiles: dict[int | None, DecodeTiles]
+    # The other spans, as this file reads them, or as `compiled` does: one of both is empty
     prompts: dict[int | None, tuple[PromptSpan, ...]]
+    compiled_prompts: dict[int | None, PromptTiles]
     fresh: list[Tensor] = field(default_factory=list)  # key and value of the layer being computed
 
 
 class CpuAttention(Attention):
     """Attention on a CPU.
 
-    With `decodes`, the source that is compiled for this machine, decodes are read by it where whole vectors
-    fit; they are slow without. With `compile`, other loops are compiled within the time `limit`. With
-    `batch_invariant` they read all spans, whose results then have the same bits however a prompt is cut.
+    With `library`, the source that is compiled for this machine, all is read by it where whole vectors fit;
+    decodes are slow without. `batch_invariant` needs it, because a query's sums then have the same bits
+    whatever it is read with.
     """
 
     gives_sums = False
@@ -65,9 +67,7 @@ class CpuAttention(Attention):
         shape: AttentionShape,
         device: torch.device | str = "cpu",
         *,
-        compile: bool = False,
-        limit: CompileLimit | None = None,
-        decodes: CompiledDecodes | None = None,
+        library: ctypes.CDLL | None = None,
         batch_invariant: bool = False,
     ) -> None:
         super().__init__(shape, device)
@@ -77,29 +77,18 @@ class CpuAttention(Attention):
         heads, dim = shape.num_kv_heads, shape.head_dim
         self.key_view = (-1, heads, self.tile // lanes, dim, lanes)
         self.value_view = (-1, heads, dim // value_lanes, self.tile, value_lanes)
-        self.compile = compile
         lying = TileShape(self.tile, lanes, value_lanes)
-        self._decodes = decodes if lying.is_whole and shape.dtype in KINDS else None
-        self._lying = lying
+        is_read = library is not None and lying.is_whole and shape.dtype in KINDS
+        self._compiled = CompiledAttention(library, shape, lying) if is_read and library else None
         self.batch_invariant = batch_invariant
-        self._no_sinks = torch.full((shape.num_heads,), -torch.inf)
         self._is_plain = shape.score_cap is None and not shape.has_sinks
         self._product_dtype = product_dtype(shape.dtype)
-        self._store_loop = self._store
-        self._rows_loop, self._columns_loop = self._rows, self._columns
-        self._weigh_loop, self._scatter_loop = self._weigh, self._scatter
-        if compile:
-            self._store_loop = Compiled(self._store, ((0,), (0,), (), (), (1,)), limit=limit)
-            self._rows_loop = Compiled(self._rows, ((0,), (0,)), limit=limit)
-            self._columns_loop = Compiled(self._columns, ((0,), (0,), (0,)), limit=limit)
-            self._weigh_loop = Compiled(self._weigh, ((1, 3), (0,), (0,), ()), limit=limit)
-            self._scatter_loop = Compiled(self._scatter, ((0,), (1,), (1,), (0,)), limit=limit)
 
     def check(self) -> None:
-        """Refuse what `decodes` does not read where it must read every span; see Attention.check."""
+        """Refuse what `compiled` does not read where it must; see Attention.check."""
         super().check()
         shape = self.shape
-        if self.batch_invariant and self._decodes is None:
+        if self.batch_invariant and self._compiled is None:
             raise ValueError(
                 f"device.batch_invariant: heads of {shape.head_dim} in {shape.dtype} and pages of"
                 f" {shape.page_size} are not read in C++; set cache.page_size to a multiple of 16, or"
@@ -115,46 +104,61 @@ class CpuAttention(Attention):
     ) -> CpuMetadata:
         """Compute what all layers of this step share; see Attention.plan."""
         shape, tile = self.shape, self.tile
-        address, offset = np.divmod(write_index, tile)
-        place = np.stack((address, *np.divmod(offset, self.key_view[-1]), offset))
         lens = batch.stops - batch.starts
         first_rows = np.cumsum(lens) - lens
         used = dict.fromkeys(shape.windows if windows is None else windows)
 
-        is_short = (lens <= SHORT) | self.batch_invariant
+        is_short = lens <= SHORT
         counts, starts = lens[is_short], batch.starts[is_short]
         tokens = ragged_ranges(first_rows[is_short], first_rows[is_short] + counts)
         num_decodes, tiles = len(tokens), {}
         in_front = not num_decodes or int(tokens[-1]) == num_decodes - 1
+        sizes = page_table, shape.page_size, tile
         if num_decodes:
             slots = np.repeat(batch.slots[is_short], counts)
             ends = ragged_ranges(starts + 1, starts + counts + 1)
-            sizes = page_table, shape.page_size, tile
             tiles = {w: DecodeTiles.of(slots, ends, *sizes, w, shape.first_key) for w in used}
-        prompts = {
-            window: tuple(
-                PromptSpan.of(
-                    int(first_rows[span]),
-                    int(batch.starts[span]),
-                    int(batch.stops[span]),
-                    page_table[batch.slots[span]],
-                    shape.page_size,
-                    tile,
-                    window,
-                    shape.first_key,
-                )
-                for span in np.flatnonzero(~is_short)
-            )
-            for window in used
-        }
+        longer = np.flatnonzero(~is_short)
+        prompts: dict[int | None, tuple[PromptSpan, ...]] = {}
+        compiled_prompts = {}
+        if self._compiled is not None and len(longer):
+            planned = first_rows[longer], batch.starts[longer], batch.stops[longer], batch.slots[longer]
+            compiled_prompts = {window: PromptTiles.of(*planned, *sizes, window) for window in used}
+        elif len(longer):
+            prompts = {
+                window: self._prompts(batch, first_rows, longer, page_table, window) for window in used
+            }
         return CpuMetadata(
             torch.from_numpy(write_index),
             (),
-            torch.from_numpy(place),
             slice(0, num_decodes) if in_front else torch.from_numpy(tokens),
             num_decodes,
             tiles,
             prompts,
+            compiled_prompts,
+        )
+
+    def _prompts(
+        self,
+        batch: Batch,
+        first_rows: NDArray[np.int64],
+        longer: NDArray[np.int64],
+        page_table: NDArray[np.int32],
+        window: int | None,
+    ) -> tuple[PromptSpan, ...]:
+        """Plan the longer spans as this file reads them."""
+        return tuple(
+            PromptSpan.of(
+                int(first_rows[span]),
+                int(batch.starts[span]),
+                int(batch.stops[span]),
+                page_table[batch.slots[span]],
+                self.shape.page_size,
+                self.tile,
+                window,
+                self.shape.first_key,
+            )
+            for span in longer
         )
 
     @property
@@ -172,9 +176,16 @@ class CpuAttention(Attention):
     ) -> None:
         """Write the step's keys and values, both [T, K, D], to their places in the layer's [P, B, K, D]."""
         assert isinstance(metadata, CpuMetadata)
+        places = metadata.write_index
+        if self._compiled is not None and key.dtype == value.dtype == layer_keys.dtype:
+            self._compiled.write(key, value, layer_keys, layer_values, places)
+            return
         metadata.fresh[:] = key, value
-        num_tokens = metadata.place.shape[1]
-        self._store_loop(key[:num_tokens], value[:num_tokens], layer_keys, layer_values, metadata.place)
+        tile, offset = places // self.tile, places % self.tile
+        lanes = self.key_view[-1]
+        layer_keys.view(self.key_view)[tile, :, offset // lanes, :, offset % lanes] = key[: len(places)]
+        values = value[: len(places)].unflatten(2, (-1, self.value_view[-1]))
+        layer_values.view(self.value_view)[tile, :, :, offset] = values
 
     def read(self, layer_keys: Tensor, layer_values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values [n, K, D] at cache places `index` [n], page * B + offset."""
@@ -189,19 +200,18 @@ class CpuAttention(Attention):
     ) -> Tensor:
         """Let each query [T, H, D] attend to its request's positions up to its own; see Attention.attend."""
         assert isinstance(metadata, CpuMetadata)
-        window, sinks = self.shape.windows[layer], self._no_sinks
-        if self.shape.has_sinks:
-            sinks = self.sinks[layer].float()
-        decoded = None
-        if metadata.num_decodes:
-            tiles = metadata.tiles[window]
-            decoded = self._decoded(query[metadata.decodes].float(), layer_keys, layer_values, sinks, tiles)
-            if len(decoded) == len(query):
-                return decoded
+        window = self.shape.windows[layer]
+        sinks = self.sinks[layer].float() if self.shape.has_sinks else None
+        if self._compiled is not None:
+            return self._read(self._compiled, query, layer_keys, layer_values, sinks, metadata, window)
+        if sinks is None:
+            sinks = torch.full((self.shape.num_heads,), -torch.inf)
         output = torch.empty_like(query)
-        if decoded is not None:
+        if metadata.num_decodes:
+            rows = query[metadata.decodes].float()
+            decoded = self._decode(rows, layer_keys, layer_values, sinks, metadata.tiles[window])
             output[metadata.decodes] = decoded
-        for prompt in metadata.prompts[window]:
+        for prompt in metadata.prompts.get(window, ()):
             if prompt.whole is not None and self._is_plain and self._product_dtype == torch.float32:
                 output[prompt.whole] = self._attend_whole(query, metadata.fresh, prompt.whole)
                 continue
@@ -210,14 +220,29 @@ class CpuAttention(Attention):
                 self._attend_chunk(query, keys, values, chunk, sinks, output)
         return output
 
-    def _decoded(
-        self, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, tiles: DecodeTiles
+    def _read(
+        self,
+        compiled: CompiledAttention,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        sinks: Tensor | None,
+        metadata: CpuMetadata,
+        window: int | None,
     ) -> Tensor:
-        """Return what the decodes' float32 queries [R, H, D] read."""
-        if self._decodes is not None:
-            read = self._decodes.attend(query, keys, values, sinks, tiles, self.shape, self._lying)
-            return read.to(self.shape.dtype)
-        return self._decode(query, keys, values, sinks, tiles)
+        """Compute `attend` in C++."""
+        wide, prompts = query.float(), metadata.compiled_prompts.get(window)
+        decoded = None
+        if metadata.num_decodes:
+            decoded = compiled.decode(wide[metadata.decodes], keys, values, sinks, metadata.tiles[window])
+            if len(decoded) == len(query):
+                return decoded.to(query.dtype)
+        output = torch.empty(query.shape)
+        if decoded is not None:
+            output[metadata.decodes] = decoded
+        if prompts is not None:
+            compiled.extend(wide, keys, values, sinks, prompts, output)
+        return output.to(query.dtype)
 
     def _attend_whole(self, query: Tensor, fresh: Sequence[Tensor], tokens: slice) -> Tensor:
         """Attend within a prompt whose queries [T, H, D] see all `fresh` keys and values up to their own.
@@ -240,7 +265,7 @@ class CpuAttention(Attention):
         """
         if prompt.fresh is not None:  # all keys belong to this step, so nothing is gathered from the cache
             key, value = metadata.fresh
-            keys, values = self._columns_loop(key, value, prompt.fresh)
+            keys, values = (each[prompt.fresh].transpose(0, 1) for each in (key, value))
             return keys.transpose(1, 2), values
         heads, dim = self.shape.num_kv_heads, self.shape.head_dim
         keys = layer_keys.view(self.key_view)[prompt.tiles].permute(1, 3, 0, 2, 4)
@@ -253,11 +278,11 @@ class CpuAttention(Attention):
         self, query: Tensor, keys: Tensor, values: Tensor, chunk: QueryChunk, sinks: Tensor, output: Tensor
     ) -> None:
         """Compute a chunk by two products for each kv head, whose query heads are the rows of one matrix."""
-        rows = self._rows_loop(query, chunk.rows)
+        rows = self._rows(query, chunk.rows)
         scores = self._product(rows.flatten(1, 2), keys[:, :, chunk.keys])
-        weights, totals = self._weigh_loop(scores.view(*rows.shape[:3], -1), chunk.first, chunk.last, sinks)
+        weights, totals = self._weigh(scores.view(*rows.shape[:3], -1), chunk.first, chunk.last, sinks)
         sums = self._product(weights.flatten(1, 2), values[:, chunk.keys])
-        self._scatter_loop(output, sums.view(rows.shape), totals, chunk.tokens)
+        self._scatter(output, sums.view(rows.shape), totals, chunk.tokens)
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         """Multiply two tensors of one type by torch.bmm, in the type that is fastest on this processor."""
@@ -267,10 +292,6 @@ class CpuAttention(Attention):
         """Return some of the queries [T, H, D] as [K, tokens, G, D]."""
         grouped: Tensor = query.unflatten(1, (self.shape.num_kv_heads, -1))
         return grouped[tokens].transpose(0, 1).contiguous()
-
-    def _columns(self, key: Tensor, value: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return some of the keys and values [T, K, D], each as [K, tokens, D]."""
-        return key[tokens].transpose(0, 1).contiguous(), value[tokens].transpose(0, 1).contiguous()
 
     def _weigh(self, scores: Tensor, first: Tensor, last: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
         """Return exp(score - peak) of scores [K, rows, G, keys] from `first` to `last` of each row, and sums.
@@ -291,12 +312,6 @@ class CpuAttention(Attention):
         padding."""
         result = (sums.float() / totals[..., None])[:, : tokens.shape[0]]
         output[tokens] = result.transpose(0, 1).flatten(1, 2).to(output.dtype)
-
-    def _store(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Tensor) -> None:
-        tile, vector, lane, offset = place.unbind()
-        keys.view(self.key_view)[tile, :, vector, :, lane] = key
-        value = value.unflatten(2, (-1, self.value_view[-1]))
-        values.view(self.value_view)[tile, :, :, offset] = value
 
     def _decode(
         self, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, tiles: DecodeTiles

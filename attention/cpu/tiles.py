@@ -35,6 +35,7 @@ class DecodeTiles:
     high: Tensor  # int32 [J]: one past the last
     of_row: Tensor  # int64 [R, M]: each row's tiles, padded with its first
     is_tile: Tensor  # bool [R, M]: False where of_row is padding
+    first_tile: Tensor  # int64 [R]: the number, in its request, of a row's first tile
 
     @staticmethod
     def of(
@@ -71,8 +72,39 @@ class DecodeTiles:
             np.minimum(lens[row] - place, tile)[order].astype(np.int32),
             rank[begin + np.where(is_tile, column, 0)],
             is_tile,
+            (lows // tile).astype(np.int64),
         )
         return DecodeTiles(*map(torch.from_numpy, arrays))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTiles:
+    """The tiles that longer spans read, for the layers with one window, as the compiled source reads them."""
+
+    address: Tensor  # int64: the tiles of all spans
+    # int64 [S, 4]: a span's first row of the query, its first position, one past its last, and the place
+    # among the addresses at which the first tile of its request would stand
+    spans: Tensor
+    window: int | None
+
+    @staticmethod
+    def of(
+        first_rows: Index,
+        starts: Index,
+        stops: Index,
+        slots: Index,
+        page_table: NDArray[np.int32],
+        page_size: int,
+        tile: int,
+        window: int | None,
+    ) -> PromptTiles:
+        """Plan the positions [starts, stops) of rows `slots` [S] of the page table."""
+        lows = np.zeros_like(starts) if window is None else np.maximum(starts + 1 - window, 0) // tile
+        counts = -(-stops // tile) - lows
+        place = ragged_ranges(lows, lows + counts) * tile
+        address = tile_address(page_table, np.repeat(slots, counts), place, page_size, tile)
+        spans = np.stack((first_rows, starts, stops, np.cumsum(counts) - counts - lows), axis=1)
+        return PromptTiles(torch.from_numpy(address), torch.from_numpy(spans.astype(np.int64)), window)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,11 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
     # sums of weights by which they could be removed. Drafts may differ because of that, but no token does
     leaves_first_out = False
 
+    @property
+    def gives_sums(self) -> bool:  # type: ignore[override]  # what a device has answered, and no class says
+        """Whether the operator returns sums of exponents beside latents."""
+        return self.product.sums_latents
+
     def plan(
         self,
         batch: Batch,
@@ -230,7 +235,7 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
     ) -> tuple[Tensor, Tensor]:
         """See Attention.attend_with_sums.
 
-        The operator's page excludes sums for latents; vllm-ascend's context_parallel/mla_cp.py asks for them.
+        The operator's page excludes sums for latents; the answer `sums_latents` says what a device does.
         """
         assert isinstance(metadata, FusedLatentMetadata)
         latents, rope = query.split((self.shape.head_dim, self.latent.rope_dim), -1)

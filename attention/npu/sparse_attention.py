@@ -42,6 +42,8 @@ class FusedSparseMetadata(FusedLatentMetadata):
 
     lengths: dict[str, Tensor] = field(default_factory=dict)  # int32, by the operators' names
     kv_lens: Tensor | None = None  # int32 [S], each span's own tokens included
+    # The same of this rank's rows of the step, where the ranks divide the choice
+    choosing: tuple[dict[str, Tensor], Tensor] | None = None
     choice: Choice = field(default_factory=Choice)
 
 
@@ -52,9 +54,11 @@ class FusedSparseAttention(FusedLatentAttention, SparseAttention):
     zeros. Drafts may differ because of that, but no token does.
     """
 
+    calls = ON_SPARSE  # what torch_npu has to have
+
     def check(self) -> None:
         super().check()
-        lacks = lacking_here(ON_SPARSE)
+        lacks = lacking_here(self.calls)
         if lacks:
             raise ValueError(
                 f"torch_npu {torch_npu.__version__} has no sparse attention; it lacks {'; '.join(lacks)}:"
@@ -71,17 +75,27 @@ class FusedSparseAttention(FusedLatentAttention, SparseAttention):
         """Compute what all layers of this step share; see Attention.plan."""
         if self._reads_all(batch):
             return super().plan(batch, page_table, write_index, windows)
+        table = self.page_table(batch, page_table)
         ends = np.cumsum(batch.stops - batch.starts)
-        query_ends, kv_lens = to_device(np.stack((ends, batch.stops)).astype(np.int32), self.device)
+        lengths, kv_lens = self._lengths(ends, batch.stops, table)
+        part, choosing = self.part_of(len(write_index)), None
+        if part is not None:
+            # The last query of a span's part sees the keys up to its own
+            cut = np.clip(ends, part.rows.start, part.rows.stop)
+            has = np.flatnonzero(np.diff(cut, prepend=part.rows.start))
+            own_ends, own_stops = cut[has] - part.rows.start, (batch.stops - (ends - cut))[has]
+            choosing = self._lengths(own_ends, own_stops, table[to_device(has, self.device)])
+        index, choice = to_device(write_index, self.device), Choice(part=part)
         return FusedSparseMetadata(
-            to_device(write_index, self.device),
-            (),
-            lengths={
-                "actual_seq_lengths_query": query_ends,
-                "block_table": self.page_table(batch, page_table),
-            },
-            kv_lens=kv_lens,
+            index, (), lengths=lengths, kv_lens=kv_lens, choosing=choosing, choice=choice
         )
+
+    def _lengths(
+        self, ends: NDArray[np.int64], kv_lens: NDArray[np.int64], table: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the operators' arguments for spans that end so, and the numbers of their keys."""
+        query_ends, lens = to_device(np.stack((ends, kv_lens)).astype(np.int32), self.device)
+        return {"actual_seq_lengths_query": query_ends, "block_table": table}, lens
 
     def _reads_all(self, batch: Batch) -> bool:
         """Whether plain latent attention computes this step: every token is read, and it takes the spans.
@@ -125,23 +139,36 @@ class FusedSparseAttention(FusedLatentAttention, SparseAttention):
         """See SparseAttention.is_sparse."""
         return isinstance(metadata, FusedSparseMetadata)
 
-    def choose(
-        self, query: Tensor, weights: Tensor, layer_index_keys: Tensor, metadata: AttentionMetadata
-    ) -> None:
-        """See SparseAttention.choose; the positions come in the operator's own order."""
+    def _chosen(
+        self, query: Tensor, weights: Tensor, index_pages: Sequence[Tensor], metadata: AttentionMetadata
+    ) -> Tensor:
+        """See SparseAttention._chosen; the positions come in the operator's own order."""
         assert isinstance(metadata, FusedSparseMetadata)
-        positions, _ = torch_npu.npu_lightning_indexer(
+        assert metadata.kv_lens is not None, "a step that chooses has lengths"
+        lengths, kv_lens = metadata.choosing or (metadata.lengths, metadata.kv_lens)
+        return self._indexed(query, weights, index_pages, lengths, kv_lens)[:, 0]
+
+    def _indexed(
+        self,
+        query: Tensor,
+        weights: Tensor,
+        index_pages: Sequence[Tensor],
+        lengths: dict[str, Tensor],
+        kv_lens: Tensor,
+    ) -> Tensor:
+        """Return the positions [t, 1, C] that the operator chooses for these queries."""
+        positions: Tensor = torch_npu.npu_lightning_indexer(
             query.contiguous(),
-            layer_index_keys,
+            index_pages[0],
             weights.contiguous(),
-            actual_seq_lengths_key=metadata.kv_lens,
+            actual_seq_lengths_key=kv_lens,
             layout_query=PACKED,
             layout_key=PAGED,
             sparse_count=self.index.top_k,
             sparse_mode=CAUSAL,
-            **metadata.lengths,
-        )
-        metadata.choice.positions = positions[:, 0]
+            **lengths,
+        )[0]
+        return positions
 
     def _absorbed(
         self,

@@ -236,19 +236,20 @@ def _attend_latents(decoder: Decoder, attention: LatentAttention, inputs: StepIn
 
     heads = shape.num_heads
     for number, layer in enumerate(decoder.layers):
-        mixer, (latents, rope_keys, *index_keys) = layer.attention, inputs.cache.of(number)
+        mixer, planes = layer.attention, inputs.cache.of(number)
+        latents, rope_keys = attention.pages_of(planes)
         assert isinstance(mixer, LatentSelfAttention), "the layer has other attention"
         assert mixer.up.packed is not None, "a decoder is packed when it is loaded"
         attention.write(
             random(1, config.head_dim), random(1, latent.rope_dim), latents, rope_keys, inputs.metadata
         )
-        for plane in index_keys:  # of a layer with an indexer
+        if mixer.indexer is not None:
             assert isinstance(attention, SparseAttention), "other attention has no index keys"
-            index = attention.index
-            attention.write_index(random(index.head_dim), plane, inputs.metadata)
+            index, pages = attention.index, attention.index_pages(planes)
+            attention.write_index(random(index.head_dim), pages, inputs.metadata)
             if attention.is_sparse(inputs.metadata):
                 queries, weights = random(index.num_heads, index.head_dim), random(index.num_heads)
-                attention.choose(queries, weights, plane, inputs.metadata)
+                attention.choose(queries, weights, pages, inputs.metadata)
         nope, rope = random(heads, latent.nope_dim), random(heads, latent.rope_dim)
         attention.attend_heads(nope, rope, mixer.up.packed, latents, rope_keys, inputs.metadata, number)
 

@@ -105,8 +105,10 @@ class Placement:
         return [self._roofline(stage, hides_host=number > 0) for number, stage in enumerate(stages)]
 
     def _roofline(self, stage: ModelPart | None, *, hides_host: bool) -> Roofline:
-        graphs = self.recipe.device.graphs
-        return Roofline(self.config, self.device, self.tensor, graphs, hides_host, stage)
+        graphs, parallel = self.recipe.device.graphs, self.recipe.parallel
+        contexts = parallel.context if self.tensor == parallel.tensor else 1
+        of_ranks = contexts, parallel.least_divided_tokens
+        return Roofline(self.config, self.device, self.tensor, graphs, hides_host, stage, *of_ranks)
 
     def send_hidden_s(self, num_tokens: int) -> float:
         """Return the seconds for the hidden states of a step's tokens to reach the next stage."""

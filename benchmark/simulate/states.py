@@ -41,17 +41,26 @@ QUICK_SEEDS, FULL_SEEDS = (40,), (40, 41, 42)
 Row = dict[str, Any]
 
 
-def scheduler(turns: Sequence[Turn], memory: SplitMemory, num_slots: int) -> Scheduler:
-    """Return a scheduler as a recipe makes it, with so much memory for pages and kept states."""
+NO_HOST = SplitMemory(0, 0)
+
+
+def scheduler(
+    turns: Sequence[Turn], memory: SplitMemory, num_slots: int, host: SplitMemory = NO_HOST
+) -> Scheduler:
+    """Return a scheduler as a recipe makes it, with so much memory for pages and kept states.
+
+    What is evicted comes to rest in the memory of the `host`, if there is any.
+    """
     most = max(len(turn.prompt) + len(turn.answer) for turn in turns)
     limits = SchedulerLimits(
         num_pages=memory.num_tokens // PAGE_TOKENS + 1,
-        num_host_pages=0,
+        num_host_pages=host.num_tokens // PAGE_TOKENS + 1 if host.num_tokens else 0,
         longest_tokens=-(-most // PAGE_TOKENS) * PAGE_TOKENS,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(),
         max_shared_tokens=None,
         num_states=memory.num_states + num_slots + 1,
+        num_host_states=host.num_states + 1 if host.num_states else 0,
     )
     section = SchedulerSection(num_slots=num_slots, max_batch_tokens=STEP_TOKENS)
     return scheduler_of(section, CacheSection(page_size=PAGE_TOKENS, num_pages=limits.num_pages), limits)
@@ -62,16 +71,23 @@ def best_ruled(turns: Sequence[Turn], rule: KeepingRule, num_bytes: int) -> floa
     return min(ruled_share(turns, rule, SplitMemory.split(num_bytes, each)) for each in FRACTIONS)
 
 
-def shares(turns: Sequence[Turn], memory_gib: int, fractions: Sequence[float], num_slots: int) -> Row:
-    """Return the shares of one workload in one memory; those of the scheduler are by fraction."""
-    num_bytes = memory_gib * GIB
+def shares(
+    turns: Sequence[Turn], memory_gib: int, fractions: Sequence[float], num_slots: int, host_gib: int = 0
+) -> Row:
+    """Return the shares of one workload in one memory; those of the scheduler are by fraction.
+
+    The scheduler alone has a host tier of `host_gib`, which it divides as the device's memory.
+    """
+    num_bytes, split = memory_gib * GIB, SplitMemory.split
+
+    def served(fraction: float) -> float:
+        memory, host = split(num_bytes, fraction), split(host_gib * GIB, fraction)
+        return served_share(turns, scheduler(turns, memory, num_slots, host))
+
     return {
         "everything kept": ruled_share(turns, STATELESS, UNBOUNDED),
-        STATELESS.name: ruled_share(turns, STATELESS, SplitMemory.split(num_bytes, 0.0)),
-        "ours": {
-            each: served_share(turns, scheduler(turns, SplitMemory.split(num_bytes, each), num_slots))
-            for each in fractions
-        },
+        STATELESS.name: ruled_share(turns, STATELESS, split(num_bytes, 0.0)),
+        "ours": {each: served(each) for each in fractions},
         **{rule.name: best_ruled(turns, rule, num_bytes) for rule in PEERS},
     }
 
@@ -86,12 +102,14 @@ def run(options: argparse.Namespace) -> Row:
     for name, draw in WORKLOADS.items():
         drawn = [draw(np.random.default_rng(seed), FULL_COUNTS[name]) for seed in seeds]
         for memory_gib in options.memory_gib:
-            found = [shares(turns, memory_gib, fractions, options.slots) for turns in drawn]
+            asked = memory_gib, fractions, options.slots, options.host_gib
+            found = [shares(turns, *asked) for turns in drawn]
             rows.append({"workload": name, "memory_gib": memory_gib, **mean(found)})
     return {
         "SIMULATED": SIMULATED,
         "seeds": list(seeds),
         "slots": options.slots,
+        "host_gib": options.host_gib,
         "default_fraction": default,
         "rows": rows,
     }
@@ -112,7 +130,8 @@ def print_table(result: Mapping[str, Any]) -> None:
     """Print a line for each workload and memory, in percent of all prompt tokens."""
     default = result["default_fraction"]
     seeds = ", ".join(map(str, result["seeds"]))
-    print(f"SIMULATED: {result['SIMULATED']}; percent of prompt tokens computed, seeds {seeds}")
+    host = f", ours with a host tier of {result['host_gib']} GiB" if result["host_gib"] else ""
+    print(f"SIMULATED: {result['SIMULATED']}; percent of prompt tokens computed, seeds {seeds}{host}")
     peers = [each.name for each in PEERS]
     heads = ["workload", "GiB", "everything kept", STATELESS.name, f"ours, {default:g} for states"]
     lines = []

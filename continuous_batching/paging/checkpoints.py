@@ -21,6 +21,7 @@ from kv_cache.prefix_cache import PrefixCache
 from kv_cache.states import GRID, StateGroup
 
 MOST_WANTED = 4  # states of a row at which it stops to look for more
+SURE = 8  # how far what returned lately counts, of answers as they were given and of others
 NEVER = np.iinfo(np.int64).max
 
 
@@ -42,6 +43,8 @@ class Checkpoints:
         self._slots, self._group, self._prefix, self._shares = slots, group, prefix, shares
         self._copy = copy
         self.every = group.every_pages * slots.page_size  # tokens between positions where states are kept
+        # Above 0: of late, prompts went on from answers as they were given more often than from other texts
+        self._returned = 0
         self._wanted: dict[int, list[int]] = {}  # ascending, by row
         self._next = np.full(slots.num_slots, NEVER, dtype=np.int64)  # the first of these
 
@@ -58,10 +61,36 @@ class Checkpoints:
         slots, size = self._slots, self._slots.page_size
         if not self._shares or not len(keys):
             return
+        if slots.num_computed[row] and not slots.requests[row].num_preemptions:
+            self._learn(int(slots.num_pages[row]), int(slots.pages(row)[-1]), keys)
         # A prompt that comes again has to compute its last token
         self.want(row, self.usable(int(min(slots.num_shareable[row], len(keys)))) * size)
         if len(found) * size > slots.num_computed[row] and self._prefix.index.goes_on(int(found[-1])):
             self.want(row, self.usable(len(found)) * size)
+
+    def _learn(self, num_pages: int, last: int, keys: Sequence[bytes]) -> None:
+        """Learn from a row that goes on behind its pages whether answers come back as they were given.
+
+        The first who goes on from the end of a prompt is its conversation; clients may strip what the model
+        thought, and then go on with other tokens.
+        """
+        end = self._group.end_behind(last)
+        if end is None or end.num_hits != 1:
+            return
+        returns = end.is_answer or (num_pages < len(keys) and self._prefix.has_known(keys[num_pages]))
+        self._returned = min(SURE, self._returned + 1) if returns else max(-SURE, self._returned - 1)
+        self._group.answers_return = self._returned > 0
+
+    def published(self, row: int, first: int, indexes: Index) -> None:
+        """Let states of a row, which can be found from now on at these of its pages, cover earlier ones."""
+        pages = self._slots.pages(row)
+        for at in np.sort(indexes).tolist():
+            self._group.cover(pages[: first + at + 1])
+
+    def num_useful(self, row: int) -> int:
+        """Return how many pages of a row precede its last state, behind which nobody can go on."""
+        behind = np.flatnonzero(self._group.is_here(self._slots.pages(row)))
+        return int(behind[-1]) + 1 if len(behind) else 0
 
     def want(self, row: int, position: int) -> None:
         """Have a row leave its state at a position that it has not reached yet."""
@@ -104,19 +133,20 @@ class Checkpoints:
         if self._wanted:
             for at in np.flatnonzero(self._next[rows] <= stops).tolist():
                 made += self._cuts_of(at, int(rows[at]), int(starts[at]), int(stops[at]))
-        at_end = stops % self.every == 0
-        if at_end.any():
+        at_end = (stops // self.every * self.every == stops).nonzero()[0]  # quicker than a remainder
+        if len(at_end):
             self._keep_answers(rows[at_end], stops[at_end])
         return tuple(made)
 
     def _cuts_of(self, span: int, row: int, start: int, stop: int) -> list[StateCut]:
         made, wanted, group = [], self._wanted[row], self._group
+        end = self.usable(int(self._slots.num_shareable[row])) * self._slots.page_size
         for position in [each for each in wanted if each <= stop]:
             wanted.remove(position)
             if position == stop:
-                group.keep(row, position)
+                group.keep(row, position, is_end=position == end)
             elif position > start:
-                page, copies = group.take_one(row, position)
+                page, copies = group.take_one(row, position, is_end=position == end)
                 for each in copies:
                     self._copy(each)
                 if page != NULL_PAGE:

@@ -272,6 +272,8 @@ class PrefixMatching:
         )
         slots.num_published[row] = stop
         published = self._tables.publish(row, first, standing)
+        if self.checkpoints is not None and self._tables.states is not None:
+            self.checkpoints.published(row, first, published[self._tables.states.number][0])
         if self._has_tier:
             self._save(request.page_keys[first:], published)
 

@@ -67,14 +67,18 @@ class SwapTier:
 
         `lags` are the row's `draft_lag` and `state_lag`.
 
-        Returns None if they do not fit, or if all of its pages can be found in the cache.
+        Returns None, with no resting page dropped, if they do not fit, or if all of its pages can be found
+        in the cache.
         """
         groups = self._groups
         if groups[0].host is None or not len(parts[0][1]):
             return None
-        if not all(group.yield_host(len(pages)) for group, (_, pages) in zip(groups, parts)):
+        if not all(group.can_yield_host(len(pages)) for group, (_, pages) in zip(groups, parts)):
             self._counters.refused_swaps += 1
             return None
+        for group, (_, pages) in zip(groups, parts):
+            has_room = group.yield_host(len(pages))
+            assert has_room, f"{len(pages)} {group.name} find no room in the host's pool"
         taken = tuple((at, group.swap_out(len(pages))) for group, (at, pages) in zip(groups, parts))
         left = self._left[request.number] = Swapped(taken, num_computed, *lags)
         return left
@@ -268,7 +272,12 @@ class SlotLifecycle:
             self.matching.forget(row)
         else:
             self.matching.publish_all(row)
+        if self.matching.checkpoints is None:
+            self._free(row)
+            return
+        useless = self.slots.pages(row)[self.matching.checkpoints.num_useful(row) :].copy()
         self._free(row)
+        self.prefix.evict_first(useless)
 
     def swap_out(self, row: int) -> Request | None:
         """Free a row but keep the pages that only it has computed in the host pool; None if they do not fit.

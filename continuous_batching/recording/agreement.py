@@ -294,10 +294,18 @@ class RankQuestions:
 
     def ask(self, topic: str, name: str, body: bytes, wait_s: float, then: Callable[[Settled], None]) -> None:
         """Ask all ranks; `then` is called once all have answered, or after `wait_s`."""
-        self._agreement.expect(topic, name, self._clock() + wait_s)
-        self._then[topic, name] = then
+        self.expect(topic, name, wait_s, then)
         self._records.asked(topic, name, body)
         self._answering.ask(RanksAsked(topic, name, body))
+
+    def expect(self, topic: str, name: str, wait_s: float, then: Callable[[Settled], None]) -> None:
+        """Expect all ranks' answers to what another entry of the recording asks; `then` is as in `ask`."""
+        self._agreement.expect(topic, name, self._clock() + wait_s)
+        self._then[topic, name] = then
+
+    def answer(self, answer: RankAnswer) -> None:
+        """Give the leader's own answer to what another entry asks."""
+        self._agreement.answered(LEADER, answer)
 
     def take(self) -> None:
         """Call what follows the questions that are settled now."""

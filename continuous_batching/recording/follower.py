@@ -24,9 +24,12 @@ from continuous_batching.engine import Runner
 from continuous_batching.recording.agreement import Answering, Work
 from continuous_batching.recording.format import Entry, Header, RanksAsked, read_entries
 from continuous_batching.recording.listeners import BEAT_S, LAST_WORDS, beat
+from continuous_batching.recording.rank_tier import FollowersTier
 from continuous_batching.recording.replay import replay
+from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
 from kv_cache.pages import Index, PageCopy
+from kv_cache.tier.lookup import PageName
 
 _READ_BYTES = 1 << 16  # most bytes that one read of the recording takes
 _LAST_WORDS_S = 2.0  # time for the leader to read why a rank ends
@@ -97,6 +100,7 @@ class Follower:
     leader's engine, because both must call the same methods of their runners. `apply` makes page copies that
     no batch carries. `works` do what the leader asks for, by topic, each in a thread; `between` takes what
     threads have finished: it is called between two entries after `wake`, also while the leader says nothing.
+    `tier` is that of this rank's pages, if the engine has one.
     `move` exchanges parts of pages with the leader, in an engine that exchanges pages with others.
     """
 
@@ -112,12 +116,14 @@ class Follower:
         works: Mapping[str, Work] | None = None,
         between: Callable[[], None] = lambda: None,
         move: Callable[[int, Index, bool], None] | None = None,
+        tier: FollowersTier | None = None,
     ) -> None:
         self._beats = beats
         self._scheduler, self._runner = scheduler, runner
         self._facts = facts
         self._overlap = overlap
         self._apply, self._move = apply, move
+        self._tier = tier
         self._works = works or {}
         self._answering = Answering(self._works, lambda answer: beats.answer(answer.line))
         self._reader = _Reader(beats.connection, between)
@@ -175,6 +181,17 @@ class Follower:
         """Send the leader this rank's part of some pages of a layer, or receive it from there."""
         assert self._move is not None, "the leader exchanges pages, and this rank has no part of them"
         self._move(layer, pages, to_leader)
+
+    def look_up(self, request: Request) -> None:
+        """Look up pages for a request in this rank's tier, and answer the leader."""
+        if self._tier is not None:
+            waiting, matching = self._scheduler.waiting, self._scheduler.lifecycle.matching
+            self._tier.look_up(request, matching.sought(request), lambda each: waiting.find(each.id) is each)
+
+    def hand_over(self, request: Request, taken: Sequence[PageName]) -> None:
+        """Hand over the pages that all ranks have found for a request."""
+        if self._tier is not None:
+            self._tier.hand_over(request, taken)
 
     def _heard(self, entries: Iterator[Entry]) -> Iterator[Entry]:
         """Yield the entries, and start what the leader asks for among them."""

@@ -49,7 +49,7 @@ from continuous_batching.speculation.lengths import Offers, Verdicts
 from continuous_batching.speculation.proposer import Guesses
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index, PageCopy
-from kv_cache.tier.lookup import FoundPages
+from kv_cache.tier.lookup import FoundPages, PageName
 
 
 class RecordedDrafts:
@@ -143,6 +143,14 @@ class Device(Protocol):
         """Send the leader this rank's part of some pages of a layer, or receive it from there."""
         ...
 
+    def look_up(self, request: Request) -> None:
+        """Look up pages in the tier for a request that waits for what all ranks find."""
+        ...
+
+    def hand_over(self, request: Request, taken: Sequence[PageName]) -> None:
+        """Hand over these pages of a lookup, in the order of their copies."""
+        ...
+
 
 class NoDevice:
     """A device that computes nothing."""
@@ -162,6 +170,12 @@ class NoDevice:
 
     def move(self, layer: int, pages: Index, to_leader: bool) -> None:
         """Move nothing."""
+
+    def look_up(self, request: Request) -> None:
+        """Look up nothing: the recording says what was found."""
+
+    def hand_over(self, request: Request, taken: Sequence[PageName]) -> None:
+        """Hand over nothing."""
 
 
 def _nothing() -> None:
@@ -232,6 +246,8 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_D
             request = request_of(entry)
             scheduler.add(request)
             request.awaits_pages = entry.awaits_pages
+            if request.awaits_pages:
+                device.look_up(request)
             yield request
         elif isinstance(entry, Ended):
             scheduler.end(entry.id, entry.reason)
@@ -296,7 +312,8 @@ def _replay_quiet(scheduler: Scheduler, entry: Quiet, device: Device) -> None:
         waiting = scheduler.waiting.find(entry.id)
         if waiting is None:
             raise Divergence(f"{entry.id} waits no more, and its pages arrive")
-        lifecycle.matching.arrive(waiting, FoundPages(entry.first, entry.count, tuple(entry.beside)))
+        found = FoundPages(entry.first, entry.count, tuple(entry.beside))
+        device.hand_over(waiting, lifecycle.matching.arrive(waiting, found))
     elif isinstance(entry, Forgotten):
         if scheduler.has_tier:
             device.copy(scheduler.tables.take_copies())

@@ -180,10 +180,18 @@ class _Known:
 
 @dataclass(slots=True)
 class PagesOfWindow:
-    """The pages of layers that see a window, which a replica reports beside those of all tokens."""
+    """The pages of layers that see a window, which a replica reports beside those of all tokens.
 
-    window: int  # tokens that a query sees
+    Recurrent states are such pages, too: of a prefix the query behind it needs the last one alone.
+    """
+
+    window: int  # tokens that a query sees; 0 of states
     keys: set[int] = field(default_factory=set)
+
+    @property
+    def num_before(self) -> int:
+        """The tokens before a query's own that it sees."""
+        return self.window - 1 if self.window else 1
 
 
 class Routing:
@@ -326,7 +334,7 @@ class Routing:
         return self.held.discard(replica, keys)
 
     def stored_beside(self, replica: int, keys: Iterable[int], group: int, window: int) -> int:
-        """Add pages of layers that see a window of so many tokens; return how many of them are new."""
+        """Add pages of layers that see a window of so many tokens, or states; return how many are new."""
         pages = self._beside.setdefault(replica, {}).setdefault(group, PagesOfWindow(window))
         before = len(pages.keys)
         pages.keys.update(keys)
@@ -397,13 +405,13 @@ class Routing:
         """Return how many of these keys, which a replica holds, it can resume from."""
         bit, supposed, size = 1 << replica, self.supposed.masks, tokens_a_key
         stop = at = len(keys)
-        while at and any(at * size > stop * size - (each.window - 1) for each in groups):
+        while at and any(at * size > stop * size - each.num_before for each in groups):
             at -= 1
             key = keys[at]
             if supposed.get(key, 0) & bit:
                 continue
             for each in groups:
-                is_seen = (at + 1) * size > stop * size - (each.window - 1)
+                is_seen = (at + 1) * size > stop * size - each.num_before
                 if is_seen and key not in each.keys:
                     stop = at
                     break

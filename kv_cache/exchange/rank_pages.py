@@ -110,7 +110,7 @@ def held_by(cache: KVCache, share: RankShare, num_heads: Sequence[int]) -> RankH
         for plane in cache.of(layer):
             shape = [*plane.shape[1:]]
             page_bytes = plane.element_size() * int(np.prod(shape))
-            runs = made.runs_of(plane)
+            runs = made.runs_of(plane) if heads > 1 else 1
             planes.append((runs, page_bytes // runs // own))
             if heads > 1:
                 shape[made.head_axis - 1] = shape[made.head_axis - 1] * heads // own

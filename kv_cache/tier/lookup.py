@@ -2,7 +2,8 @@
 
 A prefix can be resumed from if every group of layers has the pages that its next query sees. So a lookup
 reads the pages of group 0 in order, up to the first that is missing, and then, from the end backwards, those
-that the other groups see there. A page that is missing among these cuts the prefix short in front of it.
+that the other groups see there. A page that is missing among these cuts the prefix short in front of it. Of
+recurrent states the last one is read, since only the state beside the last page is needed.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Lookup:
         self.has_ended = False
         self._missing: set[PageName] = set()
         self._stop = sought.num_here  # the longest prefix that what was read so far allows, in pages
+        self._agreed: FoundPages | None = None  # what all ranks of an engine have, once that is known
         self._has_read_first_group = False  # whether group 0 has been read up to its end, or up to a gap
 
     def key(self, page: PageName) -> bytes:
@@ -87,8 +89,29 @@ class Lookup:
                 self.contents[page] = content
                 self._stop += not page.group
 
+    @property
+    def stop(self) -> int:
+        """The longest prefix, in pages, that can be resumed from; pages that were not read are missing."""
+        return self._cut(unread_is_missing=True)[0]
+
+    def agree(self, stop: int | None) -> None:
+        """Use no longer prefix than `stop` pages, which all ranks have; nothing for None."""
+        first = self.sought.num_here
+        if stop is None:
+            self._agreed = FoundPages(first, 0)
+            return
+        seen = [
+            PageName(each.group, at)
+            for each in self.sought.beside
+            for at in range(each.seen_after(stop), stop)
+            if not (at < len(each.is_here) and each.is_here[at])
+        ]
+        self._agreed = FoundPages(first, max(0, stop - first), tuple(sorted(seen)))
+
     def found(self) -> FoundPages:
         """Return the pages that were found and are of use; those that were not read count as missing."""
+        if self._agreed is not None:
+            return self._agreed
         stop, first = self._cut(unread_is_missing=True)[0], self.sought.num_here
         beside = sorted(page for page in self.contents if page.group and page.at < stop)
         return FoundPages(first, max(0, stop - first), tuple(beside))

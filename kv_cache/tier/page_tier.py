@@ -84,8 +84,12 @@ class StoreHealth:
             self.is_well = True
 
 
+def _ignore(lookup: Lookup) -> None:
+    """Ignore that a lookup has ended: its engine asks."""
+
+
 MOST_LOOKUPS = 1024  # lookups that may be queued
-READ_BYTES = 2**23  # bytes requested at once, or one page if that is larger
+READ_BYTES = 2**23  # bytes of the smallest pages requested at once, or one page if that is larger
 NO_KEY = bytes(KEY_BYTES)
 
 
@@ -109,7 +113,7 @@ class PageReads:
         self._store, self._health, self._counters = store, health, counters
         self._identity, self._page_bytes, self._secret = identity, page_bytes, secret
         self._wait_s, self._take_off = wait_s, take_off
-        self._queue = deque[Lookup]()
+        self._queue = deque[tuple[Lookup, Callable[[Lookup], None]]]()
         # Start of the call that the store has not answered yet, on the monotonic clock
         self._asked_s: float | None = None
         self._changed = threading.Condition()
@@ -117,8 +121,11 @@ class PageReads:
         self._thread = threading.Thread(target=self._run, name="tier-reads", daemon=True)
         self._thread.start()
 
-    def begin(self, sought: Sought) -> Lookup | None:
-        """Start a lookup; return None if it would be futile or take too long."""
+    def begin(self, sought: Sought, ended: Callable[[Lookup], None] = _ignore) -> Lookup | None:
+        """Start a lookup; return None if it would be futile or take too long.
+
+        `ended` is called, in any thread, when it has ended.
+        """
         lookup = Lookup(sought, time.monotonic() + self._wait_s)
         if not lookup.next(1):
             return None
@@ -126,7 +133,7 @@ class PageReads:
             self._counters.skipped += 1
             return None
         with self._changed:
-            self._queue.append(lookup)
+            self._queue.append((lookup, ended))
             self._changed.notify()
         return lookup
 
@@ -171,13 +178,15 @@ class PageReads:
                 self._changed.wait_for(lambda: self._queue or self._is_closing)
                 if self._is_closing:
                     return
-                lookup = self._queue.popleft()
+                lookup, ended = self._queue.popleft()
             if not lookup.has_ended:
                 self._look(lookup)
             self._end(lookup)
+            ended(lookup)
 
     def _look(self, lookup: Lookup) -> None:
-        at_once = max(1, READ_BYTES // max(1, *self._page_bytes))
+        # States, which may be larger by far than pages, are asked for one at a time
+        at_once = max(1, READ_BYTES // min((each for each in self._page_bytes if each), default=READ_BYTES))
         while pages := lookup.next(at_once):
             entries = self._read([lookup.key(page) for page in pages])
             if entries is None:
@@ -399,9 +408,12 @@ class PageTier:
         """Whether the last uses of the store succeeded."""
         return self._reading.is_well and self._writing.is_well
 
-    def look_up(self, sought: Sought) -> Lookup | None:
-        """Start a lookup; return None if nothing is lacking here, or the store is not used now."""
-        return self._reads.begin(sought)
+    def look_up(self, sought: Sought, ended: Callable[[Lookup], None] = _ignore) -> Lookup | None:
+        """Start a lookup; return None if nothing is lacking here, or the store is not used now.
+
+        `ended` is called, in any thread, when the store has answered.
+        """
+        return self._reads.begin(sought, ended)
 
     def is_over(self, lookup: Lookup) -> bool:
         """Whether a lookup has ended or reached its time limit."""

@@ -76,6 +76,7 @@ MOST = {
     "topk_group": 2**10,
     "first_k_dense_replace": 2**12,
     "num_nextn_predict_layers": 2**6,
+    "mtp_num_hidden_layers": 2**6,
     "num_experts": 2**10,
     "num_experts_per_tok": 2**10,
     "num_shared_experts": 2**10,

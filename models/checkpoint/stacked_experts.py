@@ -13,7 +13,7 @@ Legend: E experts, G blocks of 32 inputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,19 +160,28 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(numbers, scales.int()[..., None] - EXPONENT_BIAS).flatten(-2)
 
 
-def in_stacks(places: Mapping[str, Place | PartPlace | Unused], config: DecoderConfig, path: Path) -> Places:
-    """Return the destinations of a checkpoint's tensors, if it stacks the experts of a layer."""
+def in_stacks(
+    places: Mapping[str, Place | PartPlace | Unused],
+    config: DecoderConfig,
+    path: Path,
+    prefixes: Sequence[str] = (),
+) -> Places:
+    """Return the destinations of a checkpoint's tensors, if it stacks the experts of a layer.
+
+    Names of the layers begin with `prefixes`, if they are not counted from the checkpoint's first.
+    """
     more: dict[str, AnyPlace] = dict(places)
     mixture = config.mixture
     if mixture is None or not (mixture.is_stacked or mixture.may_be_stacked):
         return more
     stored = tensor_names(path)
     is_packed = any(name.endswith(BLOCKS) for name in stored)
-    for layer in range(config.num_layers):
-        experts = dict(enumerate(config.mlp_names(layer)))
+    own = [f"model.layers.{layer}." for layer in range(config.num_layers)]
+    for layer, prefix in enumerate(prefixes or own):
+        experts = dict(enumerate(config.mlp_names(layer, prefix)))
         held = {number: names for number, names in experts.items() if f"{names[0]}.weight" in places}
         for end, roles in STACKS.items() if held else ():
-            name = f"model.layers.{layer}.{mixture.block}.experts.{end}"
+            name = f"{prefix}{mixture.block}.experts.{end}"
             if not mixture.is_stacked:
                 if name in stored:
                     found = {

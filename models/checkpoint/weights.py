@@ -37,6 +37,8 @@ from models.parallel.share import Share, Slices
 HEAD, EMBEDDING, BODY = "lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight"
 # Bytes after which a file is mapped again, because pages read from a mapping count as the process's memory
 MAPPED_BYTES = 2**27
+# How the names of norms end to which 1 is added, where it is, also those before a prediction layer
+NORM_ENDS = ("norm.weight", "norm_embedding.weight", "norm_hidden.weight")
 RANDOM_CACHE_SCALE = 1 / 32  # keys and values of random weights are near one
 
 
@@ -230,7 +232,7 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
     for name, tensor in parts.whole.items():
         if tensor is not None:
             order = orders.get(name.removesuffix(".weight"))
-            added = float(config.norms_add_one and name.endswith("norm.weight"))
+            added = float(config.norms_add_one and name.endswith(NORM_ENDS))
             if name.endswith(SINKS):
                 heads = share.heads(config)
                 places[name] = Place(tensor.data, (config.num_heads,), heads, order, added=added)

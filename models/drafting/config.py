@@ -46,20 +46,59 @@ class Eagle3Config(HeadConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MtpConfig(HeadConfig):
-    """The configuration of layer `number` of the target's checkpoint, behind the target's own."""
+class MtpNames:
+    """The names in a checkpoint of the layer that predicts further tokens, all of which begin with `root`."""
 
-    number: int
+    root: str
+    layer: str  # how attention and MLP begin
+    joining: str
+    embedding_norm: str
+    hidden_norm: str
+    norm: str  # the norm behind the layer
+    shared: tuple[str, ...]  # how copies of the target's tensors begin
+
+
+def names_behind(number: int) -> MtpNames:
+    """Return the names of DeepSeek and GLM for layer `number` of the checkpoint."""
+    return MtpNames(
+        root=f"model.layers.{number}.",
+        layer="",
+        joining="eh_proj",
+        embedding_norm="enorm",
+        hidden_norm="hnorm",
+        norm="shared_head.norm",
+        shared=("embed_tokens.", "shared_head.head."),
+    )
+
+
+def names_beside(block: str) -> MtpNames:
+    """Return the names of Qwen3-Next and Qwen3.5 for the first layer of this block of the checkpoint."""
+    return MtpNames(
+        root=block,
+        layer="layers.0.",
+        joining="fc",
+        embedding_norm="pre_fc_norm_embedding",
+        hidden_norm="pre_fc_norm_hidden",
+        norm="norm",
+        shared=(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpConfig(HeadConfig):
+    """The configuration of a layer of the target's checkpoint, behind or beside the target's own."""
+
+    names: MtpNames
 
     @property
     def prefix(self) -> str:
-        """How the names of its tensors begin."""
-        return f"model.layers.{self.number}."
+        """How the names of its attention and its MLP begin."""
+        return self.names.root + self.names.layer
 
     @property
     def joining(self) -> str:
         """The linear that joins embedding and feature."""
-        return f"{self.prefix}eh_proj"
+        return self.names.root + self.names.joining
 
     def linears(self) -> Iterator[tuple[str, int, int]]:
         """Yield the checkpoint name, inputs and outputs of every linear; the head is the target's."""
@@ -83,17 +122,21 @@ def mtp_config(target: DecoderConfig, num_kept: int) -> MtpConfig:
     """Return the configuration of the first of these layers of `target`; raises ValueError if it has none."""
     if not target.num_unread_layers:
         raise ValueError(
-            "the model's configuration has num_nextn_predict_layers: 0, so its checkpoint has no layer that"
-            " predicts further tokens"
+            "the number of prediction layers in the model's configuration (num_nextn_predict_layers or"
+            " mtp_num_hidden_layers) is 0, so its checkpoint has no layer that predicts further tokens"
         )
     values = {each.name: getattr(target, each.name) for each in fields(target)}
     mixture = target.mixture and replace(target.mixture, placement=())
+    # Such a layer keeps keys and values, also where the model's last layer keeps a state
+    mixers = [each.mixer for each in target.layers if each.mixer != "recurrent"]
     layer = LayerSpec(
-        target.layers[-1].mixer,
+        mixers[-1] if mixers else "attention",
         mlp="dense" if mixture is None else "experts",
         index=None if target.layers[-1].index is None else "own",
     )
-    values |= {"family": "mtp", "layers": (layer,), "mixture": mixture}
+    block = target.unread_block
+    names = names_beside(block) if block else names_behind(target.num_layers)
+    values |= {"family": "mtp", "layers": (layer,), "mixture": mixture, "recurrent": None}
     values |= {"tie_embeddings": True, "eos_token_ids": (), "num_unread_layers": 0, "window_groups": ()}
     values["int8_cache"] = has_int8_cache(target)
-    return MtpConfig(**values, taps=(target.num_layers,), num_kept=num_kept, number=target.num_layers)
+    return MtpConfig(**values, taps=(target.num_layers,), num_kept=num_kept, names=names)

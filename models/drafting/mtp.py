@@ -1,9 +1,10 @@
 """The layer that a checkpoint has to predict one token more (MTP), and the tensors that it holds.
 
-Multi-token prediction: DeepSeek-V3 (arXiv 2412.19437, section 2.2), and GLM-4.5 after it. `eh_proj` joins the
-norms of a token's embedding and of what the target made of the position before, one layer of the target's own
-kind follows, and embedding and head are the target's; a checkpoint has copies of both, which are not read. As
-in SGLang's deepseek_nextn.py, what is read of the target comes after its last norm, and what the layer itself
+Multi-token prediction: DeepSeek-V3 (arXiv 2412.19437, section 2.2), GLM-4.5, Qwen3-Next and Qwen3.5 after it.
+A linear joins the norms of a token's embedding and of what the target made of the position before, one layer
+of the target's own kind follows, in Qwen's models one that attends to keys and values, and embedding and head
+are the target's; copies of both that a checkpoint may have are not read. As in SGLang's deepseek_nextn.py and
+vLLM's qwen3_next_mtp.py, what is read of the target comes after its last norm, and what the layer itself
 made, in its place for a further token, after its own. The published code has the pair of token p + 1 and
 feature p at position p; here it is at p + 1. Rotary embeddings depend on differences of positions, so the
 result is the same.
@@ -23,6 +24,7 @@ from attention.recurrent import Recurrence
 from attention.reference import Attention
 from models.checkpoint.layer_parts import LayerParts
 from models.checkpoint.modelslim import in_described
+from models.checkpoint.stacked_experts import in_stacks
 from models.checkpoint.stored_parts import in_parts
 from models.checkpoint.weights import fill, placed
 from models.decoder import Decoder, DecoderLayer, pack, pad_rows
@@ -98,9 +100,6 @@ class Mtp(Head):
         return self.joining(torch.cat((embedded, feature), -1)), cos, sin
 
 
-SHARED = ("embed_tokens.", "shared_head.head.")  # shared with the target
-
-
 def load(head: Mtp, path: str | Path) -> int:
     """Fill the layer from the target's checkpoint directory `path`, and pack it; return the bytes read.
 
@@ -108,22 +107,25 @@ def load(head: Mtp, path: str | Path) -> int:
     """
     config, path = head.config, Path(path)
     assert isinstance(config, MtpConfig), "the layer has its own configuration"
-    prefix = config.prefix
+    prefix, names = config.prefix, config.names
     parts = LayerParts.of(head.layer, prefix, config)
     norms = {
-        f"{prefix}enorm.weight": head.embedding_norm,
-        f"{prefix}hnorm.weight": head.hidden_norm,
-        f"{prefix}shared_head.norm.weight": head.norm,
+        names.embedding_norm: head.embedding_norm,
+        names.hidden_norm: head.hidden_norm,
+        names.norm: head.norm,
     }
-    parts.whole.update(norms)
+    parts.whole.update({f"{names.root}{name}.weight": norm for name, norm in norms.items()})
     parts.joined.append(("", (config.joining,), head.joining))
     held = {name: outputs for name, _, outputs in head.part.linears()}
     places = placed(parts, config, held, head.share)
-    read = in_described(in_parts(places, config.stored_form, path), config.quantization, path)
-    is_shared = tuple(prefix + name for name in SHARED)
+    described = in_described(in_parts(places, config.stored_form, path), config.quantization, path)
+    read = in_stacks(described, config, path, (prefix,))
+    is_shared = tuple(names.root + name for name in names.shared)
 
     def is_unread(name: str) -> bool:
-        if not name.startswith(prefix) or name.startswith(is_shared):
+        if not name.startswith(names.root) or name.startswith(is_shared):
+            return True
+        if name.startswith(f"{names.root}layers.") and not name.startswith(prefix):  # of a further layer
             return True
         return head.share.is_others_expert(name, config, 0, prefix)
 

@@ -3,8 +3,8 @@
 It projects hidden states to an index key of each token and to a weight of each index head, and the compressed
 queries of latent attention to index queries. Keys are normed, with a mean and a bias, before they are
 rotated; of keys and queries the first channels alone are rotated, by latent attention's own angles. Scores,
-choice and pages are left to `attention.sparse`. Each tensor-parallel rank computes the whole indexer, so that
-all of them choose alike.
+choice and pages are left to `attention.sparse`. Each tensor-parallel rank holds the whole indexer; in steps
+of many tokens it chooses for some of the rows alone, and what the other ranks chose for theirs is gathered.
 
 Legend: T tokens of the step, I index heads, X width of an index key.
 """
@@ -20,6 +20,7 @@ from models.config import NORM_EPS, DecoderConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear, SplitLinear, parameter
 from models.ops.reference import Ops
+from models.parallel.group import Group
 from models.step_inputs import StepInputs
 
 
@@ -27,7 +28,13 @@ class Indexer(nn.Module):
     """The indexer of the layer `layer` of this rank, with the prefix `name` in a checkpoint."""
 
     def __init__(
-        self, config: DecoderConfig, layer: int, name: str, ops: Ops, attention: SparseAttention
+        self,
+        config: DecoderConfig,
+        layer: int,
+        name: str,
+        ops: Ops,
+        attention: SparseAttention,
+        group: Group,
     ) -> None:
         super().__init__()
         index, latent = config.index_of(layer), config.latent
@@ -36,6 +43,7 @@ class Indexer(nn.Module):
         assert latent.query_rank is not None, "an indexer reads compressed queries"
         self.layer, self.index, self.rope_dim = layer, index, latent.rope_dim
         self.ops, self.attention = ops, attention
+        attention.ranks = group
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
         forms = [config.form(f"{name}self_attn.{each}") for each in ("indexer.wk", "indexer.wq_b")]
         widths = index.head_dim, index.num_heads
@@ -75,7 +83,8 @@ class Indexer(nn.Module):
         if is_absent is not None:  # rotations of zeros are zeros
             key = key.masked_fill(is_absent[:, None], 0)
         key = self._rotated(key[:, None], cos, sin)[:, 0]
-        self.attention.write_index(key, step.cache.of(self.layer)[2], step.metadata)
+        pages = self.attention.index_pages(step.cache.of(self.layer))
+        self.attention.write_index(key, pages, step.metadata)
         return weights
 
     def choose(self, compressed: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, step: StepInputs) -> None:
@@ -85,9 +94,11 @@ class Indexer(nn.Module):
         """
         if not self.attention.is_sparse(step.metadata):
             return
-        query = self.query_up(compressed)
-        query = self._rotated(query.unflatten(-1, (-1, self.index.head_dim)), cos, sin)
-        self.attention.choose(query, weights, step.cache.of(self.layer)[2], step.metadata)
+        own = self.attention.own_rows(step.metadata)
+        query, weights = self.query_up(compressed[own]), weights[own]
+        query = self._rotated(query.unflatten(-1, (-1, self.index.head_dim)), cos[own], sin[own])
+        pages = self.attention.index_pages(step.cache.of(self.layer))
+        self.attention.choose(query, weights, pages, step.metadata)
 
     def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate the first channels of heads [T, I, X]."""

@@ -117,7 +117,7 @@ class LatentSelfAttention(nn.Module):
         self.indexer: Indexer | None = None
         if config.index_of(layer) is not None:
             assert isinstance(attention, SparseAttention), "the device's operators are those of the model"
-            self.indexer = Indexer(config, layer, name, ops, attention)
+            self.indexer = Indexer(config, layer, name, ops, attention, group)
         self.latent_norm = parameter(latent.rank, dtype=dtype, device=device)
         ups = heads * latent.nope_dim, heads * latent.value_dim
         self.up = UpProjection(ops, latent.rank, ups, heads, dtype, device, form("kv_b_proj"))
@@ -180,7 +180,7 @@ class LatentSelfAttention(nn.Module):
 
     def forward(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
         """Map [T, hidden] to [T, hidden], after writing the step's latents and rope keys to the cache."""
-        (latents, rope_keys, *_), up = step.cache.of(self.layer), self.up.packed
+        (latents, rope_keys), up = self.attention.pages_of(step.cache.of(self.layer)), self.up.packed
         assert up is not None, "pack the decoder before its first step"
         weights = self._write_index(x, cos, sin, step)
         if self.prolog is not None and self.attention.is_joined(step.metadata):
@@ -196,7 +196,7 @@ class LatentSelfAttention(nn.Module):
             attended = self.attention.attend_heads(
                 nope, rope, up, latents, rope_keys, step.metadata, self.layer
             )
-        y: Tensor = self.output(attended.flatten(1))
+        y: Tensor = self.output(attended.flatten(1), step.divided)
         return y
 
     def rows(self, x: Tensor | Int8Rows) -> tuple[Tensor, Tensor | None]:
@@ -271,7 +271,7 @@ class LatentSelfAttention(nn.Module):
             nope, rope = nope.contiguous(), torch.cat((pairs[..., ::2], pairs[..., 1::2]), -1)
         else:
             nope, rope = (each.unflatten(-1, (-1, width)) for each, width in zip(queries, widths))
-        latents, rope_keys, *_ = step.cache.of(self.layer)
+        latents, rope_keys = self.attention.pages_of(step.cache.of(self.layer))
         return nope, self._write(kv, rope, cos, sin, latents, rope_keys, step), normed
 
     def _write(

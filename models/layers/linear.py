@@ -17,6 +17,7 @@ from models.layers.low_rank import LowRank
 from models.ops.operands import Int4Weight, Int8Rows, PairedInt4, StaticInt8, UnpackedLinear
 from models.ops.reference import Ops, Packed, Widths
 from models.packing import IN_A_WORD, Int4
+from models.parallel.divided_rows import DividedRows
 from models.parallel.group import Group
 
 ROUNDED_ROWS = 512  # rows that are quantised at once, because several copies of them are in float32
@@ -295,11 +296,13 @@ class SummedLinear(Linear):
         """Return the maxima over all ranks, so that int8 weights do not depend on the number of ranks."""
         return self.group.all_reduce_max(largest)
 
-    def forward(self, x: Tensor | Int8Rows) -> Tensor:
-        """Map [T, in] to [T, out], the same on every rank.
+    def forward(self, x: Tensor | Int8Rows, divided: DividedRows | None = None) -> Tensor:
+        """Map [T, in] to [T, out], the same on every rank, or to this rank's rows if they are divided.
 
         In int8, each rank scales its own part of a token.
         """
+        if divided is not None:
+            return divided.summed(self.part(x))
         if self.form != "plain" or self.low_rank is not None:
             return self.group.all_reduce(self.part(x))
         assert self.packed is not None, "pack the decoder before its first step"

@@ -9,6 +9,7 @@ Legend: T tokens of the step, E experts, C experts that a token chooses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from models.layers.mlp import MLP
 from models.ops.operands import ExpertKind
 from models.ops.reference import Ops, Packed
 from models.packing import Int4
+from models.parallel.divided_rows import DividedRows
 from models.parallel.group import Group, sharing_experts
 
 
@@ -98,10 +100,9 @@ class Mixture(nn.Module):
             unpacked = [linear.unpacked() for linear in linears]
             self._joined = self.ops.pack_experts(unpacked[::2], unpacked[1::2])
             self.experts, self._parts = nn.ModuleDict(), []
-            if self.shared is None:  # otherwise the ranks' shared parts would have to be summed separately
-                self._dispatch = self.ops.dispatch_of(hidden, self.config, self.group)
-                order = torch.tensor(list(self._by_place), device=self.router.device)
-                self._places = order.argsort().int()  # place of each expert
+            self._dispatch = self.ops.dispatch_of(hidden, self.config, self.group)
+            order = torch.tensor(list(self._by_place), device=self.router.device)
+            self._places = order.argsort().int()  # place of each expert
 
     def forward(self, x: Tensor, wide: Tensor | None = None, is_asked: Tensor | None = None) -> Tensor:
         """Map [T, hidden] to [T, hidden].
@@ -109,24 +110,84 @@ class Mixture(nn.Module):
         `wide` is the same in float32, if there is one, and `is_asked` says which tokens count, as in
         `StepInputs`.
         """
-        shared = None if self.shared is None else self.ops.begin_beside(partial(self._shared, self.shared, x))
+        shared = self._begun(x)
+        weights, chosen = self._chosen(x, wide)
+        self._count(chosen, is_asked)
+        if self._dispatch is not None and self._dispatch.takes(len(x), x.dtype):
+            division = DividedRows(self.group, len(x))
+            own, weights, chosen = self._dispatch.own(x, weights, chosen)
+            return division.whole(self._sent(own, weights, chosen, shared, division))
+        part = self._part(x, weights, chosen)
+        return self.group.all_reduce(part if shared is None else part + shared())
+
+    def of_divided(
+        self,
+        own: Tensor,
+        wide: Tensor | None,
+        is_asked: Tensor | None,
+        num_tokens: int,
+        divided: DividedRows,
+    ) -> Tensor:
+        """Map this rank's rows [t, hidden] to [t, hidden], of a step of so many tokens and padding.
+
+        `wide` and `is_asked` are as in `forward`. Experts are chosen for these rows alone.
+        """
+        own_weights, own_chosen = self._chosen(own, wide)
+        # Both in one gather, since float32 represents the numbers exactly
+        both = divided.whole(torch.cat((own_weights, own_chosen.float()), -1))[:num_tokens]
+        weights, chosen = both[:, : self.config.num_chosen], both[:, self.config.num_chosen :]
+        chosen = chosen.to(own_chosen.dtype)
+        self._count(chosen, is_asked)
+        sends = self._dispatch is not None and self._dispatch.takes(num_tokens, own.dtype)
+        if sends and self.shared is None:
+            return self._sent(own, own_weights, own_chosen, None, divided)
+        x = divided.whole(own)[:num_tokens]
+        shared = self._begun(x)
+        if sends:
+            return self._sent(own, own_weights, own_chosen, shared, divided)
+        part = self._part(x, weights.contiguous(), chosen)
+        return divided.summed(part if shared is None else part + shared())
+
+    def _begun(self, x: Tensor) -> Callable[[], Tensor] | None:
+        """Begin to compute this rank's part of the shared expert for [T, hidden], if there is one."""
+        return None if self.shared is None else self.ops.begin_beside(partial(self._shared, self.shared, x))
+
+    def _chosen(self, x: Tensor, wide: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the weights and the numbers of the experts [T, C] that each row chooses."""
         read = x if wide is None else wide
-        weights, chosen = self.ops.route(read, self.router, self.correction, self.config, self.router_bias)
+        return self.ops.route(read, self.router, self.correction, self.config, self.router_bias)
+
+    def _count(self, chosen: Tensor, is_asked: Tensor | None) -> None:
+        """Count the tokens that chose each expert, if they are counted."""
         if self.counts is not None:
-            one = self.counts.new_ones(len(x)) if is_asked is None else is_asked
+            one = self.counts.new_ones(len(chosen)) if is_asked is None else is_asked
             self.counts.index_add_(0, chosen.flatten(), one[:, None].expand_as(chosen).flatten())
-        if self._dispatch is not None and self._dispatch.takes(x):
-            places = self._places.index_select(0, chosen.flatten()).view_as(chosen)
-            sent: Tensor = self._dispatch.mixture(x, weights, places, self._joined, self._gated)
-            return sent
+
+    def _part(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return what this rank's experts add for each token [T, hidden]."""
         if self._numbers is not None:
             chosen = self._numbers.index_select(0, chosen.flatten()).view_as(chosen)
-        if self._joined is not None:
-            packed, count = self._joined, self.config.num_experts
-            part = self.ops.joined_mixture(x, weights, chosen, packed, count, self._gated)
-        else:
-            part = self.ops.mixture(x, weights, chosen, self._parts)
-        return self.group.all_reduce(part if shared is None else part + shared())
+        if self._joined is None:
+            return self.ops.mixture(x, weights, chosen, self._parts)
+        count = self.config.num_experts
+        return self.ops.joined_mixture(x, weights, chosen, self._joined, count, self._gated)
+
+    def _sent(
+        self,
+        own: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        shared: Callable[[], Tensor] | None,
+        division: DividedRows,
+    ) -> Tensor:
+        """Send this rank's rows [t, hidden] to their experts; return the sums [t, hidden].
+
+        Parts of the shared expert, which the ranks divide, are added up for these rows.
+        """
+        assert self._dispatch is not None, "tokens are sent"
+        places = self._places.index_select(0, chosen.flatten()).view_as(chosen)
+        made: Tensor = self._dispatch.mixture(own, weights, places, self._joined, self._gated)
+        return made if shared is None else made + division.summed(shared())
 
     def _shared(self, expert: MLP, x: Tensor) -> Tensor:
         """Return this rank's part of what the shared expert adds for each token."""

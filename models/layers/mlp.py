@@ -16,6 +16,7 @@ from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear, SummedLinear
 from models.ops.operands import Int8Rows
 from models.ops.reference import Ops
+from models.parallel.divided_rows import DividedRows
 from models.parallel.group import Group
 
 
@@ -48,8 +49,10 @@ class MLP(nn.Module):
         """Whether all of it is one operator."""
         return self.is_swiglu and self.gate_up.takes_int8 and self.down.takes_int8
 
-    def forward(self, x: Tensor | Int8Rows) -> Tensor:
-        """Map [T, hidden] to [T, hidden]; `x` as for a linear."""
+    def forward(self, x: Tensor | Int8Rows, divided: DividedRows | None = None) -> Tensor:
+        """Map [T, hidden] to [T, hidden], or to this rank's rows if they are divided; `x` as for a linear."""
+        if divided is not None:
+            return divided.summed(self.part(x))
         if self.joins_int8:
             return self.group.all_reduce(self.part(x))
         y: Tensor = self.down(self.gated(self.gate_up(x)))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention.recurrent import Recurrence, Tails
+from attention.recurrent import DraftRows, Recurrence, StateMetadata, Tails
 from models.config import DecoderConfig, Form, LayerState, RecurrentConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear, SplitLinear, SummedLinear, parameter
@@ -135,24 +135,55 @@ class RecurrentMixer(nn.Module):
         assert step.states is not None, "a step of this decoder says which states it advances"
         assert self._taps is not None, "pack the decoder before its first step"
         assert self._rate is not None, "pack the decoder before its first step"
-        states, pasts, *kept = step.cache.of(self.layer)
+        planes = step.cache.of(self.layer)
         num_tokens, num_rows = len(step.token_ids), len(x)
         made = self.projected(x[:num_tokens], self._rate)
-        inputs, tails = (made.mixed, made.decay, made.beta), step.states.tails
+        if isinstance(step.states, DraftRows):
+            read = self._read_in_rows(made, planes, self._taps, step.states)
+        else:
+            read = self._read(made, planes, self._taps, step.states)
+        read = self.ops.gated_rms_norm(read, made.gate, self.norm, self.eps, self.activation).flatten(1)
+        y: Tensor = self.output(F.pad(read, (0, 0, 0, num_rows - num_tokens)), step.divided)
+        return y
+
+    def _read(
+        self, made: Projected, planes: tuple[Tensor, ...], taps: Tensor, metadata: StateMetadata
+    ) -> Tensor:
+        """Return what the tokens read [T, H, V] of the states that they advance."""
+        states, pasts, *kept = planes
+        inputs, tails = (made.mixed, made.decay, made.beta), metadata.tails
         if tails is not None:
             inputs = _with_tails(inputs, kept, tails)
         convolved, decay, beta = inputs
-        mixed = self.recurrence.convolve(convolved, self._taps, pasts, step.states)
+        mixed = self.recurrence.convolve(convolved, taps, pasts, metadata)
+        query, key, value = self._heads(mixed)
+        read = self.recurrence.advance(query, key, value, decay, beta, states, metadata)
+        return read if tails is None else read[tails.own]
+
+    def _read_in_rows(
+        self, made: Projected, planes: tuple[Tensor, ...], taps: Tensor, rows: DraftRows
+    ) -> Tensor:
+        """Return the same in a captured step with drafts."""
+        states, pasts, *kept = planes
+        each = torch.arange(len(rows.pages), device=states.device)[:, None]
+        inputs = []
+        for plane, new in zip(kept, (made.mixed, made.decay, made.beta)):
+            of_rows = new.unflatten(0, (len(rows.pages), -1))
+            joined = torch.cat((plane[rows.pages].to(new.dtype), of_rows), 1)
+            plane[rows.pages] = of_rows[each, rows.drafts].to(plane.dtype)
+            inputs.append(joined[each, rows.order])
+        convolved, decay, beta = inputs
+        mixed = self.recurrence.convolve_drafts(convolved, taps, pasts, rows)
+        query, key, value = self._heads(mixed)
+        read = self.recurrence.advance_drafts(query, key, value, decay, beta, states, rows)
+        return read.flatten(0, 1)
+
+    def _heads(self, mixed: Tensor) -> list[Tensor]:
+        """Return queries, keys and values [..., J or H, K or V] of what the convolution made [..., C]."""
         sizes = self.sizes
         widths = (sizes.key_dim, sizes.key_dim, sizes.value_dim)
         parts = zip(mixed.split(sizes.widths, -1), widths)
-        query, key, value = (each.unflatten(-1, (-1, width)) for each, width in parts)
-        read = self.recurrence.advance(query, key, value, decay, beta, states, step.states)
-        if tails is not None:
-            read = read[tails.own]
-        read = self.ops.gated_rms_norm(read, made.gate, self.norm, self.eps, self.activation).flatten(1)
-        y: Tensor = self.output(F.pad(read, (0, 0, 0, num_rows - num_tokens)))
-        return y
+        return [part.unflatten(-1, (-1, width)) for part, width in parts]
 
 
 class GatedDelta(RecurrentMixer):

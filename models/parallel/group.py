@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import zlib
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ Backend = Literal["gloo", "nccl", "hccl"]
 BACKENDS: dict[str, Backend] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # keyed by the kind of device
 # The first name is that of torch 2.13 and later; older releases, which older CANN needs, have the second
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # The range, in seconds, of HCCL's variables. The first 910 waits for a multiple of 68 s, and never less
 # (https://www.hiascend.com/document/detail/en/canncommercial/850/maintenref/envvar/envref_07_0078.html)
 HCCL_RANGES_S = {"HCCL_EXEC_TIMEOUT": (1, 17340), "HCCL_CONNECT_TIMEOUT": (120, 7200)}
@@ -67,7 +69,7 @@ class Group:
         self.rank, self.size = ranks.rank(), ranks.size()
         self._hccl_name: str | None = None
         self._is_near: bool | None = None
-        self._num_met = 0
+        self._num_met = self._num_told = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks, in place if `x` is contiguous."""
@@ -93,6 +95,14 @@ class Group:
         _gather_into(gathered.flatten(0, 1), x.contiguous(), group=self._ranks)
         self.inside = ""
         return gathered
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return this rank's rows [t, ...] of the sum of `x` [ranks * t, ...] over all ranks."""
+        own = x.new_empty(len(x) // self.size, *x.shape[1:])
+        self.inside = "reduce_scatter"
+        _scatter_sum(own, x.contiguous(), group=self._ranks)
+        self.inside = ""
+        return own
 
     def exchange(self, x: Tensor) -> Tensor:
         """Send part r of `x` [ranks, ...] to rank r; return [ranks, ...], what each rank has sent here."""
@@ -140,6 +150,18 @@ class Group:
         self.store.set(ours[self.rank], "")
         self.store.wait(ours, UNLIMITED)
         self.inside = ""
+
+    def told(self, make: Callable[[], str], name: str) -> str:
+        """Return on all ranks what rank 0 makes on its host; `name` is the wait's name in messages."""
+        assert self.store is not None, "these ranks have joined through a store"
+        self._num_told += 1
+        key = f"told/{self._num_told}"
+        if self.rank == 0:
+            self.store.set(key, make())
+        self.inside = name
+        self.store.wait([key], UNLIMITED)
+        self.inside = ""
+        return str(self.store.get(key).decode())
 
     @property
     def hccl_name(self) -> str:
@@ -194,6 +216,9 @@ class Alone(Group):
     def all_gather(self, x: Tensor) -> Tensor:
         return x[None]
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x
+
     def exchange(self, x: Tensor) -> Tensor:
         return x
 
@@ -202,6 +227,9 @@ class Alone(Group):
 
     def meet(self, name: str) -> None:
         return
+
+    def told(self, make: Callable[[], str], name: str) -> str:
+        return make()
 
     def least(self, value: int, device: torch.device) -> int:
         return value

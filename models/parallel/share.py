@@ -79,7 +79,7 @@ class Share:
         """Whether the checkpoint's tensor `name` belongs to other stages, or other ranks' experts."""
         if name.startswith("model.layers."):
             number = name.split(".")[2]
-            known = range(config.num_layers + config.num_unread_layers)
+            known = range(config.layers_behind.stop)
             if number.isdigit() and int(number) in self.layers(config):
                 return self.is_others_expert(name, config, int(number), f"model.layers.{number}.")
             return number.isdigit() and int(number) in known
@@ -178,7 +178,7 @@ class Share:
             case "kv_b_proj" if config.latent is not None:
                 width = config.latent.nope_dim + config.latent.value_dim
                 return (_equal(config.num_heads * width, rank, ranks),)
-            case "q_a_proj" | "kv_a_proj_with_mqa" | "eh_proj" | "wq_b" | "wk" | "weights_proj":
+            case "q_a_proj" | "kv_a_proj_with_mqa" | "eh_proj" | "fc" | "wq_b" | "wk" | "weights_proj":
                 return ()
             case "k_proj" | "v_proj":
                 return (self._kv_heads(config),)
@@ -238,6 +238,18 @@ class Share:
     def heads(self, config: DecoderConfig) -> Slices:
         """Return the slice of this rank's query heads, for a tensor with a number for each head."""
         return () if self.tensors == 1 else (_equal(config.num_heads, self.tensor, self.tensors),)
+
+    def cached(self, config: DecoderConfig) -> list[object]:
+        """Return what decides the bytes of this rank's pages: ranks where it is equal keep equal pages."""
+        layers, heads = self.layers(config), self._kv_heads(config)
+        is_own = config.recurrent is not None  # states are divided by their own heads
+        return [
+            [self.tensors, self.stages, self.experts, self.contexts],
+            [layers.start, layers.stop],
+            None if config.latent is not None else [heads.start, heads.stop],
+            self.tensor % self.contexts,
+            self.tensor if is_own else None,
+        ]
 
     def _kv_heads(self, config: DecoderConfig) -> slice:
         """Return the rows of the key-value heads that this rank's query heads read."""

@@ -3,7 +3,8 @@
 There are columns for each token, and the pages of each row, those of each further group of layers
 (`kv_cache/groups.py`) at the end. A row has W tokens; the tokens of a batch stand
 at its end, so that the last of them sees all keys of the row, and padding precedes them. Where layers keep
-recurrent states, the page of each row's state comes last, which for padding is the null page.
+recurrent states, the page of each row's state comes last, which for padding is the null page; with drafts, it
+is followed by how many accepted drafts the row reads again, and by its number of tokens.
 
 Legend: R rows, W tokens of each.
 """
@@ -32,7 +33,7 @@ class GraphInputs:
     """Views of `values`, int32 on the host: [COLUMNS, R * W], then [max_pages, R].
 
     Each of the `num_windows` groups of windows adds a column of addresses to write [R * W], and its pages;
-    `num_states` is 1 if there is a page of a state for each row.
+    `num_states` is the number of values for the state of each row: 1 for its page, and 3 with drafts.
 
     Padding is the first token of the null page, and its keys are written there. A row of nothing but padding
     has W keys, so that no query is left without one.
@@ -53,7 +54,7 @@ class GraphInputs:
         columns, pages, windows, states = split(values, num_rows, width, num_windows, num_states)
         self.columns: NDArray[np.int32] = columns.numpy()
         self._pages: NDArray[np.int32] = pages.numpy()
-        self._states: NDArray[np.int32] = states.numpy()
+        self._states: NDArray[np.int32] = states.numpy()  # [num_states, R]
         self._windows = [(places.numpy(), pages.numpy()) for places, pages in windows]
         self._sources = first_token + np.arange(num_rows * width)  # places of the token ids that are sent
         self._pad(0, 0)
@@ -84,7 +85,9 @@ class GraphInputs:
         self._pages[:width, : len(owners)] = slots.page_table[owners, :width].T
         if len(self._states):
             assert slots.state_table is not None, "layers keep states, and the slots have none"
-            self._states[: len(owners)] = slots.state_table[owners, 0]
+            self._states[0, : len(owners)] = slots.state_table[owners, 0]
+        if len(self._states) > 1:
+            self._states[1, : len(owners)], self._states[2, : len(owners)] = slots.state_lag[owners], lens
         groups = zip(self._windows, slots.window_tables, packed.write_indexes[1:])
         for (window_places, pages), table, index in groups:
             window_places[places] = index
@@ -118,14 +121,14 @@ class GraphInputs:
         columns[2] = in_null_page
         columns[3:5] = self.width
         self._pages[:, first_row:] = 0
-        self._states[first_row:] = 0
+        self._states[:, first_row:] = 0
         for places, pages in self._windows:
             places[first:] = in_null_page
             pages[:, first_row:] = 0
 
 
 def num_values(num_rows: int, width: int, max_pages: int, num_windows: int = 0, num_states: int = 0) -> int:
-    """Return the number of values in a captured step's inputs, with `num_states` states of each row."""
+    """Return the number of values in a captured step's inputs, `num_states` of them for each row's state."""
     return num_rows * (width * (COLUMNS + num_windows) + (1 + num_windows) * max_pages + num_states)
 
 
@@ -141,4 +144,4 @@ def split(
         [num_columns, num_pages, *(size for _ in range(num_windows) for size in (num_tokens, num_pages))]
     )
     windows = [(places, table.view(-1, num_rows)) for places, table in zip(further[::2], further[1::2])]
-    return columns.view(COLUMNS, -1), pages.view(-1, num_rows), windows, states
+    return columns.view(COLUMNS, -1), pages.view(-1, num_rows), windows, states.view(num_states, num_rows)

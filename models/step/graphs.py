@@ -3,7 +3,8 @@
 Steps are captured for a ladder of row counts, of one token each. A span that ends in drafts takes a row for
 each of its tokens: all are written before any is read, so each may see those before it. But its keys are then
 read once a token; if attention captures spans, steps of `width` tokens a row are captured too, and used while
-at most half of their tokens are padding.
+at most half of their tokens are padding. Where layers keep recurrent states, tokens of one row depend on each
+other in these: rows with drafts, or with accepted ones to read again, are computed by steps of spans alone.
 
 A captured step reads its inputs at fixed addresses, to which they are sent in one copy; rows beyond the batch
 are padding on the null page. It ends with the best token of each row, and a second graph draws tokens if a
@@ -24,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attention.recurrent import DraftRows, StateMetadata
 from attention.reference import Attention, AttentionMetadata, StaticDecodes
 from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
@@ -80,15 +82,22 @@ def doubling(most: int) -> list[int]:
 
 
 def captured_sizes(
-    attention: Attention, most: int, width: int, most_layers: int = 0, *, joins: bool = False
+    attention: Attention,
+    most: int,
+    width: int,
+    most_layers: int = 0,
+    *,
+    joins: bool = False,
+    most_decodes: int | None = None,
 ) -> tuple[list[int], list[int]]:
     """Return the numbers of rows to capture for steps of up to `most` tokens: of one token, and of `width`.
 
-    They are the same in all stages, none of which has more than `most_layers`. Raises ValueError if the
-    device holds too few graphs.
+    They are the same in all stages, none of which has more than `most_layers`. With `most_decodes`, rows of
+    one token are at most so many, because no draft takes one. Raises ValueError if the device holds too few
+    graphs.
     """
     spans = doubling(most // width) if width > 1 and attention.captures_spans else []
-    wanted = ladder(most, attention.shape.page_size)
+    wanted = ladder(min(most, most_decodes or most), attention.shape.page_size)
     return attention.graph_sizes(wanted, len(spans), most_layers, joins=joins), spans
 
 
@@ -162,11 +171,12 @@ class DecodeGraphs:
         self.sampler, self.width = sampler, width
         self._num_windows = len(decoder.group_windows) - 1
         self._num_states = int(isinstance(decoder, Decoder) and decoder.config.num_recurrent > 0)
-        if self._num_states:  # steps of spans would compute drafts that are not to change a state
-            width = self.width = 1
+        most_rows = min(most, slots.num_slots) if self._num_states else most
         self._joins = isinstance(decoder, Decoder) and decoder.share.tensors > 1 and sampler.reads_logits
-        self.sizes, self.span_rows = captured_sizes(attention, most, width, most_layers, joins=self._joins)
-        wanted = ladder(most, slots.page_size)
+        self.sizes, self.span_rows = captured_sizes(
+            attention, most, width, most_layers, joins=self._joins, most_decodes=most_rows
+        )
+        wanted = ladder(most_rows, slots.page_size)
         if self.sizes != wanted:
             log.warning(
                 "graphs: of the sizes %s the device holds %s; steps of others run in the next larger one",
@@ -181,8 +191,7 @@ class DecodeGraphs:
         # The tokens that the step before chose [N], then what this step is sent, so that one gather reads
         # either
         self._first_sent = -(-max(slots.num_slots, self.sizes[-1]) // ALIGNED) * ALIGNED
-        further = self._num_windows, self._num_states
-        sent = max(num_values(*step, slots.max_pages, *further) for step in self._all())
+        sent = max(num_values(*step, slots.max_pages, *self._further(step[1])) for step in self._all())
         self._table = torch.zeros(self._first_sent + sent, dtype=torch.int32, device=attention.device)
         self._held: Tensor | None = None  # the tokens with which the table begins
 
@@ -197,13 +206,28 @@ class DecodeGraphs:
 
     def takes(self, batch: Batch) -> bool:
         """Whether a batch consists of decodes only, with or without drafts, and is not too large."""
-        if self._num_states and (batch.num_drafts or batch.cuts or not self._goes_on(batch)):
+        if batch.num_tokens != batch.num_spans + batch.num_drafts:
             return False
-        return batch.num_tokens == batch.num_spans + batch.num_drafts and batch.num_tokens <= self.sizes[-1]
+        if self._num_states and (batch.cuts or not batch.starts.all()):  # a row has no state, or leaves one
+            return False
+        if self._num_states and self._needs_spans(batch):
+            fits = int((batch.stops - batch.starts).max()) <= self.width <= int(batch.stops.min())
+            return fits and batch.num_spans <= max(self.span_rows, default=0)
+        return batch.num_tokens <= self.sizes[-1]
 
-    def _goes_on(self, batch: Batch) -> bool:
-        """Whether each row goes on from a state that has taken in all of its tokens."""
-        return bool(batch.starts.all()) and not self.slots.state_lag[batch.slots].any()
+    def _needs_spans(self, batch: Batch) -> bool:
+        """Whether a row has drafts, or reads accepted ones again that its state has not taken in."""
+        return batch.num_drafts > 0 or bool(self.slots.state_lag[batch.slots].any())
+
+    def _size(self, batch: Batch) -> tuple[int, int]:
+        """Return the rows, and the tokens of each, of the captured step for a batch that `takes` allows."""
+        if self._num_states and self._needs_spans(batch):
+            return next(rows for rows in self.span_rows if rows >= batch.num_spans), self.width
+        return smallest(batch, self.sizes, self.span_rows, self.width)
+
+    def _further(self, width: int) -> tuple[int, int]:
+        """Return the number of windows, and of values for the state of each row of so many tokens."""
+        return self._num_windows, self._num_states * (3 if width > 1 else 1)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -236,7 +260,7 @@ class DecodeGraphs:
 
     def filled(self, batch: Batch) -> FilledStep:
         """Return the step for a batch that `takes` allows, with its inputs as the slots are now."""
-        step = self.steps[smallest(batch, self.sizes, self.span_rows, self.width)]
+        step = self.steps[self._size(batch)]
         self._turn = (self._turn + 1) % self._num_inputs
         inputs = step.inputs[self._turn]
         inputs.fill(batch)
@@ -277,7 +301,7 @@ class DecodeGraphs:
         return StepOutputs(logits, best, drawn)
 
     def _captured(self, rows: int, width: int, pool: Any, scratch: CacheLayers) -> CapturedStep:
-        further = self._num_windows, self._num_states
+        further = self._further(width)
         size = num_values(rows, width, self.slots.max_pages, *further)
         pinned = torch.zeros(self._num_inputs, size, dtype=torch.int32, pin_memory=True)
         inputs = [GraphInputs(each, rows, width, self.slots, self._first_sent, *further) for each in pinned]
@@ -344,7 +368,7 @@ class DecodeGraphs:
         if isinstance(self.decoder, Decoder) and self.decoder.adapters is not None:
             step = replace(step, adapters=adapters)
         if isinstance(self.decoder, Decoder) and self._num_states:
-            step = replace(step, states=self.decoder.recurrence.plan_static(states))
+            step = replace(step, states=self._planned_states(states, self.decoder))
         if isinstance(self.decoder, Head):
             step = replace(step, before_index=_before_index(positions, page_table, self.slots.page_size))
         hidden = self.decoder(step)
@@ -354,6 +378,13 @@ class DecodeGraphs:
         best = self.sampler.best(logits, self.decoder.parts)
         self._table[: len(logits)].copy_(best.chosen)
         return logits, best, (metadata, *of_windows)
+
+    def _planned_states(self, states: Tensor, decoder: Decoder) -> StateMetadata | DraftRows:
+        recurrence, sizes = decoder.recurrence, decoder.config.recurrent
+        if len(states) == 1:
+            return recurrence.plan_static(states[0])
+        assert sizes is not None, "states have sizes"
+        return recurrence.plan_drafts(states, self.width, sizes.conv_width)
 
     def _drawn(self, logits: Tensor, best: Best, columns: Tensor) -> Tensor:
         tokens = self.sampler.draw(logits, best, columns[DRAW])

@@ -59,6 +59,7 @@ def step_inputs(batch: Batch, slots: SlotPool, decoder: Decoder | Head, cache: C
         adapters=adapters,
         window_metadata=tuple(of_windows),
         states=state_spans(batch, slots, decoder) if isinstance(decoder, Decoder) else None,
+        divided=decoder.division(len(packed.token_ids)) if isinstance(decoder, Decoder) else None,
     )
 
 

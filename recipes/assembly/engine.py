@@ -16,9 +16,9 @@ from borders.files import in_one_line
 from borders.start_report import LOADING, StartReport, repeated
 from continuous_batching.engine import Engine
 from continuous_batching.recording.agreement import LEADER, Agreement, RankQuestions, Work
+from continuous_batching.recording.rank_tier import LeadersTier
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from continuous_batching.samples.mask_maker import MaskMaker
-from devices.compiled import LIMIT_S
 from kv_cache.exchange.rank_pages import RankPages
 from models.checkpoint import weights
 from models.checkpoint.adapter_files import look_at
@@ -44,7 +44,7 @@ from recipes.assembly.live_memory import LiveMemory
 from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
 from recipes.assembly.page_parts import rank_pages
-from recipes.assembly.page_tier import attach_tier, tier_for
+from recipes.assembly.page_tier import attach_tier, tier_for, tier_of_rank
 from recipes.assembly.rank_works import ADAPTER, adapter_work
 from recipes.assembly.scheduler import SchedulerLimits, costs_of, facts_of, scheduler_of
 from recipes.assembly.sizing import plan_memory
@@ -54,6 +54,7 @@ from recipes.machine import Machine, start
 from recipes.schema.recipe import ROOT, Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import completed
+from recipes.schema.tier_section import tier_of
 
 log = logging.getLogger(__name__)
 
@@ -132,8 +133,11 @@ def build(
         built.ranks.hear(agreement)
     if recipe.cache.events is not None:
         publish_pages(built.engine.scheduler.prefix, recipe.cache)
-    if recipe.cache.tier is not None:
+    if recipe.cache.tier is not None and built.ranks is None:
         attach_tier(built.engine, built.runner.cache, tier_for(recipe, built.runner, built.memory))
+    elif (asked := tier_of(recipe.cache.tier)) is not None and built.ranks is not None:
+        tier = tier_of_rank(recipe, built.runner, built.memory, built.ranks.group)
+        built.engine.tier = LeadersTier(tier, questions, asked.wait_s)
     return built
 
 
@@ -238,9 +242,12 @@ def _loaded(
     if recipe.device.graphs:
         most_layers = share.most_layers(config)
         # This refuses sizes that cannot be captured before weights are loaded.
-        captured_sizes(attention, *_captured(recipe), most_layers, joins=share.tensors > 1)
+        most_decodes = recipe.scheduler.num_slots if config.num_recurrent else None
+        joins = share.tensors > 1
+        captured_sizes(attention, *_captured(recipe), most_layers, joins=joins, most_decodes=most_decodes)
     recurrence = None if config.recurrent is None else machine.recurrence(config.recurrent.state_dtype)
     decoder = Decoder(config, ops, attention, group, share, stages, recurrence)
+    decoder.least_divided = recipe.parallel.least_divided_tokens
     if recipe.model.weights == "random":
         weights.random(decoder, recipe.model.seed)
     else:
@@ -340,8 +347,7 @@ def _first_steps(recipe: Recipe, runner: ModelRunner, budget: int, tell: Callabl
 
     Returns the bytes of device memory that captured graphs hold.
     """
-    limited = recipe.device.kind == "cpu" and recipe.device.compile == "auto" and recipe.parallel.ranks == 1
-    tell(f"compiling{f' (at most {LIMIT_S:.0f} s)' if limited else ''} and running its first steps")
+    tell("compiling and running its first steps")
     warm_up(runner, budget)
     captured_bytes = 0
     if recipe.device.graphs:

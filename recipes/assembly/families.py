@@ -57,7 +57,10 @@ Auto = Literal["auto"]
 # Keys that a configuration may have beside its text_config
 _OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
 # Families whose layer for further tokens is known
-WITH_MTP = "deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa"
+WITH_MTP = (
+    *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+)
 # Drafts of a step beside a recurrent state: with the known token as many as advance token by token
 MOST_DRAFTS = 7
 MOST_UNKNOWN = 20  # fields that one message lists
@@ -168,12 +171,10 @@ def model_config(recipe: Recipe) -> DecoderConfig:
 
 def check_states(recipe: Recipe, config: DecoderConfig) -> None:
     """Raise RecipeError for what a model whose layers keep a recurrent state cannot do here."""
-    cache, server, scheduler = recipe.cache, recipe.server, recipe.scheduler
+    server, scheduler = recipe.server, recipe.scheduler
     drafts = recipe.speculation.max_tokens if recipe.speculation.kind != "none" else 0
     most_drafts = drafts if drafts > MOST_DRAFTS else None
     refused = (
-        ("cache.tier", cache.tier, "no tier below the host's memory takes states"),
-        ("cache.events", cache.events, "no event tells which of its pages can be resumed from"),
         ("server.pages_at", server.pages_at, "its states are not sent to other engines"),
         ("server.prompt_replicas", server.prompt_replicas, "its states are not fetched from other engines"),
         ("speculation.max_tokens", most_drafts, f"at most {MOST_DRAFTS} drafts follow one"),
@@ -352,7 +353,8 @@ def _as_asked(
     if dtype != "auto":
         config = replace(config, dtype=dtype)
     is_int8, device = recipe.cache.dtype == "int8", recipe.device
-    by_channel = device.kind == "npu" and device.attention != "reference"
+    is_sparse = config.latent is not None and config.latent.index is not None  # whose rows hold their scales
+    by_channel = device.kind == "npu" and device.attention != "reference" and not is_sparse
     config = replace(config, int8_cache=is_int8, scales_in_pages=not by_channel)
     lacking = config.without_cache_scales if is_int8 and by_channel else []
     if lacking and is_draft:
@@ -434,8 +436,7 @@ def unread_layers(recipe: Recipe, config: DecoderConfig) -> str:
     path = recipe.model.path
     if path is None or recipe.model.weights == "random" or recipe.speculation.kind == "mtp":
         return ""
-    behind = range(config.num_layers, config.num_layers + config.num_unread_layers)
-    prefixes = tuple(f"model.layers.{layer}." for layer in behind)
+    prefixes = tuple(f"model.layers.{layer}." for layer in config.layers_behind)
     found = sorted(name for name in tensor_names(path) if name.startswith((*prefixes, *PREDICTION)))
     if not found:
         return ""

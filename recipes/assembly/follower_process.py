@@ -24,8 +24,10 @@ import torch.distributed as dist
 
 from borders.shared_secret import prove_as_dialler, within
 from continuous_batching.recording.follower import Beats, Follower, differences
+from continuous_batching.recording.rank_tier import FollowersTier
 from models.parallel.group import BACKENDS, join
 from recipes.assembly.engine import assemble
+from recipes.assembly.page_tier import tier_of_rank
 from recipes.cluster.rank_process import (
     ALONE,
     FAILED,
@@ -121,6 +123,10 @@ def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> N
         except Exception as error:
             beats.end(str(error))
             raise
+        tier = None
+        if recipe.cache.tier is not None:
+            own = tier_of_rank(recipe, built.runner, built.memory, group)
+            tier = FollowersTier(own, lambda answer: beats.answer(answer.line))
         scheduler = built.engine.scheduler
         overlap = recipe.scheduler.overlap or scheduler.depth > 1
         apply = built.runner.cache.apply
@@ -131,6 +137,7 @@ def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> N
             overlap=overlap,
             works=built.works,
             move=move,
+            tier=tier,
         ).follow()
 
 

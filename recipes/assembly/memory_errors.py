@@ -66,6 +66,19 @@ def too_few_pages(
     )
 
 
+def too_few_host_states(gib: float, num_states: int, state_bytes: int, page_bytes: int) -> RecipeError:
+    """Return the error for a host tier that cannot hold a state and a page, each beside a null one."""
+    least = math.ceil(1000 * (num_states * state_bytes + 2 * page_bytes) / GIB) / 1000
+    return RecipeError(
+        "cache.host_gib",
+        f"{gib} GiB do not hold {num_states} states of {in_gib(state_bytes)}, of which the first stays empty,"
+        " and 2 pages",
+        f"set at least {least}, or 0",
+        value=gib,
+        limit=least,
+    )
+
+
 def too_much_of_the_host(gib: float, memory_bytes: int) -> RecipeError:
     """Return the error for a host tier larger than the host's memory, where the device has its own."""
     most = _floor(memory_bytes)

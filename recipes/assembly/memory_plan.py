@@ -221,6 +221,8 @@ def _tier(recipe: Recipe, sizing: MemoryPlan) -> list[tuple[str, str]]:
     num_bytes, place = int(asked.gib * GIB), asked.path or asked.url
     sizes = [sizing.page_bytes, *(each.page_bytes for each in sizing.windows)]
     pages = f"{num_bytes // sum(HEAD_BYTES + size for size in sizes):,} pages"
+    if sizing.num_states:
+        pages += f", or {num_bytes // (HEAD_BYTES + sizing.state_bytes):,} states"
     on_the_way = f"up to {in_gib(MOST_QUEUED_BYTES)} of the host's memory on their way"
     return [("tier below", f"{asked.kind} {place}, {in_gib(num_bytes)}, {pages}; {on_the_way}")]
 

@@ -28,6 +28,7 @@ def rank_pages(
     exchanges = not world.rank and (asked.pages_at is not None or bool(asked.prompt_replicas))
     if world.size == 1 or world.least(int(not exchanges) if not world.rank else 1, machine.device):
         return None
+    assert not config.num_recurrent, "the states of several ranks are not exchanged"
     assert world.store is not None, "these ranks have joined through a store"
     layers, heads = share.layers(config), 1 if config.latent is not None else config.num_kv_heads
     first = share.tensor * heads // share.tensors if heads > 1 else 0

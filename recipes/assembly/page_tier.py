@@ -24,6 +24,7 @@ from kv_cache.tier.page_tier import PageTier
 from kv_cache.tier.store import HEAD_BYTES, PageStore, identity_of
 from models.checkpoint.files import checkpoint_files
 from models.config import needs_long_factors
+from models.parallel.group import Group
 from models.step.runner import ModelRunner
 from recipes.assembly.families import draft_config
 from recipes.assembly.memory_plan import GIB, MemoryPlan
@@ -43,8 +44,17 @@ def attach_tier(engine: Engine, cache: KVCache, tier: PageTier) -> None:
     cache.tier = engine.tier = tier
 
 
-def tier_for(recipe: Recipe, runner: ModelRunner, memory: MemoryPlan) -> PageTier:
+def tier_of_rank(recipe: Recipe, runner: ModelRunner, memory: MemoryPlan, world: Group) -> PageTier:
+    """Return the tier of one of several ranks, whose leader alone reads the weights for their digests."""
+    weights = world.told(lambda: digest_of_weights(recipe), "the wait for the weights' digests")
+    runner.cache.tier = tier = tier_for(recipe, runner, memory, weights)
+    return tier
+
+
+def tier_for(recipe: Recipe, runner: ModelRunner, memory: MemoryPlan, weights: str | None = None) -> PageTier:
     """Return the tier that a recipe asks for, for pages of the recipe's weights.
+
+    `weights` is their digest, where it is known.
 
     Raises RecipeError where that is not possible. A server that does not answer is no such reason: the engine
     runs without it until it answers.
@@ -58,7 +68,8 @@ def tier_for(recipe: Recipe, runner: ModelRunner, memory: MemoryPlan) -> PageTie
         )
     began_s, cache = time.perf_counter(), runner.cache
     pages = PageBytes(cache)
-    identity = identity_of(_facts(recipe, runner, memory.longest_tokens, pages))
+    weights = digest_of_weights(recipe) if weights is None else weights
+    identity = identity_of(_facts(recipe, runner, memory.longest_tokens, pages) | {"weights": weights})
     store, where = _store(asked, identity, max(pages.page_bytes) + HEAD_BYTES)
     secret = None if asked.key_file is None else _secret(asked.key_file)
     tier = PageTier(store, pages, cache.apply, identity, asked.wait_s, where, secret=secret)
@@ -73,23 +84,24 @@ def _facts(recipe: Recipe, runner: ModelRunner, longest_tokens: int, pages: Page
     The salt includes the request's adapter.
     """
     config = runner.config
-    draft = draft_config(recipe, config)
+    draft, share = draft_config(recipe, config), runner.decoder.share
     return {
         "layout": pages.layout,
         "page size": recipe.cache.page_size,
         "model": repr(config),
-        "weights": _weights(recipe),
-        "draft": None if draft is None else [repr(draft), digests(recipe.speculation.draft_path)],
-        "share": repr(runner.decoder.share),
+        "draft": None if draft is None else [repr(draft), share.cached(draft)],
+        "share": share.cached(config),
         "long factors": needs_long_factors(config.rope, longest_tokens),
         "attention": [type(runner.attention).__qualname__, runner.attention.device.type],
     }
 
 
-def _weights(recipe: Recipe) -> object:
+def digest_of_weights(recipe: Recipe) -> str:
+    """Return a digest of the numbers of a recipe's model, and of what drafts for it."""
+    own: object = digests(recipe.model.path)
     if recipe.model.weights == "random":
-        return ["random", recipe.model.seed, str(torch.__version__)]
-    return digests(recipe.model.path)
+        own = ["random", recipe.model.seed, str(torch.__version__)]
+    return identity_of({"own": own, "draft": digests(recipe.speculation.draft_path)}).hex()
 
 
 def digests(path: Path | None) -> list[str] | None:

@@ -184,7 +184,8 @@ def costs_on(
     width = 1 if drafts.kind == "none" else 1 + drafts.max_tokens
     stage = cost.ModelPart(config.num_layers // (pipeline or parallel.pipeline), has_head=True)
     most_tokens = asked.max_batch_tokens or asked.num_slots
-    counts = cost.Counts(config, tensor or parallel.tensor, stage)
+    of_ranks = parallel.context, parallel.least_divided_tokens
+    counts = cost.Counts(config, tensor or parallel.tensor, stage, *of_ranks)
     return cost.step_costs(counts, device, asked.num_slots * width, most_tokens, graphs=recipe.device.graphs)
 
 

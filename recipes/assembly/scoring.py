@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.int8_sparse import latent_attention
 from attention.reference import Attention
-from attention.sparse import latent_attention
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool

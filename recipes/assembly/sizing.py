@@ -10,11 +10,18 @@ from devices.ascend_limits import MOST_GATHERED, PAGE_STEP, PRODUCTS
 from devices.host_memory import host_memory_bytes
 from kv_cache.groups import ITEM_BYTES, most_pages
 from models.config import DTYPE_BYTES, DecoderConfig, HeadConfig, IndexConfig, bytes_of_adapters
+from models.cost import Counts
 from models.drafting.config import MtpConfig
 from models.packing import WIDENED_ROWS
 from models.parallel.share import Share, most_contexts
 from recipes.assembly.families import draft_config
-from recipes.assembly.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
+from recipes.assembly.memory_errors import (
+    check_fits,
+    too_few_host_states,
+    too_few_pages,
+    too_much_of_the_host,
+    too_small_a_part,
+)
 from recipes.assembly.memory_plan import GIB, WHOLE, MemoryPlan, WindowPages, in_gib
 from recipes.schema.recipe import DeviceSection, Recipe
 from recipes.schema.recipe_error import RecipeError
@@ -96,23 +103,29 @@ def plan_memory(
 def of_divided_pages(
     recipe: Recipe, config: DecoderConfig, memory_bytes: int | None, share: Share
 ) -> list[tuple[str, str]]:
-    """Return the row on what the cache would hold if ranks divided its pages, where they hold copies of them.
+    """Return the row on pages that ranks divide, or would if the recipe said so, where they hold copies.
 
-    Pages keep their size, and on an NPU each rank's part of one is what its operators take.
+    It says what the cache would hold, and what each decode costs: the part of its context that a rank reads,
+    and what it sends to others. Pages keep their size, and on an NPU each rank's part of one is what its
+    operators take.
     """
-    if recipe.parallel.context > 1 or config.int8_cache:
+    if config.int8_cache:
         return []
     most, size = most_contexts(config, share.tensors), recipe.cache.page_size
-    step = PAGE_STEP if recipe.device.kind == "npu" else 1
+    step, asked = PAGE_STEP if recipe.device.kind == "npu" else 1, recipe.parallel.context
     count = max(each for each in range(1, most + 1) if most % each == 0 and size % (each * step) == 0)
+    count = asked if asked > 1 else count
     if count == 1:
         return []
+    counts = Counts(config, share.tensors, contexts=count)
+    sent = config.num_layers * sum(counts.joined_bytes(1)) / 1e6
+    cost = f"a decode reads 1/{count} of its context on each rank, and sends {sent:,.1f} MB"
+    if asked > 1:
+        return [("divided pages", f"between {count} ranks; {cost}")]
     divided = replace(recipe, parallel=replace(recipe.parallel, context=count))
     plan = plan_memory(divided, config, memory_bytes, share=replace(share, contexts=count))
-    longest = f"a request up to {plan.longest_tokens:,}"
-    return [
-        ("divided pages", f"parallel.context={count} would hold {plan.cache_tokens - 1:,} tokens, {longest}")
-    ]
+    held = f"would hold {plan.cache_tokens - 1:,} tokens, a request up to {plan.longest_tokens:,}"
+    return [("divided pages", f"parallel.context={count} {held}; {cost}")]
 
 
 def _page_bytes(recipe: Recipe, both: list[DecoderConfig], tensor: int) -> int:
@@ -515,11 +528,17 @@ def _with_host_tier(recipe: Recipe, sizing: MemoryPlan, host_bytes: int, num_dev
         # A request is swapped out only if there is room for what its windows see, so that takes precedence
         least = [max(at, 1 + each.most_of_a_request) for at, each in zip(counts, sizing.windows)]
         beyond = sum(each.page_bytes * at for at, each in zip(least, sizing.windows)) - count * of_windows
+        # So does the state of one request, beside the null one
+        num_states = max(2, int(states * count)) if states and count else 0
+        beyond += (num_states - count * states) * sizing.state_bytes
         left = count - math.ceil(max(0, beyond) / max(1, sizing.page_bytes))
         if count and left >= 2:
             counts, count = least, left
+        elif num_states and because:
+            count = num_states = 0
+        elif num_states:
+            raise too_few_host_states(host_gib, num_states, sizing.state_bytes, sizing.page_bytes)
         windows = tuple(replace(each, num_host_pages=at) for at, each in zip(counts, sizing.windows))
-        num_states = max(2, int(states * count)) if states and count else 0
         sized = replace(sizing, num_host_pages=count, num_host_states=num_states)
         return replace(sized, windows=windows, host_because=because)
 

@@ -16,8 +16,10 @@ from models.checkpoint.huggingface import (
     gated_delta,
     gated_shared_experts,
     hybrid_layers,
+    integer,
     recurrent_layers,
 )
+from models.checkpoint_names import BESIDE
 from models.config import DecoderConfig
 from recipes.qwen3_next.model import EXPERTS, STATES
 
@@ -30,11 +32,10 @@ SPARSE = SHARED | {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
-_READ = frozenset({*STATES, "attention_bias", "full_attention_interval"})
+_READ = frozenset({*STATES, "attention_bias", "full_attention_interval", "mtp_num_hidden_layers"})
 _IRRELEVANT = {
     "mamba_ssm_dtype": "states are float32",
-    "mtp_num_hidden_layers": "layers that predict further tokens are not read",
-    "mtp_use_dedicated_embeddings": "layers that predict further tokens are not read",
+    "mtp_use_dedicated_embeddings": "a prediction layer with an embedding of its own is refused",
     "sliding_window": "no layer has a window",
     "use_sliding_window": "no layer has a window",
 }
@@ -77,4 +78,11 @@ def _decoder(hf: Mapping[str, Any], family: str, *, has_experts: bool) -> Decode
         mixture=gated_shared_experts(hf, normalizes=True, may_be_stacked=True) if has_experts else None,
         turned=0.25,
     )
-    return replace(plain, recurrent=gated_delta(hf), has_output_gate=True, norms_add_one=True)
+    return replace(
+        plain,
+        recurrent=gated_delta(hf),
+        has_output_gate=True,
+        norms_add_one=True,
+        num_unread_layers=integer(hf, "mtp_num_hidden_layers", 1, least=0),
+        unread_block=BESIDE,
+    )

@@ -13,9 +13,11 @@ from models.checkpoint.huggingface import (
     gated_delta,
     gated_shared_experts,
     hybrid_layers,
+    integer,
     recurrent_layers,
     sparse_layers,
 )
+from models.checkpoint_names import BESIDE
 from models.config import DecoderConfig
 
 STATES = {
@@ -40,7 +42,7 @@ FIELDS = ConfigFields(
     frozenset({
         *STATES, *EXPERTS,
         *("attention_bias", "full_attention_interval", "norm_topk_prob", "decoder_sparse_step"),
-        "mlp_only_layers",
+        *("mlp_only_layers", "num_nextn_predict_layers"),
     }),
     irrelevant={"sliding_window": "no layer has a window", "use_sliding_window": "no layer has a window"},
 )  # fmt: skip
@@ -66,4 +68,12 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         turned=0.25,
     )
     recurrent = gated_delta(hf, is_interleaved=True)
-    return replace(plain, recurrent=recurrent, has_output_gate=True, norms_add_one=True)
+    further = integer(hf, "num_nextn_predict_layers", 1, least=0)  # of which published files say nothing
+    return replace(
+        plain,
+        recurrent=recurrent,
+        has_output_gate=True,
+        norms_add_one=True,
+        num_unread_layers=further,
+        unread_block=BESIDE,
+    )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from recipes.schema.keys import key
-from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.recipe_error import RecipeError
 
 MOST_ADAPTERS, MOST_RANK = 64, 64
@@ -34,7 +33,7 @@ class AdaptersSection:
     )
 
 
-def adapter_contradictions(section: AdaptersSection, parallel: ParallelSection) -> Iterator[RecipeError]:
+def adapter_contradictions(section: AdaptersSection) -> Iterator[RecipeError]:
     """Yield an error for values that contradict one another."""
     for name in ("folders", "root"):
         if not section.most and getattr(section, name):

@@ -10,6 +10,7 @@ from recipes.schema.keys import key
 from recipes.schema.recipe_error import RecipeError
 
 MOST_RANKS = 1024
+MOST_TOKENS = 2**20  # of a step
 ALL_ADDRESSES = "all"  # in place of an interface
 LEADER_PORT = 29_400  # ranks of other nodes join at this port, unless a launcher names another
 
@@ -44,6 +45,13 @@ class ParallelSection:
         default=1,
         least=1,
         most=MOST_RANKS,
+    )
+    least_divided_tokens: int = key(
+        "tokens of a step that is not a captured graph from which the tensor ranks divide its rows between"
+        " products, with a reduce-scatter and an all-gather in place of each sum; 0: never",
+        default=1024,
+        least=0,
+        most=MOST_TOKENS,
     )
     placement: Path | None = key(
         "a file of `scripts.place`: which experts lie on which rank; null: in the order of their numbers",

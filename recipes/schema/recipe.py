@@ -110,8 +110,8 @@ class DeviceSection:
         most=1024,
     )
     compile: Literal["auto", True, False] = key(
-        "cpu: compile what gains by it, which needs a C++ compiler; auto: where there is one, for a minute at"
-        " the first start at most; ranks that share layers, without that limit",
+        "cpu: compute products, attention and norms by C++ sources that are compiled at the first start;"
+        " auto: where there is a C++ compiler",
         default="auto",
     )
     graphs: int = key(
@@ -346,10 +346,9 @@ class Recipe:
             self.cache.tier,
             is_sharing=self.cache.prefix_sharing,
             host_gib=self.cache.host_gib,
-            ranks=self.parallel.ranks,
         )
         yield from int8_contradictions(self.cache.dtype, self.device.kind, self.device.attention)
-        yield from adapter_contradictions(self.adapters, self.parallel)
+        yield from adapter_contradictions(self.adapters)
         yield from contradictions(self.scheduler)
         yield from speculation_contradictions(self.speculation, self.device.kind)
         yield from stage_contradictions(
@@ -414,13 +413,6 @@ class Recipe:
                 ("device.batch_invariant", "device.attention"),
                 "device.attention is reference, whose sums depend on how a prompt was cut",
                 "set device.batch_invariant to false, or device.attention to fused",
-                value=True,
-            )
-        if device.batch_invariant and device.kind == "cpu" and device.compile is True:
-            yield RecipeError(
-                ("device.compile", "device.batch_invariant"),
-                "what it compiles has other bits until it is compiled, and device.batch_invariant is true",
-                "set device.compile to auto, or device.batch_invariant to false",
                 value=True,
             )
         if device.graphs and device.attention == "reference":

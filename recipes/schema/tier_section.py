@@ -59,9 +59,9 @@ def tier_of(said: Mapping[str, Any] | None) -> TierSection | None:
 
 
 def tier_contradictions(
-    said: Mapping[str, Any] | None, *, is_sharing: bool, host_gib: float | None, ranks: int
+    said: Mapping[str, Any] | None, *, is_sharing: bool, host_gib: float | None
 ) -> Iterator[RecipeError]:
-    """Yield what contradicts `cache.tier`, by itself and beside sharing, the host's memory and the ranks."""
+    """Yield what contradicts `cache.tier`, by itself and beside sharing and the host's memory."""
     try:
         tier = tier_of(said)
     except RecipeError as error:
@@ -76,13 +76,6 @@ def tier_contradictions(
     if not host_gib:
         problem = "pages come from there by way of the host's memory, and cache.host_gib is not set"
         yield RecipeError((NAME, "cache.host_gib"), problem, "set it, or leave this out", value=said)
-    if ranks > 1:
-        yield RecipeError(
-            (NAME, "parallel.tensor", "parallel.pipeline"),
-            f"each of {ranks} ranks would have to find the same pages at the same time",
-            "set parallel.tensor and parallel.pipeline to 1, or leave this out",
-            value=said,
-        )
 
 
 def _places(tier: TierSection) -> Iterator[RecipeError]:

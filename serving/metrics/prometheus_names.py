@@ -196,6 +196,7 @@ PAGES = (
     ),
     Metric("states_taken_total", "counter", "States kept for prompts", lambda t: t.gauges.state_taken_pages),
     Metric("states_hit_total", "counter", "Kept states found", lambda t: t.gauges.state_hit_pages),
+    Metric("states_at_rest", "gauge", "Kept states on the host", lambda t: t.gauges.state_resting_pages),
     Metric("states_evicted_total", "counter", "Kept states evicted", lambda t: t.gauges.state_evicted_pages),
     Metric("kv_pages_shared", "gauge", "Used pages, of several samples", lambda t: t.shared_pages),
     Metric(

@@ -21,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 from borders.addresses import is_loopback
 from borders.refusal import one_line
 from continuous_batching.routing.routing import Routing
-from kv_cache.event_messages import AllBlocksCleared, BlockRemoved, BlockStored, decode
+from kv_cache.event_messages import STATE_KIND, AllBlocksCleared, BlockRemoved, BlockStored, decode
 from kv_cache.events import END, SEQUENCE_BYTES, prove_as_reader, replay_endpoint
 
 log = logging.getLogger("route")
@@ -242,8 +242,12 @@ class PageReader:
         if not event.group_idx:
             return self._routing.stored(self._replica, event.block_hashes)
         window = event.kv_cache_spec_sliding_window
-        if not 0 < event.group_idx <= _MOST_GROUPS or window is None or window < 1:
+        if event.kv_cache_spec_kind == STATE_KIND and window is None:
+            window = 0
+        elif window is None or window < 1:
             raise ValueError(f"pages of group {event.group_idx} see no window of tokens")
+        if not 0 < event.group_idx <= _MOST_GROUPS:
+            raise ValueError(f"group {event.group_idx} is none from 1 to {_MOST_GROUPS}")
         return self._routing.stored_beside(self._replica, event.block_hashes, event.group_idx, window)
 
 

@@ -52,7 +52,7 @@ from serving.server import (
     name_of,
 )
 from serving.text.tokenizer import Text
-from serving.tls import TlsFiles
+from serving.tls import Handshakes, TlsFiles
 
 _ORDERS = ("add", "remove", "drain", "resume")
 
@@ -259,7 +259,8 @@ def _run(options: RouterOptions) -> None:
     app = FleetApplication(proxy, members, figures, is_local=is_local)
     memory = BodyMemory(_MOST_BODIES_BYTES)
     guarded = AccessControl(app, keys, _MOST_BODY_BYTES, memory, lambda status: None, is_local=is_local)
-    server = SignalFreeServer(configuration(guarded, most_connections(), tls))
+    most = most_connections()
+    server = SignalFreeServer(configuration(guarded, most), None if tls is None else Handshakes(tls, most))
     with listener_at(options.host, options.port) as listener:
         host, port = listener.getsockname()[:2]
         count = len(options.replicas)

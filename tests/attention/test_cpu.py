@@ -1,8 +1,7 @@
-"""The CPU's own order of the cache, compiled or not, changes nothing but the speed."""
+"""The CPU's own order of the cache, read in plain torch, changes nothing but the speed."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from typing import Any
 
@@ -12,77 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention.cpu.attention import SHORT, CpuAttention
+from attention.cpu.attention import CpuAttention
 from continuous_batching.batch import Batch
-from devices.compiled import Compiled
 from kv_cache.device.storage import KVCache, LayerPages
 from tests.attention.planned import planned
 from tests.attention.test_attention import NOTHING, ROWS, Bench, shape
-from tests.thorough import cases
 
-DTYPES = [torch.float32, torch.bfloat16]
 LENS = (1, 16, 17, 64, 65, 190)
-
-
-def compiled_bench(**changes: object) -> Bench:
-    return Bench(CpuAttention(shape(**changes), compile=True))
-
-
-def num_graphs(attention: CpuAttention) -> int:
-    return sum(each.num_graphs for each in vars(attention).values() if isinstance(each, Compiled))
-
-
-def exercise(bench: Bench) -> None:
-    """Lone decodes, short spans, prompts of one and several chunks, leavers, all at once."""
-    bench.step({2: 5})
-    bench.step({0: 33, 2: 1, 4: 1})
-    bench.step({2: 1})
-    bench.step({1: 280, 0: SHORT, 2: SHORT + 1, 4: 1})
-    bench.leave(0)
-    bench.step({5: 2, 1: 1, 0: 14, 4: 20})
-
-
-@pytest.mark.slow
-def test_compiled_attention_computes_the_same() -> None:
-    bench = compiled_bench(windows=(None, 13), page_size=32, head_dim=32)
-    exercise(bench)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "dtype"),
-    [
-        *itertools.product([(128, 128, 4, 4)], cases([torch.float32], DTYPES)),
-        *itertools.product([(16, 20, 8, 1)], cases([torch.bfloat16], DTYPES)),
-        *itertools.product(cases([], [(1, 16, 4, 2), (64, 64, 6, 2)]), DTYPES),
-    ],
-    ids=str,
-)
-def test_compiled_attention_of_many_shapes(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    page_size, head_dim, num_heads, num_kv_heads = sizes
-    bench = compiled_bench(
-        page_size=page_size,
-        head_dim=head_dim,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        scale=head_dim**-0.5,
-        dtype=dtype,
-    )
-    exercise(bench)
-
-
-@pytest.mark.slow
-def test_nothing_is_compiled_anew_for_other_batches() -> None:
-    bench = compiled_bench(windows=(None, 13), page_size=32, head_dim=32)
-    bench.step({2: 5, 3: 1})
-    bench.step({2: 1, 3: 1})
-    bench.step({2: 40, 3: 1})
-    bench.step({5: 40, 3: 1})  # a whole prompt, which is longer than the window
-    attention = bench.attention
-    assert isinstance(attention, CpuAttention)
-    before = num_graphs(attention)
-    exercise(bench)
-    assert num_graphs(attention) == before <= 6
 
 
 class Layer:
@@ -173,18 +108,3 @@ def test_filling_rows_are_neither_written_nor_answered_wrongly() -> None:
     assert torch.equal(padded[:9], Layer().step({1: (0, 9)})[1])
     assert not cache.of(0)[0][7:].any()
     assert int((attention.read(*cache.of(0), torch.arange(6 * 64, 7 * 64))[0] != 0).sum()) == 9 * 64
-
-
-def test_a_dimension_that_the_code_would_fix_is_refused() -> None:
-    with pytest.raises(AssertionError, match="makes constants of dimensions"):
-        Compiled(lambda x: x.view(4, 8) + 1, ((0,),))(torch.ones(4, 8))
-
-
-def test_a_missing_compiler_is_told_with_its_mend() -> None:
-    from torch._inductor import config  # here, since it imports torch's whole compiler
-
-    with (
-        config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}),
-        pytest.raises(ValueError, match=r"set device\.compile=false"),
-    ):
-        Compiled(lambda x: x * 2 + 1, ((0,),))(torch.ones(4, 8))

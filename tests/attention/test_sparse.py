@@ -6,6 +6,7 @@ attention over expanded keys and values from which the tokens that were not chos
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention.int8_sparse import latent_attention
 from attention.latent import LatentUp
 from attention.sparse import SparseAttention, SparseMetadata, index_scores, top_positions
 from continuous_batching.batch import Batch
@@ -36,6 +38,24 @@ class Told:
         self.nope, self.rope = random(4, 20), random(4, 16)
         self.index_query, self.weights = random(16, 24), random(16)
 
+    def as_stored(self) -> Told:
+        """What int8 leaves of these numbers, and bfloat16 of rope keys; an index is turned before."""
+        made = copy(self)
+        hadamard = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+        block = torch.kron(hadamard, torch.kron(hadamard, hadamard)) / 8**0.5  # 24 = 3 x 8
+        turn = torch.kron(torch.eye(3), block)
+
+        def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+            scale = x.float().abs().amax(-1, keepdim=True) / 127
+            return (x.float() / scale).round().double() * scale.to(dtype).double()
+
+        made.latents = rounded(self.latents, torch.float32)
+        made.rope_keys = self.rope_keys.bfloat16().double()
+        made.index_keys = rounded(self.index_keys.float() @ turn, torch.float16)
+        made.index_query = rounded(self.index_query.float() @ turn, torch.float16)
+        made.weights = self.weights.half().double()
+        return made
+
     def expected(self, up: LatentUp, first_key: int, top: int) -> tuple[Tensor, Tensor]:
         """Return what attention gives, [length, H, V], and which tokens each token reads."""
         length = len(self.latents)
@@ -58,15 +78,16 @@ class Told:
 
 def run(told: list[Told], cuts: list[list[int]], shape: AttentionShape, up: LatentUp) -> list[list[Tensor]]:
     """Compute all requests, whose spans end where `cuts` say; a step takes one span of each."""
-    attention = SparseAttention(shape)
+    attention = latent_attention(shape)
+    assert isinstance(attention, SparseAttention)
     rng = np.random.default_rng(1)
     pages = -(-LENGTH // PAGE)
     table = 1 + rng.permutation(len(told) * pages).reshape(len(told), pages).astype(np.int32)
     planes = attention.new_planes(1 + len(told) * pages)
     for plane in planes:
-        plane[1:] = torch.nan
+        plane[1:] = torch.nan if plane.is_floating_point() else 127
         plane[table[:, 0], : shape.first_key] = 0
-    latents, rope_keys, index_keys = planes
+    (latents, rope_keys), index_pages = attention.pages_of(planes), attention.index_pages(planes)
     done = [shape.first_key] * len(told)
     found: list[list[Tensor]] = [[] for _ in told]
     for stops in zip(*cuts):
@@ -84,10 +105,10 @@ def run(told: list[Told], cuts: list[list[int]], shape: AttentionShape, up: Late
         attention.write(
             packed("latents")[:, None], packed("rope_keys")[:, None], latents, rope_keys, metadata
         )
-        attention.write_index(packed("index_keys"), index_keys, metadata)
+        attention.write_index(packed("index_keys"), index_pages, metadata)
         assert attention.is_sparse(metadata) == bool((ends - shape.first_key > INDEX.top_k).any())
         if attention.is_sparse(metadata):
-            attention.choose(packed("index_query"), packed("weights"), index_keys, metadata)
+            attention.choose(packed("index_query"), packed("weights"), index_pages, metadata)
         nope, rope = packed("nope"), packed("rope")
         output = attention.attend_heads(nope, rope, up, latents, rope_keys, metadata, 0)
         for row, part in zip(rows, output.split((ends - starts).tolist())):
@@ -96,9 +117,12 @@ def run(told: list[Told], cuts: list[list[int]], shape: AttentionShape, up: Late
     return found
 
 
-@pytest.mark.parametrize("first_key", [0, 1])
-def test_chosen_tokens_alone_are_read(first_key: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decodes and chunks, whose borders lie on both sides of the first choice, agree with the oracle."""
+@pytest.mark.parametrize(("first_key", "int8"), [(0, False), (1, False), (0, True), (1, True)])
+def test_chosen_tokens_alone_are_read(first_key: int, int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes and chunks, whose borders lie on both sides of the first choice, agree with the oracle.
+
+    In int8 it reads what is left of the same numbers.
+    """
     monkeypatch.setattr("attention.sparse.SCORE_ROWS", 7)
     monkeypatch.setattr("attention.sparse.SCORE_KEYS", 10)
     monkeypatch.setattr("attention.sparse.GATHERED_NUMBERS", 5 * TOP * 48)
@@ -114,8 +138,8 @@ def test_chosen_tokens_alone_are_read(first_key: int, monkeypatch: pytest.Monkey
         [first_key + TOP, 13 + first_key, 14 + first_key, 60, 61, 62, LENGTH],
         [3, 70, 71, 72, 73, 74, LENGTH],
     ]
-    found = run(told, cuts, replace(SHAPE, first_key=first_key), up)
-    for each, parts in zip(told, found):
+    found = run(told, cuts, replace(SHAPE, first_key=first_key, int8_pages=int8), up)
+    for each, parts in zip([each.as_stored() if int8 else each for each in told], found):
         expected, is_read = each.expected(up, first_key, TOP)
         assert is_read[-1].sum() == TOP < LENGTH
         everything, _ = each.expected(up, first_key, LENGTH - 1 - first_key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention.int8_sparse import latent_attention
 from attention.latent import LatentUp
 from attention.reference import StaticDecodes
 from attention.sparse import SparseAttention, SparseMetadata
@@ -29,7 +30,9 @@ SHAPE = AttentionShape(
     HEADS, 1, 512, PAGE, 0.05, torch.float32, (None,), latent=LatentShape(64, 128, 128, INDEX)
 )
 OF_GLM = replace(SHAPE, latent=LatentShape(64, 192, 256, INDEX))
+IN_INT8 = replace(SHAPE, int8_pages=True)
 INDEXER, ATTENTION = "npu::npu_lightning_indexer", "npu::npu_sparse_flash_attention"
+OF_INT8 = "npu::npu_quant_lightning_indexer", "npu::npu_kv_quant_sparse_flash_attention"
 DENSE = "npu::npu_fused_infer_attention_score"
 
 
@@ -40,7 +43,9 @@ class Bench:
         fused = operators("npu", "fused", shape)[1]
         assert isinstance(fused, SparseAttention)
         fused.check()
-        self.shape, self.fused, self.plain = shape, fused, SparseAttention(shape)
+        plain = latent_attention(shape)
+        assert isinstance(plain, SparseAttention)
+        self.shape, self.fused, self.plain = shape, fused, plain
         self.generator = torch.Generator().manual_seed(5)
         self.table = 1 + np.random.default_rng(2).permutation(ROWS * PAGES).reshape(ROWS, PAGES).astype(
             np.int32
@@ -48,7 +53,7 @@ class Bench:
         self.planes = [each.new_planes(1 + ROWS * PAGES) for each in (self.plain, self.fused)]
         for planes in self.planes:
             for plane in planes:
-                plane[1:] = torch.nan
+                plane[1:] = torch.nan if plane.is_floating_point() else 127
         assert shape.latent is not None
         sizes = shape.latent.nope_dim, shape.latent.value_dim
         up = self.random(HEADS, sizes[0], 512) / 8, self.random(HEADS, 512, sizes[1]) / 8
@@ -78,18 +83,23 @@ class Bench:
             self.lens[row] = stop
         return Batch(np.array(list(spans)), starts, stops, NOTHING, NOTHING, NOTHING)
 
+    def choose(self, number: int, parts: dict[str, Tensor], metadata: Any) -> None:
+        """Write and choose on one of the two devices."""
+        attention, planes = (self.plain, self.fused)[number], self.planes[number]
+        parts = {name: each.to(attention.device) for name, each in parts.items()}
+        index_pages = attention.index_pages(planes)
+        attention.write(parts["latents"], parts["rope_keys"], *attention.pages_of(planes), metadata)
+        attention.write_index(parts["index_keys"], index_pages, metadata)
+        if attention.is_sparse(metadata):
+            attention.choose(parts["index_query"], parts["weights"], index_pages, metadata)
+
     def attend(self, number: int, parts: dict[str, Tensor], metadata: Any) -> Tensor:
         """Write, choose and attend on one of the two devices."""
+        self.choose(number, parts, metadata)
         attention = (self.plain, self.fused)[number]
-        parts = {name: each.to(attention.device) for name, each in parts.items()}
-        latents, rope_keys, index_keys = self.planes[number]
-        attention.write(parts["latents"], parts["rope_keys"], latents, rope_keys, metadata)
-        attention.write_index(parts["index_keys"], index_keys, metadata)
-        if attention.is_sparse(metadata):
-            attention.choose(parts["index_query"], parts["weights"], index_keys, metadata)
-        return attention.attend_heads(
-            parts["nope"], parts["rope"], self.ups[number], latents, rope_keys, metadata, 0
-        )
+        nope, rope = (parts[name].to(attention.device) for name in ("nope", "rope"))
+        pages = attention.pages_of(self.planes[number])
+        return attention.attend_heads(nope, rope, self.ups[number], *pages, metadata, 0)
 
     def step(self, spans: dict[int, int]) -> tuple[Tensor, Tensor]:
         batch, parts = self.batch(spans), self.drawn(sum(spans.values()))
@@ -110,7 +120,11 @@ def near(ours: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(ours, expected, rtol=0, atol=3e-5 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("shape", [SHAPE, OF_GLM], ids=["deepseek", "glm"])
+def operators_of(shape: AttentionShape) -> tuple[str, str]:
+    return OF_INT8 if shape.int8_pages else (INDEXER, ATTENTION)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, OF_GLM, IN_INT8], ids=["deepseek", "glm", "int8"])
 def test_steps_read_what_the_definition_reads(shape: AttentionShape) -> None:
     """Prompts, chunks whose border lies on both sides of the first choice, and decodes, in one call each."""
     bench = Bench(shape)
@@ -122,15 +136,16 @@ def test_steps_read_what_the_definition_reads(shape: AttentionShape) -> None:
         names = [each.name for each in asked]
         reads_all = all(bench.lens[row] <= TOP for row in spans)
         takes_long = shape is SHAPE or max(spans.values()) <= 16
-        is_dense = reads_all and takes_long
-        assert (names.count(INDEXER), names.count(ATTENTION)) == ((0, 0) if is_dense else (1, 1))
+        is_dense = reads_all and takes_long and not shape.int8_pages
+        counts = [names.count(each) for each in operators_of(shape)]
+        assert counts == ([0, 0] if is_dense else [1, 1])
         assert (DENSE in names) == is_dense
 
 
-@pytest.mark.parametrize("width", [1, 2])
-def test_a_replay_reads_its_lengths_on_the_device(width: int) -> None:
+@pytest.mark.parametrize(("shape", "width"), [(SHAPE, 1), (SHAPE, 2), (IN_INT8, 2)])
+def test_a_replay_reads_its_lengths_on_the_device(shape: AttentionShape, width: int) -> None:
     """A captured step with a padding row, replayed at other lengths: one launch each, and no update."""
-    bench = Bench(SHAPE)
+    bench = Bench(shape)
     bench.step({0: 15, 1: 40})
     device, num_rows = bench.fused.device, 3
     count = num_rows * width
@@ -155,13 +170,55 @@ def test_a_replay_reads_its_lengths_on_the_device(width: int) -> None:
         with log().reading() as asked:
             bench.fused.replay(graph, [metadata], lens[width - 1 :: width].tolist())
         names = [each.name for each in asked if each.in_graph]
-        assert [names.count(each) for each in (INDEXER, ATTENTION)] == [1, 1]
+        assert [names.count(each) for each in operators_of(shape)] == [1, 1]
         assert "update" not in {each.kind for each in asked}
         ours = {name: each[: 2 * width] for name, each in parts.items()}
         planned_here = planned(bench.plain, batch, bench.table)
         assert isinstance(planned_here, SparseMetadata)
         near(output[: 2 * width].cpu(), bench.attend(0, ours, planned_here))
         assert bool(output.isfinite().all()), "a padding row reads the null page"
+
+
+@dataclass
+class Member:
+    """Keeps what rank `rank` of `size` sends, which computes after the ranks before it."""
+
+    rank: int
+    size: int
+    sent: list[Tensor]
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.sent.append(x)
+        return torch.stack([*self.sent, *[x] * (self.size - len(self.sent))])
+
+
+@pytest.mark.parametrize("shape", [SHAPE, IN_INT8], ids=["halves", "int8"])
+@pytest.mark.parametrize("number", [0, 1], ids=["plain", "fused"])
+def test_ranks_choose_together_what_one_chooses(number: int, shape: AttentionShape) -> None:
+    """Spans begin and end within the rows of a rank; the last of three has fewer."""
+    bench = Bench(shape)
+    attention = (bench.plain, bench.fused)[number]
+    spans = {0: 1, 1: 40, 2: 30}
+    assert sum(spans.values()) % 3
+    batch, parts = bench.batch(spans), bench.drawn(71)
+    whole = planned(attention, batch, bench.table)
+    bench.choose(number, parts, whole)
+    sent: list[Tensor] = []
+    for rank in range(3):
+        attention.ranks = Member(rank, 3, sent)
+        metadata = planned(attention, batch, bench.table)
+        own = attention.own_rows(metadata)
+        bench.choose(
+            number, parts | {name: parts[name][own] for name in ("index_query", "weights")}, metadata
+        )
+        assert own == slice(24 * rank, min(24 * rank + 24, 71))
+    found, expected = (attention.choice_of(each).positions for each in (metadata, whole))
+    assert found is not None
+    assert expected is not None
+    is_sparse = slice(1, None)  # the plain one chooses nothing for a span that reads everything
+    assert torch.equal(found.cpu().sort().values[is_sparse], expected.cpu().sort().values[is_sparse])
+    attention.ranks = Member(0, 5, [])
+    assert attention.own_rows(planned(attention, batch, bench.table)) == slice(None), "few rows"
 
 
 def indexed(**changes: int) -> AttentionShape:
@@ -180,7 +237,12 @@ def indexed(**changes: int) -> AttentionShape:
             "96 and 128",
         ),
         ("910C", replace(SHAPE, latent=LatentShape(64, 128, 128, replace(INDEX, top_k=2500))), "is 2500"),
-        ("910C", replace(SHAPE, page_size=32, int8_pages=True), "whose pages in int8 are not written"),
+        (
+            "910C",
+            replace(IN_INT8, latent=LatentShape(64, 128, 128, replace(INDEX, top_k=4096))),
+            "up to 2048",
+        ),
+        ("950", IN_INT8, "attention of the 950 reads no keys and values in int8"),
     ],
 )
 def test_what_the_operators_do_not_take_is_refused(name: str, shape: AttentionShape, said: str) -> None:

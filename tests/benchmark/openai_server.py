@@ -16,6 +16,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.patience import PATIENCE_S
+
 FAULTS = dict(
     enumerate(("refuses", "busy", "breaks off", "errs", "no stream", "no reason", "busy once", "slow"), 900)
 )
@@ -148,10 +150,10 @@ def running(stub: Stub) -> Iterator[Stub]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
-    assert started.wait(30)
+    assert started.wait(PATIENCE_S)
     try:
         yield stub
     finally:
         loop.call_soon_threadsafe(ended.set)
-        thread.join(30)
+        thread.join(PATIENCE_S)
         loop.close()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import threading
 
-import pytest
-
 from borders.start_report import GIB, ReadingReport, StartReport, paced, repeated
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
@@ -121,14 +119,6 @@ def test_a_leader_tells_how_far_every_rank_is() -> None:
     built.engine.close()
     assert any("rank 0" in each and "rank 1 (process" in each for each in told)
     assert told[-1] == ""
-
-
-def test_a_limit_of_compiling_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    told = list[str]()
-    recipe = load(ROOT / "recipes/tiny/cpu.yaml", ["device.compile=auto", "device.threads=1"])
-    build(recipe, tell=told.append)
-    assert "compiling (at most 60 s) and running its first steps" in told
 
 
 def test_how_long_each_stage_took_is_kept() -> None:

@@ -256,10 +256,14 @@ class ChecksumRunner:
             cache, host = self.windows[group - 1], self.window_hosts[group - 1]
         return cache.reshape(-1, self.slots.page_size), host
 
+    def _copy_state(self, copy: PageCopy) -> None:
+        """Make a copy of a group whose pages are no tokens', of which there is none here."""
+
     def _copy(self, copies: tuple[PageCopy, ...], free: Free) -> None:
         """Make the copies, then poison what was free then: nobody may count on it any more."""
         for copy in copies:
             if copy.group > len(self.groups):  # the layers of drafts are all in group 0
+                self._copy_state(copy)
                 continue
             pages, host = self.pages_of(copy.group)
             assert len(np.unique(copy.targets)) == len(copy.targets), "two copies to one page"

@@ -224,7 +224,7 @@ def test_what_all_ranks_have_made_is_used_between_the_same_steps_and_the_rest_is
     assert used[0] == used[1] == used[2]
     assert [name for name, _ in used[0]] == ["a", "b", "last"]
     assert said["broken"].problem == "rank 1: the disk is full"
-    assert said["late"].missing == ("rank 2",)
+    assert "rank 2" in said["late"].missing  # the other may not have come to it yet
     assert not any(each._ready or each._over for each in works), "a rank keeps what nobody uses"
 
 

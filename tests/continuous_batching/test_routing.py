@@ -75,6 +75,17 @@ def test_a_hit_ends_where_a_replica_has_what_its_windows_see() -> None:
     assert sent(routing, prompt(*keys)).replica == 0
 
 
+def test_a_hit_ends_at_the_last_state_of_a_replica() -> None:
+    routing, keys = Routing(2, weights=ALONE), [1, 2, 3, 4, 5]
+    for replica in range(2):
+        routing.stored(replica, keys)
+    routing.stored_beside(1, [2, 4], 1, 0)
+    assert routing.num_found(keys, 4).tolist() == [5, 4]
+    assert routing.num_found(keys[:3], 4).tolist() == [3, 2]
+    routing.removed_beside(1, [2, 4], 1)
+    assert routing.num_found(keys, 4).tolist() == [5, 0]
+
+
 def test_what_was_removed_draws_nobody() -> None:
     routing = Routing(2, weights=ALONE)
     routing.stored(1, [1, 2])

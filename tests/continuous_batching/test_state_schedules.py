@@ -7,6 +7,8 @@ written or found behind other tokens is noticed at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
 
@@ -20,9 +22,11 @@ from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.proposer import Guesses
 from continuous_batching.speculation.speculation import Speculation
+from kv_cache.page_keys import page_keys
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.states import GRID, StateGroup
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, Free, alone, searched
+from tests.continuous_batching.tier import attach
 from tests.thorough import cases
 
 LARGEST, NUM_REQUESTS, NUM_SLOTS = 300, 14, 4
@@ -37,6 +41,7 @@ class StateRunner(ChecksumRunner):
         super().__init__(slots, pool, host)
         self.group = group
         self.states = [NOTHING] * group.pool.num_pages  # a position, and the key of the token before it
+        self.num_fetched = 0  # states that came from a tier
         self.on_host = [NOTHING] * (group.host.num_pages if group.host else 0)
 
     def run(self, batch: Batch, free: Free | None = None) -> Sampled:
@@ -59,23 +64,41 @@ class StateRunner(ChecksumRunner):
             self.states[page] = NOTHING
         return sampled
 
+    def read(self, pages: Index, group: int) -> Callable[[], list[bytes]]:
+        """Pages of the device, or what its states stand for."""
+        if group != self.group.number:
+            return super().read(pages, group)
+        contents = [np.array(self.states[page], dtype=np.uint64).tobytes() for page in pages.tolist()]
+        return lambda: contents
+
+    def write_host(self, pages: Index, contents: Sequence[bytes], group: int) -> None:
+        """Pages of the host's pool, or states there."""
+        if group != self.group.number:
+            super().write_host(pages, contents, group)
+            return
+        for page, content in zip(pages.tolist(), contents):
+            position, key = np.frombuffer(content, dtype=np.uint64)
+            self.on_host[page] = int(position), int(key)
+            self.num_fetched += 1
+
     def _key(self, row: int, position: int) -> int:
         page, offset = divmod(position - 1, self.slots.page_size)
         return int(self.cache[int(self.slots.page_table[row, page]) * self.slots.page_size + offset])
 
-    def _copy(self, copies: tuple[PageCopy, ...], free: Free) -> None:
-        for copy in copies:
-            if copy.group != self.group.number:
-                continue
-            source, target = {
-                "within": (self.states, self.states),
-                "to_host": (self.states, self.on_host),
-                "from_host": (self.on_host, self.states),
-            }[copy.way]
-            read = [source[page] for page in copy.sources.tolist()]
-            for page, state in zip(copy.targets.tolist(), read):
-                target[page] = state
-        super()._copy(copies, free)
+    def _copy_state(self, copy: PageCopy) -> None:
+        assert copy.group == self.group.number
+        if copy.way.endswith("_tier"):
+            assert self.tier is not None, "there is no tier"
+            self.tier.apply(copy)
+            return
+        source, target = {
+            "within": (self.states, self.states),
+            "to_host": (self.states, self.on_host),
+            "from_host": (self.on_host, self.states),
+        }[copy.way]
+        read = [source[page] for page in copy.sources.tolist()]
+        for page, state in zip(copy.targets.tolist(), read):
+            target[page] = state
 
 
 class Prophet:
@@ -141,20 +164,40 @@ def draw(random: np.random.Generator, number: int) -> Request:
     return request
 
 
-def storm(seed: int) -> Engine:
-    """Serve requests while some are aborted and some fail."""
+def next_turn(before: Request, drawn: Request) -> Request:
+    """The next turn of another request's conversation in place of what was drawn, if it is not too long."""
+    answer = alone(before.prompt.tolist(), before.params.max_tokens)
+    prompt = np.concatenate([before.prompt, answer, STORY[:9]])
+    if before.params.beam_width or len(prompt) > LARGEST - 40:
+        return drawn
+    return Request(drawn.id, prompt, SamplingParams(max_tokens=20, seed=0))
+
+
+def storm(seed: int, pages: dict[bytes, bytes] | None = None) -> Engine:
+    """Serve requests while some are aborted and some fail; a tier has these `pages`."""
     random = np.random.default_rng(seed)
     size = int(random.choice([16, 64, 48]))
     longest = -(-LARGEST // size)
-    on_host = (2 * longest, int(random.integers(1, 9))) if seed % 3 else (0, 0)
+    on_host = (2 * longest, int(random.integers(1, 9))) if seed % 3 or pages is not None else (0, 0)
     engine = engine_of(
         *(-(-430 // size) + seed % 3, NUM_SLOTS + int(random.choice([0, 1, 3, 12])), *on_host, size),
         max_batch_tokens=int(random.choice([GRID + NUM_SLOTS, 2 * GRID + 30, 400])),
         compact_every_steps=seed % 4,
         overlap=seed % 2,
         drafts=3 * (seed % 5 == 0),
+        has_tier=pages is not None,
     )
+    if pages is not None:
+        options = np.random.default_rng(seed)
+        attach(
+            engine,
+            pages,
+            wait=lambda: int(options.choice([0, 0, 1, 5])),
+            most=lambda: int(options.choice([1000, 1000, 1, 0])),
+        )
     made = [draw(random, number) for number in range(NUM_REQUESTS)]
+    for at in (6, 9, 12):
+        made[at] = next_turn(made[at - 4], made[at])
     asked = [each for leader in made for each in (leader, *leader.followers)]
     assert isinstance(engine.runner, StateRunner)
     engine.runner.fail = {each.id for each in made if random.random() < 0.1 and not each.params.beam_width}
@@ -190,6 +233,18 @@ def test_each_step_goes_on_from_the_state_of_its_tokens_whatever_happens() -> No
         counts["accepted"] += counters.accepted_tokens > 0
     print(counts)
     assert min(counts.values()) >= 3
+
+
+def test_so_it_does_from_states_that_a_tier_has_found() -> None:
+    """Two engines, one after the other, share a tier whose lookups may end late, or early."""
+    fetched = 0
+    for seed in range(cases(6, 100)):
+        pages: dict[bytes, bytes] = {}
+        for _ in range(2):
+            engine = storm(seed, pages)
+            assert isinstance(engine.runner, StateRunner)
+            fetched += engine.runner.num_fetched > 0
+    assert fetched >= 3
 
 
 def serve(engine: Engine, *prompts: np.ndarray, max_tokens: int = 4) -> list[int]:
@@ -239,6 +294,55 @@ def test_an_answer_leaves_a_state_for_the_next_turn() -> None:
     assert serve(engine, turn) == [128]
 
 
+def test_a_conversation_that_goes_on_lets_others_keep_their_states() -> None:
+    """Its last state covers the one before, which gives way before older states of others."""
+    engine = engine_of(100, NUM_SLOTS)
+    other, turn = np.random.default_rng(1).integers(0, VOCAB_SIZE, 100), after(64, 40)
+    assert serve(engine, other) == [0]
+    assert serve(engine, turn) == [0]
+    assert serve(engine, np.concatenate([turn, STORY[:90]])) == [64], "which is hit, and then covered"
+    assert serve(engine, np.random.default_rng(2).integers(0, VOCAB_SIZE, 70)) == [0]
+    assert states_of(engine).counts.evicted_pages == 1
+    assert serve(engine, np.concatenate([other, STORY[:9]])) == [64]
+
+
+def test_a_state_where_several_have_gone_on_is_not_covered() -> None:
+    engine = engine_of(100, NUM_SLOTS)
+    for own in (40, 90, 80):
+        serve(engine, after(100, own))
+    assert states_of(engine).beside[engine.scheduler.prefix.find(keys_of(STORY[:64]), STORY, "")[3]] > 0
+    assert not states_of(engine)._spent
+
+
+@pytest.mark.parametrize("strips", [False, True])
+def test_answers_are_kept_in_place_of_prompts_where_they_return(strips: bool) -> None:
+    """In turns of several conversations; a client that strips goes on from prompts, and those are kept."""
+    engine, random = engine_of(200, NUM_SLOTS + 2), np.random.default_rng(3)
+    prompts = [random.integers(0, VOCAB_SIZE, 70) for _ in range(3)]
+    for _ in range(2):
+        for at, prompt in enumerate(prompts):
+            serve(engine, prompt, max_tokens=70)
+            answer = [] if strips else alone(prompt.tolist(), 70)
+            prompts[at] = np.concatenate([prompt, answer, random.integers(0, VOCAB_SIZE, 9)]).astype(np.int64)
+    assert states_of(engine).answers_return is not strips
+    assert [serve(engine, prompt)[0] for prompt in prompts] == [64 if strips else 192] * 3
+
+
+def test_pages_behind_the_last_state_are_evicted_first() -> None:
+    """Nobody can go on from them, however recently they were written."""
+    engine = engine_of(30, 12)
+    for own in (10, 11):
+        serve(engine, np.concatenate([[own], after(64, 5)]), max_tokens=50)
+    scheduler = engine.scheduler
+    scheduler.tables.evict(scheduler.prefix.num_idle - 2 * 4)
+    for own in (10, 11):
+        assert serve(engine, np.concatenate([[own], after(64, 9)])) == [64]
+
+
+def keys_of(tokens: np.ndarray) -> list[bytes]:
+    return page_keys(tokens.astype(np.int32), 16, "")
+
+
 def test_as_many_states_as_slots_neither_block_nor_preempt() -> None:
     engine, most = engine_of(200, NUM_SLOTS), 0
     for number in range(12):
@@ -264,6 +368,20 @@ def test_a_pool_of_states_that_grows_counts_each_state_once() -> None:
     before = states._num_left.copy()
     states.resize(27)
     assert states._num_left.tolist() == [*before.tolist(), *[0] * (27 - len(before))]
+
+
+def test_a_swap_that_is_refused_drops_nothing_that_rests() -> None:
+    """The host has pages for a request that leaves, but no state, because others have left theirs."""
+    engine = engine_of(20, NUM_SLOTS, host_pages=12, host_states=1)
+    serve(engine, after(192, 5))
+    engine.scheduler.tables.evict(12)
+    assert engine.scheduler.prefix.num_resting == 12
+    swap, request = engine.scheduler.lifecycle.swap, Request("a", STORY[:40], SamplingParams(max_tokens=1))
+    one, two, left = np.array([1]), np.array([1, 2]), engine.scheduler.prefix.num_resting
+    assert swap.leave(request, [(0, two), (0, two)], 40, (0, 0)) is None
+    assert engine.scheduler.prefix.num_resting == left
+    assert swap.leave(request, [(0, two), (0, one)], 40, (0, 0)) is not None
+    swap.forget(request)
 
 
 def test_beams_begin_from_the_state_of_their_own_beginning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,8 @@ def words_of(path: Path) -> set[str]:
     if path.name == "fused_attention.py":
         kinds = ("latent_attention.py", "int8_attention.py")
         return words_in(path).union(*(words_in(path.with_name(kind)) for kind in kinds))
+    if path.name == "int8_sparse_attention.py":  # whose base makes the lengths
+        return words_in(path) | words_in(path.with_name("sparse_attention.py"))
     return words_in(path)
 
 

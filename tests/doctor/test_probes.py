@@ -17,11 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention.divided import DividedLatentAttention, shapes_of
 from devices.ascend_limits import FRACTAL_NZ, PROBED, PRODUCTS, product
 from doctor.verify import probes
+from doctor.verify.npu.latent_questions import DEEPSEEK
 from doctor.verify.npu.rank_questions import of_ranks
 from doctor.verify.probes import PROBES, answer
+from models.parallel.group import Alone
 from recipes import machine as machines
+from recipes.assembly.decoders import shape_of
+from recipes.assembly.families import decoder_config
 from recipes.machine import Npu, start
 from recipes.schema.reader import load
 from tests.attention.test_atb import answering_as
@@ -77,8 +82,9 @@ def test_every_answer_is_asked_for_and_of_some_product() -> None:
     }
     assert set(asked["310P"]) | set(asked["910B"]) == set(PROBED)
     assert "packs_float16" not in asked["310P"]
-    of_ranks_of_910c = [each.name for each in probes if each.applies(product("910C", ""))][-1:]
-    assert (asked["910B"][-2:], of_ranks_of_910c) == (["sums_products", "dispatches"], ["dispatches"])
+    of_ranks_of_910c = [each.name for each in probes if each.applies(product("910C", ""))][-2:]
+    sent = ["dispatches", "dispatches_beside_shared"]
+    assert (asked["910B"][-3:], of_ranks_of_910c) == (["sums_products", *sent], sent)
 
 
 @pytest.mark.parametrize("name", [each.name for each in PROBES])
@@ -144,6 +150,30 @@ def test_wide_heads_that_are_read_wrong_are_found_and_followed(npu: Npu, wrong: 
     narrow = replace(npu.product, reads_wide_heads=False)
     with pytest.raises(ValueError, match="head_dim is 256; fused attention of the 910B takes 64 or 128"):
         narrow.check(shape(head_dim=256, windows=(None,), dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("spoilt", [0, 1])
+def test_sums_of_latents_that_are_wrong_are_found_and_followed(spoilt: int, npu: Npu, wrong: Any) -> None:
+    from attention.npu.latent_attention import FusedLatentAttention
+    from virtual_npu.contract import Conditions
+    from virtual_npu.operators import operator
+
+    def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        made = operator(ATTENTION)(Conditions(), *args, **kwargs)
+        made[spoilt].add_(0.5)
+        return made
+
+    wrong(f"npu::{ATTENTION}", attend)
+    assert not ask("sums_latents", npu)
+    whole = shape_of(128, decoder_config(DEEPSEEK))
+    parts, gathered = (
+        FusedLatentAttention(each, npu.device, replace(npu.product, sums_latents=False))
+        for each in shapes_of(whole, 8)
+    )
+    group = Alone()
+    group.size = 8
+    with pytest.raises(ValueError, match=r"parallel\.context is 8; FusedLatentAttention gives no sums"):
+        DividedLatentAttention(whole, parts, gathered, group).check()
 
 
 def maskless_wrong(
@@ -349,6 +379,7 @@ def test_what_takes_several_ranks_is_asked_of_all_of_them(
     assert [(each["name"], each["answer"], each["said"].split(",")[0]) for each in told] == [
         ("sums_products", False, "right"),
         ("dispatches", False, "right"),
+        ("dispatches_beside_shared", False, "right"),
     ]
 
 

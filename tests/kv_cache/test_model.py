@@ -172,6 +172,7 @@ def one_bit_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_keys(monkeypatch, bits=1)
 
 
+@pytest.mark.slow
 def test_requests_that_share_a_beginning_in_every_order() -> None:
     num_states, _ = explore(replace(SHARED, max_tokens=1, num_host_pages=3))
     assert num_states > 1_000

@@ -187,6 +187,18 @@ def generated(model: Any, prompt: list[int], num_new: int) -> tuple[list[int], T
     return output.sequences[0, len(prompt) :].tolist(), logprobs
 
 
+def followed(model: Any, prompt: list[int], answer: list[int], num_new: int) -> tuple[list[int], Tensor]:
+    """Transformers' best token behind each beginning of an answer, and the log-probabilities [num_new, V].
+
+    An answer of `num_new` tokens is transformers' own greedy one if and only if it is these: the first wrong
+    token would differ from them. All are told in one pass, where `generated` makes one for each. Not for a
+    rope that turns the same token otherwise once a request is longer.
+    """
+    assert len(answer) == num_new, f"an answer of {len(answer)} tokens"
+    logprobs = expected_logprobs(model, prompt + answer[:-1])[len(prompt) - 1 :]
+    return logprobs.argmax(-1).tolist(), logprobs
+
+
 def fresh_rope(model: Any) -> None:
     """A rotary embedding, if there is one, as it is after loading.
 

@@ -1,5 +1,7 @@
 """Targets whose checkpoints have a layer to predict further tokens, and what it says by published formulas.
 
+It lies behind the layers of DeepSeek and GLM, and beside those of Qwen, whose own layers keep states.
+
 The target's layers add little to a token's embedding, and the layer finds that embedding again: so its
 guesses are often right, and what it reads of the target makes some of them wrong.
 """
@@ -17,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models.families import VARIANTS, Variant, fresh_rope, make, wide
+from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.models.sparse_variants import SPARSE_VARIANTS
 
 DENSE, NUM_LAYERS = 1, 3  # layers without experts, and all; the layer that predicts has experts
@@ -74,10 +77,70 @@ def with_layer(variant: Variant, root: Path) -> tuple[Any, Path]:
     return model, path
 
 
+def target_beside(name: str, root: Path, variant: Variant | None = None) -> tuple[Any, Path]:
+    """A checkpoint of a model with states that has such a layer under `mtp.`, as Qwen publishes it; the
+    model's own last layer is the kind of layer that it is.
+    """
+    variant = variant or next(each for each in RECURRENT_VARIANTS if each.name == name)
+    model, path = make(replace(variant, shard_size="5GB"), root)
+    hidden, generator = model.config.hidden_size, torch.Generator().manual_seed(3)
+    outputs = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
+    number = model.config.num_hidden_layers - 1
+    with torch.no_grad():
+        for each, weight in model.named_parameters():
+            weight *= 0.05 if each.endswith(outputs) else 1
+        model.lm_head.weight *= 4
+        layer = type(model.model.layers[-1])(model.config, number).eval()
+        layer.load_state_dict(model.model.layers[-1].state_dict())
+        for each, weight in layer.named_parameters():
+            weight *= 6 if each.endswith(outputs) else 1
+    model.save_pretrained(path)
+    tensors, own = load_file(path / "model.safetensors"), f"model.layers.{number}."
+    model.model.layers[-1], kept = layer, model.model.layers[-1]
+    model.save_pretrained(root / "further")
+    model.model.layers[-1] = kept
+    for each, tensor in load_file(root / "further" / "model.safetensors").items():
+        if each.startswith(own):
+            tensors[each.replace(own, "mtp.layers.0.")] = tensor
+    noise = torch.randn(hidden, hidden, generator=generator) * 0.3 / hidden**0.5
+    further = {  # norms are stored less one
+        "pre_fc_norm_embedding": 0.1 * torch.randn(hidden, generator=generator),
+        "pre_fc_norm_hidden": 0.2 * torch.randn(hidden, generator=generator),
+        "fc": torch.cat((torch.eye(hidden), noise), 1),
+        "norm": model.model.norm.weight.detach().clone(),
+    }
+    tensors |= {f"mtp.{each}.weight": tensor for each, tensor in further.items()}
+    if variant.family == "qwen3_5_moe_text":
+        tensors = _stacked(tensors, "mtp.layers.0.mlp.experts.", model.config.num_experts)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    model.further = Further(
+        model,
+        layer,
+        {
+            "enorm": 1 + further["pre_fc_norm_embedding"],
+            "hnorm": 1 + further["pre_fc_norm_hidden"],
+            "eh_proj": further["fc"],
+            "shared_head.norm": 1 + further["norm"],
+        },
+    )
+    return model, path
+
+
+def _stacked(tensors: dict[str, Tensor], block: str, count: int) -> dict[str, Tensor]:
+    """The same with the experts of a layer in one tensor each of gate and up, and of down."""
+
+    def of(role: str) -> Tensor:
+        return torch.stack([tensors[f"{block}{number}.{role}.weight"] for number in range(count)])
+
+    joined = {"gate_up_proj": torch.cat((of("gate_proj"), of("up_proj")), 1), "down_proj": of("down_proj")}
+    others = {name: each for name, each in tensors.items() if not name.startswith(block)}
+    return others | {f"{block}{name}": each for name, each in joined.items()}
+
+
 class Further:
-    """That layer over whole sequences, by the formulas of SGLang's deepseek_nextn.py; the layer itself is
-    transformers'. With `reads_zeros` it attends to a key of zeros before the first, as an operator does that
-    cannot leave it out.
+    """That layer over whole sequences, by the formulas of SGLang's deepseek_nextn.py and of vLLM's
+    qwen3_next_mtp.py, which are the same; the layer itself is transformers'. With `reads_zeros` it attends to
+    a key of zeros before the first, as an operator does that cannot leave it out.
     """
 
     reads_zeros = False

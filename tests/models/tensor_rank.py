@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.divided import DividedAttention, DividedLatentAttention, shapes_of
+from attention.int8_sparse import latent_attention
 from attention.reference import Attention
-from attention.sparse import latent_attention
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
@@ -103,12 +103,16 @@ def built(
     contexts: int = 1,
     dispatches: bool = False,
     int8_cache: bool = False,
+    least_divided: int = 0,
 ) -> tuple[Decoder, int]:
     """The group's decoder of a checkpoint, and the bytes that this rank read; one that `dispatches` has its
     experts in another order.
     """
-    has_rows = int8_cache and (kind, way) != ("npu", "fused")  # which takes scales of channels alone
-    config = replace(config_in(path), dtype=dtype, int8_cache=int8_cache, scales_in_pages=has_rows)
+    config = config_in(path)
+    is_sparse = config.latent is not None and config.latent.index is not None
+    # Other attention of an NPU takes scales of channels alone
+    has_rows = int8_cache and (is_sparse or (kind, way) != ("npu", "fused"))
+    config = replace(config, dtype=dtype, int8_cache=int8_cache, scales_in_pages=has_rows)
     if dispatches:
         assert config.mixture is not None, "nothing else is sent to ranks"
         order = tuple(torch.randperm(config.mixture.num_experts, generator=torch.Generator().manual_seed(5)))
@@ -117,10 +121,12 @@ def built(
     if int8_at_load:
         config = replace(config, quantization=Quantization(ignore=(), is_stored=False))
     decoder = empty(config, group, kind, way, experts, contexts)
+    decoder.least_divided = least_divided
     if dispatches:
         product = decoder.ops.product  # type: ignore[attr-defined]
         dtypes = *product.dtypes, "float32"  # which the stand-in takes here
-        decoder.ops.product = replace(product, dtypes=dtypes)  # type: ignore[attr-defined]
+        sends = {"dispatches": True, "dispatches_beside_shared": True}
+        decoder.ops.product = replace(product, dtypes=dtypes, **sends)  # type: ignore[attr-defined]
     return decoder, weights.load(decoder, path)
 
 
@@ -304,6 +310,7 @@ def collectives(group: Group, device: torch.device) -> dict[str, Tensor]:
         "largest": group.all_reduce_max(brought()),
         "all": group.all_gather(brought()),
         "all of a column": group.all_gather(column),
+        "rows of the sum": group.reduce_scatter(brought().repeat(group.size, 1)),
         "one of each": group.exchange(10.0 * group.rank + each) - group.rank,
         "of the last": group.broadcast(brought(), group.size - 1),
     }

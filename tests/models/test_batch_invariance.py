@@ -14,6 +14,7 @@ from continuous_batching.request import Request, SamplingParams
 from devices.cpp_sources import missing_for_sources
 from models.ops.cpu.ops import CpuOps
 from models.ops.cpu.products import Products, products
+from models.ops.cpu.rowwise import Rowwise, rowwise
 from models.ops.reference import Ops
 from recipes import machine
 from recipes.assembly.engine import build
@@ -139,9 +140,11 @@ def test_random_schedules_differ_in_no_bit(checkpoint: Path, dtype: str) -> None
 
 @needs_compiler
 def test_small_operators_give_a_row_the_same_bits_wherever_it_stands() -> None:
-    own = products()
+    own, rows = products(), rowwise()
     assert isinstance(own, Products), own
-    ops, generator = CpuOps(products=own, batch_invariant=True), torch.Generator().manual_seed(0)
+    assert isinstance(rows, Rowwise), rows
+    ops = CpuOps(products=own, rowwise=rows, batch_invariant=True)
+    generator = torch.Generator().manual_seed(0)
     for width in (16, 101, 768, 5000):
         x = 4 * torch.randn(70, 2 * width, generator=generator)
         weight = torch.randn(2 * width, generator=generator)
@@ -155,7 +158,7 @@ def test_small_operators_give_a_row_the_same_bits_wherever_it_stands() -> None:
 
 
 def test_what_is_not_promised_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a compiler, a model with experts, quantized weights, and a forced compiler."""
+    """A machine without a compiler, a model with experts, quantized weights, and none that is asked for."""
 
     def refused(*overrides: str, recipe: Path = ANY) -> str:
         tiny = [f"model.path={ROOT / 'recipes/tiny/weights'}"] if recipe == ANY else []
@@ -165,7 +168,6 @@ def test_what_is_not_promised_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
 
     assert "promised for experts" in refused("device.compile=auto", recipe=MIXTURE)
     assert "promised for quantized weights" in refused("model.quantization=w8a8")
-    assert "has other bits until it is compiled" in refused("device.compile=true")
     assert "device.compile is false" in refused("device.compile=false")
     monkeypatch.setattr(machine, "products", lambda: "there is no C++ compiler g++")
     assert "there is no C++ compiler g++; install g++" in refused()

@@ -19,7 +19,6 @@ from devices.cpp_sources import KINDS, missing_for_sources
 from models.ops.cpu import products as module
 from models.ops.cpu.ops import CpuOps
 from models.ops.cpu.products import Panels, Products, narrowed, products
-from recipes import machine
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
@@ -188,20 +187,15 @@ def tokens(*overrides: str) -> list[list[int]]:
     return [request.answer.tolist() for request in requests]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_answers_as_with_oneDNN(
-    dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(machine, "missing_for_compiling", lambda: "a test")  # the small operators stay eager
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+def test_an_engine_answers_as_with_oneDNN_and_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     multiply = Products.multiply
     monkeypatch.setattr(
         module.Products, "multiply", lambda self, *args: calls.append(1) or multiply(self, *args)
     )
-    plain = tokens("device.compile=false", f"model.dtype={dtype}")
+    plain = tokens("device.compile=false", "model.dtype=float32")
     assert not calls
-    assert tokens("device.compile=auto", f"model.dtype={dtype}") == plain
+    assert tokens("device.compile=true", "model.dtype=float32") == plain
     assert calls
 
 

@@ -17,7 +17,7 @@ from recipes.cluster.in_ranks import in_ranks
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import stand_in_alone
-from tests.models.families import generated, make
+from tests.models.families import followed, generated, make
 from tests.models.mtp_layers import target_of
 from tests.models.rank_engines import Asked, Served, serve_all
 from tests.models.test_rank_identity import CPU, NPU, Crowd, variant_of
@@ -103,6 +103,7 @@ def test_captured_steps_and_guesses_divide_pages(tmp_path: Path) -> None:
     world = load(ROOT / "recipes/any/cpu.yaml", [*NPU, f"model.path={tmp_path}", "parallel.tensor=2"])
     asked = [Asked("guesses", settings, prompts, crowd.num_new)]
     leader, follower = (rank["guesses"] for rank in in_ranks(world, serve_all, asked, tmp_path))
-    assert leader.answers == [generated(model, prompt, crowd.num_new)[0] for prompt in prompts]
+    right = [followed(model, *each, crowd.num_new)[0] for each in zip(prompts, leader.answers)]
+    assert leader.answers == right
     assert leader.happened["replays"] > 10
     assert leader.logits == follower.logits

@@ -66,11 +66,11 @@ def requests() -> list[Request]:
     return made
 
 
-def serve(engine: Engine, *, resizes: bool = True) -> list[Request]:
-    """All of them, two joining at each step, while the pool shrinks and grows."""
-    waiting, step = requests(), 0
+def serve(engine: Engine, *, resizes: bool = True, most: int = NUM_REQUESTS) -> list[Request]:
+    """All of them, or the first few, two joining at each step, while the pool shrinks and grows."""
+    waiting, step = requests()[:most], 0
     made = [each for request in waiting for each in (request, *request.followers)]  # who fork, stand alone
-    most = engine.scheduler.pool.num_pages
+    num_pages = engine.scheduler.pool.num_pages
     while waiting or engine.has_work:
         for request in waiting[:2]:
             engine.add(request)
@@ -78,7 +78,7 @@ def serve(engine: Engine, *, resizes: bool = True) -> list[Request]:
         engine.step()
         step += 1
         if resizes and step in (9, 14):
-            engine.resize(most - 2 if step == 9 else most, "running")
+            engine.resize(num_pages - 2 if step == 9 else num_pages, "running")
     return made
 
 

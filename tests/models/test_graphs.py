@@ -140,7 +140,7 @@ def test_padding_writes_no_state_of_a_row():
     for batch, wanted in ((both, [6, 4, 0, 0, 0]), (one, [4, 0, 0, 0, 0])):
         count = len(batch.slots)
         inputs.fill(replace(batch, starts=np.full(count, 1), stops=np.full(count, 2)))
-        assert split(values, 5, 1, 0, 1)[3].tolist() == wanted
+        assert split(values, 5, 1, 0, 1)[3].tolist() == [wanted]
 
 
 def test_tokens_stand_at_the_end_of_a_row_of_several():

@@ -22,7 +22,7 @@ from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, Way, on_each, settings
-from tests.models.families import VARIANTS, VOCABULARY, Variant, expected_logprobs, generated, make, wide
+from tests.models.families import VARIANTS, VOCABULARY, Variant, followed, generated, make, wide
 from tests.models.latent_variants import LATENT_VARIANTS
 from tests.thorough import THOROUGH, cases
 
@@ -55,7 +55,7 @@ def make_engine(path: Path, pair: Pair, graphs: int = 0) -> Engine:
         "model.path": path,
         "model.dtype": "float32",
         "device.attention": attention,
-        "device.compile": "false" if kind == "cpu" else "auto",
+        "device.compile": "auto",
         "device.graphs": graphs,
         "cache.page_size": PAGE_SIZE,
         "cache.num_pages": NUM_PAGES,
@@ -127,8 +127,7 @@ class Case:
             if is_generated:
                 self.told[key] = generated(self.model, prompt, NUM_NEW)
             else:
-                logprobs = expected_logprobs(self.model, prompt + answer[:-1])[len(prompt) - 1 :]
-                self.told[key] = logprobs.argmax(-1).tolist(), logprobs
+                self.told[key] = followed(self.model, prompt, answer, NUM_NEW)
         return self.told[key]
 
 

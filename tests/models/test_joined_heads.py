@@ -26,7 +26,7 @@ from recipes.machine import Npu, start
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import section, settings, stand_in_alone
-from tests.models.families import VARIANTS, generated, make, wide
+from tests.models.families import VARIANTS, followed, make, wide
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
@@ -112,7 +112,7 @@ def test_tokens_of_joined_heads_are_those_of_transformers(
     model, path = checkpoint
     engine = engine_of(path, graphs)
     answers, calls = serve(engine, machine.launch_log)
-    assert answers == [generated(model, prompt, NEW)[0] for prompt in PROMPTS]
+    assert answers == [followed(model, *each, NEW)[0] for each in zip(PROMPTS, answers)]
     assert calls == {JOINED: {len(layers_of(engine))}, SPLIT: {0}}
     assert not any(each.any() for each in tables(engine)), "no token is written there"
     assert len({each.data_ptr() for each in tables(engine)}) == 1, "all layers have one"
@@ -126,7 +126,7 @@ def test_steps_that_are_too_long_are_normed_and_rotated_one_by_one(
     model, path = checkpoint
     engine = engine_of(path, 0)
     answers, calls = serve(engine, machine.launch_log)
-    assert answers == [generated(model, prompt, NEW)[0] for prompt in PROMPTS]
+    assert answers == [followed(model, *each, NEW)[0] for each in zip(PROMPTS, answers)]
     num_layers = len(layers_of(engine))
     assert calls == {JOINED: {0, num_layers}, SPLIT: {0, num_layers}}
 

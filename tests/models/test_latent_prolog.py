@@ -42,7 +42,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.attention.planned import planned
 from tests.device_kinds import section, settings, stand_in_alone
-from tests.models.families import VARIANTS, generated, make, wide
+from tests.models.families import VARIANTS, followed, make, wide
 from tests.models.test_shared_weights import Rank
 from tests.recipes.published import DEEPSEEK_V3
 
@@ -111,7 +111,7 @@ def test_tokens_are_those_of_transformers(graphs: int, checkpoint: tuple[Any, Pa
     machine = machines.start(section("npu"))
     assert isinstance(machine, Npu)
     answers, calls = serve(engine, prompts, machine.launch_log)
-    assert answers == [generated(model, prompt, 6)[0] for prompt in prompts]
+    assert answers == [followed(model, *each, 6)[0] for each in zip(prompts, answers)]
     assert calls[False] == {2}, "of each of the two layers"
     assert 0 in calls[True], "a long span is expanded, and its queries are not absorbed"
 

@@ -32,17 +32,25 @@ from tests.models.families import VARIANTS, make, wide
 from tests.models.modelslim_checkpoints import checkpoint
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.models.state_steps import Span, Steps, decoder_of
-from tests.models.test_draft_model import serve, settings_of, tokens_of
+from tests.models.test_draft_model import NUM_REQUESTS, serve, settings_of, tokens_of
 from tests.models.test_int4 import stored
 from tests.models.test_modelslim import kimi, mostly
+from tests.patience import PATIENCE_S
+from tests.thorough import cases
 
 W8A8 = {"model.quantization": "w8a8"}
+FEW = cases(5, NUM_REQUESTS)
 TINY_WEIGHTS = ROOT / "recipes/tiny/weights"
 
 
 def built(path: Path, kind: Kind, more: dict[str, Any]) -> BuiltEngine:
     keys = {"cache.num_pages": 60, "cache.host_gib": "null", "cache.compact_every_steps": 0, **more}
     return build(load(ROOT / "recipes/any/cpu.yaml", settings_of(path, kind, None, 0, **keys)))
+
+
+def answered(engine: BuiltEngine) -> dict[str, list[int]]:
+    """The tokens of a few requests, of which some share a beginning, and some draw or are of one prompt."""
+    return tokens_of(serve(engine.engine, resizes=False, most=FEW))
 
 
 def changed(path: Path, target: Path) -> Path:
@@ -116,15 +124,15 @@ def test_tokens_after_an_update_are_those_of_the_new_checkpoint(
     new = changed(old, tmp_path / "new")
     updated = built(old, kind, more)
     addresses = addresses_of(updated.runner)
-    before = tokens_of(serve(updated.engine, resizes=False))
+    before = answered(updated)
     assert updated.live is not None
     read = updated.live.read_folder(new)
-    assert tokens_of(serve(updated.engine, resizes=False)) == before, "reading changes nothing"
+    assert answered(updated) == before, "reading changes nothing"
     updated.live.put(read)
     asked = updated.engine.scheduler.counters.hit_tokens
-    after = tokens_of(serve(updated.engine, resizes=False))
+    after = answered(updated)
     assert after != before
-    assert after == tokens_of(serve(built(new, kind, more).engine, resizes=False))
+    assert after == answered(built(new, kind, more))
     assert updated.engine.scheduler.counters.hit_tokens > asked, "pages of the new weights are shared again"
     assert addresses_of(updated.runner) == addresses, "captured steps read the weights where they were"
 
@@ -155,11 +163,9 @@ def test_a_head_of_its_own_checkpoint_stays_and_changes_no_token(tmp_path: Path)
     head = eagle3_heads.head_for(model, tmp_path / "head", head_dim=64)
     more = {"speculation.kind": "eagle3", "speculation.draft_path": head, "speculation.max_tokens": 2}
     updated = built(old, "cpu", more)
-    serve(updated.engine, resizes=False)
+    answered(updated)
     put(updated, new)
-    assert tokens_of(serve(updated.engine, resizes=False)) == tokens_of(
-        serve(built(new, "cpu", {}).engine, resizes=False)
-    )
+    assert answered(updated) == answered(built(new, "cpu", {}))
 
 
 def test_adapters_are_added_to_the_new_weights(tmp_path: Path) -> None:
@@ -191,15 +197,15 @@ def test_pages_in_every_tier_are_those_of_their_own_weights(tmp_path: Path) -> N
     tier = f"{{kind: disk, gib: 0.1, path: {tmp_path / 'pages'}, wait_s: 60}}"
     more = {"cache.tier": tier, "cache.host_gib": 0.01, "cache.page_size": 8}
     updated = built(old, "cpu", more)
-    fresh = [tokens_of(serve(built(path, "cpu", {}).engine, resizes=False)) for path in (old, new)]
+    fresh = [answered(built(path, "cpu", {})) for path in (old, new)]
     tiers = []
     for path, expected in ((None, fresh[0]), (new, fresh[1]), (old, fresh[0])):
         if path is not None:
             put(updated, path)
-        assert tokens_of(serve(updated.engine, resizes=False)) == expected
+        assert answered(updated) == expected
         own = updated.runner.cache.tier
         assert own is not None
-        assert own.settle(60)
+        assert own.settle(PATIENCE_S)
         tiers.append(own.counters)
     assert tiers[0].written > 0
     assert tiers[1].found == tiers[0].found, "no page of the old weights"
@@ -298,7 +304,7 @@ def served(old: Path) -> BuiltEngine:
 
 def test_what_is_wrong_leaves_the_old_weights(served: BuiltEngine, old: Path, tmp_path: Path) -> None:
     assert served.live is not None
-    right = tokens_of(serve(served.engine, resizes=False))
+    right = answered(served)
     held = [each.clone() for each, _ in rewriting.pairs(served.runner.decoder, served.runner.decoder)]
     single = changed(old, tmp_path / "new")
     (single / SINGLE).exists() or pytest.fail("the tests change one file")
@@ -318,7 +324,7 @@ def test_what_is_wrong_leaves_the_old_weights(served: BuiltEngine, old: Path, tm
         refused(served, folder, name)
     still = [each for each, _ in rewriting.pairs(served.runner.decoder, served.runner.decoder)]
     assert all(torch.equal(dense(each), dense(other)) for each, other in zip(held, still))
-    assert tokens_of(serve(served.engine, resizes=False)) == right
+    assert answered(served) == right
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -351,7 +357,7 @@ def test_weights_come_from_shared_memory_once_all_have_arrived(old: Path, tmp_pa
     live = served.live
     assert live is not None
     new = changed(old, tmp_path / "new")
-    right = tokens_of(serve(served.engine, resizes=False))
+    right = answered(served)
     data = (new / SINGLE).read_bytes()
     digest = hashlib.sha256(data).hexdigest()
     half = data[: len(data) // 2]
@@ -366,12 +372,12 @@ def test_weights_come_from_shared_memory_once_all_have_arrived(old: Path, tmp_pa
         live.read_segment(shared, digest)
     with pytest.raises(FileNotFoundError):
         live.read_segment("no-such-segment", digest)
-    assert tokens_of(serve(served.engine, resizes=False)) == right
+    assert answered(served) == right
     with segment(data) as shared:
         read = live.read_segment(shared, digest)
     live.put(read)  # the segment is gone by now
     fresh = built(new, "cpu", {})
-    assert tokens_of(serve(served.engine, resizes=False)) == tokens_of(serve(fresh.engine, resizes=False))
+    assert answered(served) == answered(fresh)
 
 
 @pytest.mark.parametrize(
@@ -388,7 +394,7 @@ def test_sleep_gives_all_pages_back_and_wake_brings_the_same_tokens(
     served = built(one_file(name, is_wide=kind == "npu")(tmp_path), kind, more)
     live, cache = served.live, served.runner.cache
     assert live is not None
-    right = tokens_of(serve(served.engine, resizes=False))
+    right = answered(served)
 
     def planes() -> list[list[torch.Tensor]]:
         """Those on the device, and those on the host."""
@@ -403,13 +409,13 @@ def test_sleep_gives_all_pages_back_and_wake_brings_the_same_tokens(
     assert live.restore_pages() == freed
     assert [[tuple(each.shape) for each in place] for place in planes()] == sizes
     assert all(not each.any() for each in planes()[1])
-    assert tokens_of(serve(served.engine, resizes=False)) == right
+    assert answered(served) == right
 
 
 def test_a_wake_without_memory_stays_asleep(served: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     live, cache = served.live, served.runner.cache
     assert live is not None
-    right = tokens_of(serve(served.engine, resizes=False))
+    right = answered(served)
     freed = live.release_pages()
     null_page = cache.num_bytes
     allocate, counted = type(cache)._allocate, []
@@ -427,4 +433,4 @@ def test_a_wake_without_memory_stays_asleep(served: BuiltEngine, monkeypatch: py
         assert counted
     assert cache.num_bytes == null_page, "what was allocated is given back"
     assert live.restore_pages() == freed
-    assert tokens_of(serve(served.engine, resizes=False)) == right
+    assert answered(served) == right

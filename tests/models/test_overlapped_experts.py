@@ -12,7 +12,7 @@ from devices.ascend_limits import answers_file, write_answers
 from recipes import machine as machines
 from recipes.machine import Npu, start
 from tests.device_kinds import section, stand_in_alone
-from tests.models.families import VARIANTS, generated, make, wide
+from tests.models.families import VARIANTS, followed, make, wide
 from tests.models.test_joined_heads import NEW, PROMPTS, engine_of, steps_of
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
@@ -45,6 +45,6 @@ def test_tokens_are_those_of_transformers_and_launches_as_many(
         assert (beside is not None) == answer
         assert (beside in streams) == answer
         found, steps = steps_of(engine, machine.launch_log)
-        assert found == [generated(model, prompt, NEW)[0] for prompt in PROMPTS]
+        assert found == [followed(model, *each, NEW)[0] for each in zip(PROMPTS, found)]
         launched.append(steps)
     assert launched[0] == launched[1]

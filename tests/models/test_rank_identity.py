@@ -47,7 +47,9 @@ EVEN = {  # experts that two ranks can share
     "minimax_m2_tied": {"num_local_experts": 6},
     "hunyuan_moe_one": {"num_experts": 6},
 }
-WAYS: dict[str, tuple[str, ...]] = {"TP 2": (), "EP 2": ("parallel.expert=2",)}
+# Of mixtures, the ranks also divide the rows of steps of five tokens and more
+EXPERTS = "parallel.expert=2", "parallel.least_divided_tokens=5"
+WAYS: dict[str, tuple[str, ...]] = {"TP 2": (), "EP 2": EXPERTS}
 CPU = ("device.compile=false", "device.threads=1")
 NPU = ("device.kind=npu", "device.virtual=true", "device.virtual_fp32=true", "device.compile=false")
 PLAIN = ("gemma2",)  # whose capped scores no fused attention of an NPU takes, nor any graph

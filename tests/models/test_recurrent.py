@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -15,17 +16,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from attention.recurrent import DraftRows, StateMetadata
+from attention.reference import AttentionMetadata
+from continuous_batching.batch import Batch, ragged_ranges
+from continuous_batching.slots import SlotPool
 from kv_cache.states import GRID
 from models.checkpoint import weights
 from models.checkpoint.files import tensor_names
+from models.layers.recurrent import new_states
 from models.ops.cpu.ops import CpuOps
 from models.parallel.group import Alone, StageLinks
 from models.quantization import Quantization
+from models.step.inputs import state_spans
+from models.step_inputs import StepInputs
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from tests.device_kinds import Way
 from tests.lazy import transformers
-from tests.models.families import VOCABULARY, _fill, expected_logprobs, generated, make
+from tests.models.families import VOCABULARY, _fill, expected_logprobs, followed, make
 from tests.models.recurrent_variants import EXPERTS, HALF, HEADS, RECURRENT_VARIANTS
 from tests.models.state_steps import Span, Steps, decoder_of, empty_decoder
 from tests.patience import PATIENCE_S
@@ -76,10 +84,11 @@ def test_greedy_tokens_are_those_of_transformers(
         for row, line in zip(rows, steps.run([Span(row, ends[row] - 1, ends[row]) for row in rows])):
             logprobs[row].append(line)
     for row, prompt in enumerate(prompts):
-        tokens, wanted = generated(model, prompt, NUM_NEW)
         ours = torch.stack(logprobs[row])
-        torch.testing.assert_close(ours, wanted.float(), rtol=0, atol=NEAR)
-        assert ours.argmax(-1).tolist() == tokens
+        answer = ours.argmax(-1).tolist()
+        tokens, wanted = followed(model, prompt, answer, NUM_NEW)
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=NEAR)
+        assert answer == tokens
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -165,6 +174,63 @@ def test_rows_that_pad_a_step_change_nothing(name: str, case_named: Callable[[st
     for start, stop in ((0, GRID), (GRID, 89), (89, 90)):
         (line,) = steps.run([Span(0, start, stop)])
     torch.testing.assert_close(line, expected_logprobs(model, prompt)[-1], rtol=0, atol=NEAR)
+
+
+@dataclass
+class Planes:
+    """The cache of one layer."""
+
+    planes: tuple[Tensor, ...]
+
+    def of(self, layer: int) -> tuple[Tensor, ...]:
+        return self.planes
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])
+def test_a_step_of_fixed_size_checks_drafts_as_packed_spans_do(
+    name: str, case_named: Callable[[str], Case]
+) -> None:
+    """A layer reads any number of accepted drafts again, and padding changes nothing."""
+    most, generator = 3, torch.Generator().manual_seed(1)
+    decoder = decoder_of(case_named(name)[1], way="reference")
+    mixer = decoder.layers[1].attention
+    planes = new_states(replace(mixer.sizes, num_tail=most).state("float32"), 8, torch.device("cpu"))
+    for plane in planes:
+        plane.uniform_(-1, 0, generator=generator)
+    slots = SlotPool(6, 80, 16)
+    slots.state_table = np.array([[3], [1], [7], [5], [2], [6]], dtype=np.int32)
+    slots.state_lag[:] = [0, 3, 1, 2, 0, 3]
+    rows, drafts = np.array([4, 1, 0, 5, 2]), np.array([3, 3, 0, 0, 1])
+    starts, lens = np.array([9, 20, 5, 31, 64]), 1 + drafts
+    spans = np.repeat(np.arange(5), lens)
+    targets = ragged_ranges(starts + 1, starts + lens + 1)
+    batch = Batch(rows, starts, starts + lens, spans, rows[spans], targets, num_drafts=int(drafts.sum()))
+    x = torch.randn(batch.num_tokens, decoder.config.hidden_size, generator=generator)
+
+    def run(x: Tensor, states: StateMetadata | DraftRows | None, planes: tuple[Tensor, ...]) -> Tensor:
+        at = torch.zeros(len(x), dtype=torch.int64)
+        with torch.no_grad():
+            return mixer(
+                x, x, x, StepInputs(at, at, AttentionMetadata(at, ()), Planes(planes), states=states)
+            )
+
+    packed, padded = ([each.clone() for each in planes] for _ in range(2))
+    wanted = run(x, state_spans(batch, slots, decoder), tuple(packed))
+    width, num_rows = 1 + most, 8
+    places = ragged_ranges(width * np.arange(1, 6) - lens, width * np.arange(1, 6))
+    wide_x = torch.randn(num_rows * width, x.shape[1], generator=generator)
+    wide_x[places] = x
+    of_rows = np.zeros((3, num_rows), dtype=np.int32)
+    of_rows[:, :5] = slots.state_table[rows, 0], slots.state_lag[rows], lens
+    plan = decoder.recurrence.plan_drafts(torch.from_numpy(of_rows), width, mixer.sizes.conv_width)
+    found = run(wide_x, plan, tuple(padded))
+    torch.testing.assert_close(found[places], wanted, rtol=0, atol=1e-6)
+    for plane, one, other in zip(("states", "inputs"), packed, padded):
+        torch.testing.assert_close(other[1:], one[1:], rtol=0, atol=1e-6, msg=plane)
+    assert torch.equal(padded[0][0], planes[0][0]), "padding adds to no state"
+    for one, other in zip(packed[2:], padded[2:]):  # the tails of drafts, which alone are read again
+        for row, count in zip(slots.state_table[rows, 0].tolist(), drafts.tolist()):
+            torch.testing.assert_close(other[row, :count], one[row, :count], rtol=0, atol=1e-6)
 
 
 class Threads(Alone):
@@ -358,7 +424,8 @@ def test_the_text_is_read_of_a_checkpoint_that_reads_images(kind: str, tmp_path:
 def test_an_engine_reads_the_text_of_a_checkpoint_that_reads_images(tmp_path: Path) -> None:
     for kind in ("", "Moe"):
         with_images(kind, tmp_path / kind)
-        recipe = load("recipes/any/cpu.yaml", [f"model.path={tmp_path / kind}", "scheduler.num_slots=2"])
+        asked = ["device.compile=false", "cache.memory_gib=0.01", "scheduler.num_slots=2"]
+        recipe = load("recipes/any/cpu.yaml", [f"model.path={tmp_path / kind}", *asked])
         built_one = build(recipe)
         assert built_one.config.num_recurrent == 3
         assert built_one.memory.num_states > 3

@@ -200,3 +200,21 @@ def test_what_another_stage_holds_is_not_missed(is_tied: bool) -> None:
     ]
     assert last.whole_name("model.layers.0.mlp.up_proj", config) == "model.layers.2.mlp.up_proj"
     assert last.whole_name("lm_head", config) == "lm_head"
+
+
+def test_ranks_that_keep_equal_pages_say_so_and_no_others() -> None:
+    """Against the rows of a key projection that each rank reads, and the places of a divided page."""
+    for num_kv_heads, contexts, stages in ((1, 1, 1), (2, 2, 1), (4, 1, 2), (1, 4, 1)):
+        whole = replace(WHOLE, num_heads=4, num_kv_heads=num_kv_heads)
+        ranks = [Share.of_rank(rank, 4, stages, contexts=contexts) for rank in range(4 * stages)]
+        held = [
+            (
+                share.slices("model.layers.0.self_attn.k_proj.weight", whole),
+                share.tensor % contexts,
+                share.stage,
+            )
+            for share in ranks
+        ]
+        for one, its in zip(ranks, held):
+            equal = [one.cached(whole) == other.cached(whole) for other in ranks]
+            assert equal == [its == each for each in held]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import attention.sparse
-from attention.sparse import latent_attention, top_positions
+from attention.int8_sparse import latent_attention
+from attention.sparse import top_positions
 from kv_cache.device.storage import KVCache
 from models.decoder import Decoder
 from models.ops.reference import Ops
@@ -89,13 +90,37 @@ def test_a_token_has_the_numbers_that_were_published() -> None:
     assert v32.growing_kv_bytes_per_token == 61 * 256
 
 
+@pytest.mark.parametrize("int8", [False, True], ids=["own type", "int8"])
 @pytest.mark.parametrize("name", ["v32", "glm_5_shared"])
-def test_what_is_planned_is_what_is_allocated(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
-    config = config_in(checkpoint(name)[1])
+def test_what_is_planned_is_what_is_allocated(
+    name: str, int8: bool, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    config = replace(config_in(checkpoint(name)[1]), int8_cache=int8)
     decoder = Decoder(config, Ops(), latent_attention(shape_of(16, config)))
     cache = KVCache(layers_of(decoder), 16, [9], [2])
     assert 16 * config.kv_bytes_per_token() * 9 == sum(each.nbytes for each in cache.tensors)
     assert config.weight_bytes == sum(each.nbytes for each in decoder.parameters())
+
+
+def test_in_int8_a_token_has_a_row_of_656_bytes_and_an_index_key_with_a_scale() -> None:
+    """The latent's 512, the rope key's 64 in bfloat16 and four scales; 128 and a float16 on full layers."""
+    v32, glm = (
+        replace(decoder_config(each | more), int8_cache=True)
+        for each, more in (
+            (published.DEEPSEEK_V3_2, {}),
+            (published.GLM_5_1, {"index_topk_freq": 4, "index_skip_topk_offset": 3}),
+        )
+    )
+    assert v32.kv_bytes_per_token() == v32.kv_bytes_per_token(16) == 61 * (656 + 128 + 2)
+    assert glm.kv_bytes_per_token() == 78 * 656 + glm.num_indexers * (128 + 2)
+    assert (v32.growing_kv_bytes_per_token, v32.attended_head_bytes) == (61 * 130, 656)
+
+
+@pytest.mark.parametrize("name", ["v32_reads_all", "glm_5_reads_all"])
+def test_int8_hardly_moves_what_a_prompt_scores(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    path = checkpoint(name)[1]
+    plain, int8 = (score(path, [TOKENS], int8_cache=each) for each in (False, True))
+    assert 0 < plain.distance(int8) < 0.1
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""Decoders with sparse attention give transformers' tokens by an NPU's operators, eager and captured.
+"""Decoders with sparse attention answer as in transformers by an NPU's operators, and over ranks of them.
 
 The checkpoints have the widths that the operators take, and read fewer tokens than the prompts have.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+import attention.sparse
 from continuous_batching.request import Request, SamplingParams
+from models.parallel.group import ALONE, Group
 from recipes import machine as machines
 from recipes.assembly.engine import build
 from recipes.machine import Npu
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from tests.device_kinds import section, settings, stand_in_alone
-from tests.models.families import generated, make
+from tests.device_kinds import Kind, Way, section, settings, stand_in_alone
+from tests.models.families import followed, make
+from tests.models.modelslim_checkpoints import Types, quantised
+from tests.models.modelslim_checkpoints import checkpoint as checkpoint_of
 from tests.models.sparse_variants import SPARSE_VARIANTS
+from tests.models.tensor_rank import built, logits_of
 from tests.models.test_latent_prolog import PROLOG, SMALLEST, say_that_it_gains
+from tests.models.test_modelslim import everywhere, expected, glm_5, v32
+from tests.models.test_random_shares import together
 from tests.models.variants import PUBLISHED_LATENT
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
@@ -64,6 +73,87 @@ def test_tokens_are_those_of_transformers(graphs: int, checkpoint: tuple[Any, Pa
     assert 0 < names.count(INDEXER) <= names.count(ATTENTION)
 
 
+RANKED = {"num_hidden_layers": 3, "moe_intermediate_size": 32, **PUBLISHED_LATENT, "index_head_dim": 128}
+
+
+def dividing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ranks divide the choice of steps of 16 rows; return the rows of those in which they did."""
+    rows: list[int] = []
+    joined = attention.sparse.Part.joined
+
+    def counted(part: attention.sparse.Part, own: Tensor) -> Tensor:
+        rows.append(part.num_tokens)
+        return joined(part, own)
+
+    monkeypatch.setattr("attention.sparse.DIVIDED_ROWS", 8)
+    monkeypatch.setattr(attention.sparse.Part, "joined", counted)
+    return rows
+
+
+def calm(name: str, types: Types, root: Path) -> tuple[Any, Path]:
+    """A checkpoint in W8A8 whose layers add little, so that bfloat16 hardly changes what is chosen."""
+    variant = next(each for each in SPARSE_VARIANTS if each.name == name)
+    options = variant.options | RANKED | (OF_GLM if types is glm_5 else {}) | {"max_position_embeddings": 512}
+    model, path = make(replace(variant, options=options, shard_size="5GB", saved_as=torch.bfloat16), root)
+    with torch.no_grad():
+        for each, weight in model.named_parameters():
+            if each.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+                weight *= 0.1
+    model.bfloat16().save_pretrained(path)
+    return model.float(), quantised(model, path, types, norm_biases=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "types"), [("v32", v32), ("glm_5_shared", glm_5)])
+def test_w8a8_answers_by_its_arithmetic(
+    name: str, types: Types, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured, with a cache in int8, and over two ranks that divide the choice of prompts.
+
+    Static products are in bfloat16 alone, so that answers are near, and far from those of all tokens read.
+    """
+    rows = dividing(monkeypatch)
+    model, path = calm(name, types, tmp_path)
+    right = expected(model, path)
+
+    def distance(logits: Tensor) -> float:
+        return float((logits.float().log_softmax(-1) - right).abs().mean())
+
+    def logits(group: Group, graphs: bool = False, int8: bool = False) -> Tensor:
+        decoder = built(path, group, "npu", way="fused", dtype="bfloat16", int8_cache=int8)[0]
+        return logits_of(decoder, graphs=graphs)
+
+    found = [logits(ALONE, graphs=True), logits(ALONE, graphs=True, int8=True), *together(2, logits)]
+    assert rows
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"index_topk": 1024}))
+    everything = distance(logits(ALONE))
+    distances = [distance(each) for each in found]
+    assert max(distances) < 0.5 * everything, (distances, everything)
+
+
+@pytest.mark.parametrize("name", ["v32", "glm_5_shared"])
+def test_int8_answers_as_its_definition(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager, captured, and over two ranks that divide the choice of prompts.
+
+    A number that lies between two integers to the last bit may fall on either, as the order of a sum has it,
+    which moves little of all answers; a cache in the model's type moves them more.
+    """
+    rows = dividing(monkeypatch)
+    path = checkpoint_of(name, tmp_path, everywhere("FLOAT"), **RANKED)[1]
+
+    def logits(group: Group, kind: Kind = "npu", graphs: bool = False, int8: bool = True) -> Tensor:
+        way: Way | None = "fused" if kind == "npu" else None
+        decoder = built(path, group, kind, way=way, int8_cache=int8)[0]
+        return logits_of(decoder, graphs=graphs).log_softmax(-1)
+
+    right = logits(ALONE, "cpu")
+    found = [logits(ALONE), logits(ALONE, graphs=True), *together(2, logits), logits(ALONE, int8=False)]
+    *distances, of_own_type = (float((each - right).abs().mean()) for each in found)
+    assert max(distances) < 0.3 * of_own_type, (distances, of_own_type)
+    assert rows
+
+
 def serve_as_transformers(checkpoint: tuple[Any, Path], graphs: int) -> list[str]:
     """Answer some prompts as transformers does, and return what was launched for it."""
     model, path = checkpoint
@@ -83,9 +173,8 @@ def serve_as_transformers(checkpoint: tuple[Any, Path], graphs: int) -> list[str
     with machine.launch_log.reading() as asked:
         while engine.has_work:
             engine.step()
-    assert [each.answer.tolist() for each in requests] == [
-        generated(model, prompt, NUM_NEW)[0] for prompt in prompts
-    ]
+    answers = [each.answer.tolist() for each in requests]
+    assert answers == [followed(model, *each, NUM_NEW)[0] for each in zip(prompts, answers)]
     captured = {each.name for each in asked if each.in_graph}
     assert captured >= ({INDEXER, ATTENTION} if graphs else set())
     assert "update" not in {each.kind for each in asked}

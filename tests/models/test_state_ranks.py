@@ -1,7 +1,7 @@
 """Engines of two ranks whose layers keep states give transformers' tokens.
 
-The ranks divide the heads of each state, hold whole experts each, or hold half of the layers each. Prompts
-are chunked, go on from states of others, and are preempted and swapped.
+The ranks divide the heads of each state (in kimi_linear the rows of prompts, too), hold whole experts each,
+or half of the layers each. Prompts are chunked, go on from states of others, and are preempted and swapped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kv_cache.states import GRID
 from recipes.cluster.in_ranks import in_ranks
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from tests.models.families import VOCABULARY, generated, make
+from tests.models.families import VOCABULARY, followed, make
 from tests.models.rank_engines import Asked, Served, serve_all
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 
@@ -29,7 +29,7 @@ NUM_NEW, NEAR = 16, 1e-3
 CELLS: dict[tuple[str, str], tuple[str, ...]] = {
     ("qwen3_5", "TP 2"): (),
     ("qwen3_next", "EP 2"): ("parallel.expert=2",),
-    ("kimi_linear", "TP 2"): (),
+    ("kimi_linear", "TP 2"): ("parallel.least_divided_tokens=8",),
     ("qwen3_5", "PP 2"): ("parallel.pipeline=2",),
 }
 
@@ -66,7 +66,8 @@ def test_two_ranks_answer_as_transformers_does(
 ) -> None:
     leader, follower = served[name, way]
     model, _ = make(VARIANTS[name], tmp_path)
-    tokens, logprobs = zip(*(generated(model, prompt, NUM_NEW) for prompt in prompts()))
+    told = (followed(model, *each, NUM_NEW) for each in zip(prompts(), leader.answers, strict=True))
+    tokens, logprobs = zip(*told)
     assert leader.answers == list(tokens)
     ours = torch.tensor(leader.logprobs)  # [prompts, NUM_NEW, 1 + NUM_TOP, 2]
     theirs = torch.stack(logprobs).gather(2, ours[..., 0].long())

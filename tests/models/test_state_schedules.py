@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -25,6 +26,7 @@ from recipes.schema.recipe import ROOT
 from tests.device_kinds import settings, stand_in_alone
 from tests.models.families import VOCABULARY, expected_logprobs, make, wide
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
+from tests.patience import PATIENCE_S
 from tests.thorough import cases
 
 VARIANTS = {each.name: each for each in RECURRENT_VARIANTS}
@@ -133,6 +135,33 @@ def test_tokens_are_those_of_transformers(name: str, way: str, case_named: Calla
         assert not counters.preemptions
     if way not in ("nothing shared", "one slot"):
         assert counters.hit_tokens
+
+
+def test_a_restart_resumes_from_states_in_a_folder(case_named: Callable[[str], Case], tmp_path: Path) -> None:
+    """The second life finds each prompt up to the last state that the first has left in it."""
+    model, path = case_named("qwen3_5")
+    more = {
+        "cache.host_gib": 0.02,
+        "cache.tier": f"{{kind: disk, gib: 0.1, path: {tmp_path}, wait_s: 60}}",
+        "scheduler.num_slots": 2,
+    }
+    cached = []
+    for _ in range(2):
+        made, engine = requests(), built(path, more).engine
+        for request in made:
+            engine.add(request)
+        while engine.has_work:
+            if engine.step() is None:
+                time.sleep(0.001)  # for a lookup
+        check(model, [each for leader in made for each in (leader, *leader.followers)])
+        assert engine.tier is not None
+        assert engine.tier.settle(PATIENCE_S)
+        assert not engine.tier.counters.refused
+        cached.append([each.num_cached_tokens for each in made])
+        found = engine.tier.counters.found
+        engine.close()
+    assert cached[1] == [(each.num_prompt_tokens - 1) // GRID * GRID for each in made]
+    assert found > sum(cached[1][at] // 16 for at in (0, 1)), "pages, and a state behind them"
 
 
 class Oracle(Proposer):

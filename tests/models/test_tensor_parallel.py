@@ -93,6 +93,13 @@ SPREAD = {
 # Those whose pages two neighbours divide: latents, and a key-value head of which both have copies
 BY_ALL = "deepseek_v3_divided"  # by four, where there are four ranks
 DIVIDED = {BY_ALL: "deepseek_v3", "qwen2_yarn_divided": "qwen2_yarn"}
+# Those whose prompts, of 22 and 25 tokens a step here, have divided rows: norms before and after, whole and
+# divided experts, a shared expert and its gate, biases that are added once, no norm in front
+ROWS = {
+    f"{name}_rows": name
+    for name in ("llama_biased", "gemma2", "olmo3_full", "gpt_oss", "qwen2_moe", "deepseek_v3_spread")
+}
+LEAST_DIVIDED = 3  # tokens; decodes of two rows stay whole
 # Those whose tokens are chosen, too, which hangs on a rank's rows of the head alone: where these do not
 # divide evenly, are tied to the embedding, and have caps
 CHOOSE = ("llama_biased", "qwen2_yarn", "deepseek_v3", "gemma2", "fused")
@@ -101,10 +108,11 @@ CHOOSE = ("llama_biased", "qwen2_yarn", "deepseek_v3", "gemma2", "fused")
 AMONG_FOUR = (
     *("llama_biased", "qwen2_yarn", "gpt_oss_half", "deepseek_v2_spread", "phi3_part", "gemma2"),
     *("minimax_m2_spread", "olmo3_full", "deepseek_v3_divided", "qwen2_yarn_divided"),
-    *("int8_at_load", "int8_stored", "bfloat16", "fused"),
+    *("int8_at_load", "int8_stored", "int8_rows", "bfloat16", "fused"),
+    *("gemma2_rows", "gpt_oss_rows", "deepseek_v3_spread_rows"),
 )
 AT_LOAD, STORED, BFLOAT16, FUSED = "int8_at_load", "int8_stored", "bfloat16", "fused"
-INT8_MODEL = "llama_biased"
+INT8_MODEL, INT8_ROWS = "llama_biased", "int8_rows"
 # Every rank holds these whole, beside all norms: routers, first steps of latents, biases that are added once
 REPLICATED = (
     *("mlp.gate.weight", "block_sparse_moe.gate.weight", "router.weight", "router.bias"),
@@ -138,6 +146,8 @@ def checkpoints(folder: Path) -> Cases:
             cases[variant.name] = {"path": str(make(changed, folder)[1])}
     cases |= {name: cases[of] | {"experts": 2} for name, of in SPREAD.items()}
     cases |= {name: cases[of] | {"contexts": 2} for name, of in DIVIDED.items()}
+    cases |= {name: cases[of] | {"least_divided": LEAST_DIVIDED} for name, of in ROWS.items()}
+    cases[INT8_ROWS] = cases[INT8_MODEL] | {"int8_at_load": True, "least_divided": LEAST_DIVIDED}
     cases[BFLOAT16] = cases["qwen2_yarn"] | {"dtype": "bfloat16"}
     cases[FUSED] = cases["qwen2_yarn"] | {"way": "fused"}
     cases[AT_LOAD] = cases[INT8_MODEL] | {"int8_at_load": True}
@@ -200,6 +210,7 @@ def check_collectives(ranks: list[dict[str, Tensor]]) -> None:
         "largest": [[size, 0]],
         "all": [[[rank + 1, -rank]] for rank in range(size)],
         "all of a column": [[[rank + 1]] * 3 for rank in range(size)],
+        "rows of the sum": [[total, size - total]],
         "one of each": [10 * rank for rank in range(size)],
         "of the last": [[size, 1 - size]],
     }
@@ -322,7 +333,7 @@ def test_what_one_engine_has_told_hccl_the_next_one_changes(
     assert caplog.messages == []
 
 
-@each_of([*MODELS, *SPREAD, *DIVIDED, FUSED])
+@each_of([*MODELS, *SPREAD, *DIVIDED, *ROWS, FUSED])
 def test_ranks_compute_what_one_computes(
     size: int, name: str, cases: Cases, found: Callable[[int], Found]
 ) -> None:
@@ -354,7 +365,7 @@ def test_ranks_hold_the_int8_weights_of_one(
         assert torch.equal(rows[: len(whole["head"][kind])], whole["head"][kind])
 
 
-@each_of([AT_LOAD, STORED])
+@each_of([AT_LOAD, STORED, INT8_ROWS])
 def test_ranks_in_int8_compute_what_one_computes(
     size: int, name: str, cases: Cases, found: Callable[[int], Found]
 ) -> None:

@@ -29,21 +29,29 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 SPREAD = ("deepseek_v3_spread", "qwen3_moe_spread")  # whole experts over two parts of the ranks
-SENT = ("qwen3_moe_sent",)  # whole experts on every rank, to which tokens are sent
-INT8 = {"int8": "llama_biased", "int8_spread": "qwen3_moe_spread", "int8_sent": "qwen3_moe_sent"}
+SENT = ("qwen3_moe_sent", "deepseek_v3_sent")  # whole experts on every rank, to which tokens are sent
+# Whose prompts have divided rows: shared experts beside divided ones, and beside those that rows are sent to
+ROWS = {f"{name}_rows": name for name in ("gemma3_layer_types", "deepseek_v3_spread", *SENT)}
+LEAST_DIVIDED = 3  # tokens; decodes of two rows stay whole
+INT8 = {
+    "int8": "llama_biased",
+    "int8_spread": "qwen3_moe_spread",
+    "int8_sent": "qwen3_moe_sent",
+    "int8_rows": "deepseek_v3_sent",
+}
 
 
 # Whose pages two ranks divide: latents, and one key-value head
 DIVIDED = {"deepseek_v3_divided": "deepseek_v3", "qwen3_moe_divided": "qwen3_moe"}
 
-ALL = (*MODELS, *SPREAD, *SENT, *DIVIDED)
+ALL = (*MODELS, *SPREAD, *SENT, *DIVIDED, *ROWS)
 # Decodes of these are also computed without a capture, which sends the same calls
 EAGER = cases(("deepseek_v3_spread", "qwen3_moe_sent", *DIVIDED), ALL)
 EAGER_INT8 = cases(("int8_sent",), tuple(INT8))
 # What four ranks do as two do not: fewer key heads, or tokens, than ranks, and experts that two divide
 AMONG_FOUR = (
     *("qwen3_layer_types_captured", "deepseek_v3_spread_captured", "qwen3_moe_sent"),
-    "int8_sent_captured",
+    *("int8_sent_captured", "deepseek_v3_sent_rows_captured"),
 )
 # Whose tokens are chosen, too, which hangs on the head and on where steps are captured
 CHOOSE = (*AMONG_FOUR, "llama_biased_captured", "deepseek_v3_spread", "apart", "joined")
@@ -62,6 +70,8 @@ def checkpoints(folder: Path, size: int) -> Cases:
     dispatches = {"experts": size, "dispatches": True}
     plain |= {name: plain[name.removesuffix("_sent")] | dispatches for name in SENT}
     plain |= {name: plain[of] | {"contexts": 2} for name, of in DIVIDED.items()}
+    divided = {"least_divided": LEAST_DIVIDED}
+    plain |= {name: plain[of] | divided for name, of in ROWS.items()}
     captured = {f"{name}_captured": case | {"graphs": True} for name, case in plain.items()}
     apart, int8 = plain["qwen3_layer_types"] | {"dtype": "bfloat16"}, {}
     sums = {
@@ -71,6 +81,7 @@ def checkpoints(folder: Path, size: int) -> Cases:
     }
     for name, of in INT8.items():
         case = plain[of] | {"int8_at_load": True, "dtype": "bfloat16"}
+        case |= divided if name == "int8_rows" else {}
         int8 |= {name: case} if name in EAGER_INT8 else {}
         int8[f"{name}_captured"] = case | {"graphs": True}
     eager = {name: plain[name] for name in EAGER}

@@ -61,6 +61,13 @@ FAULTS = {
         "a place of zeros takes its share of the weights",
         "tests/attention/test_attention.py::test_no_query_sees_what_lies_before_the_first_key",
     ),
+    "a_further_norm_adds_nothing": Fault(
+        "models/checkpoint/weights.py::placed",
+        "name.endswith(NORM_ENDS)",
+        "name.endswith(NORM_ENDS[0])",
+        "norms before a prediction layer are about 0, not about 1",
+        "tests/models/test_state_mtp.py::test_a_layer_changes_no_token_and_says_what_the_published_one_does",
+    ),
     "feature_before_the_embedding": Fault(
         "models/drafting/mtp.py::Mtp._inputs",
         "(embedded, feature)",

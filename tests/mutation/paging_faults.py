@@ -105,7 +105,7 @@ FAULTS = {
     ),
     "host_pool_overdrawn": Fault(
         "continuous_batching/paging/slot_lifecycle.py::SwapTier.leave",
-        "not all(group.yield_host(len(pages)) for group, (_, pages) in zip(groups, parts))",
+        "not all(group.can_yield_host(len(pages)) for group, (_, pages) in zip(groups, parts))",
         "False",
         "samples of one prompt exhaust the host pool, and the engine stops",
         "tests/continuous_batching/test_slot_lifecycle.py::test_without_room_in_the_host_pool_a_victim_is_computed_again",

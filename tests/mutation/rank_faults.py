@@ -94,6 +94,20 @@ FAULTS = {
         "tests/continuous_batching/test_agreement.py"
         "::test_what_all_ranks_have_made_is_used_between_the_same_steps_and_the_rest_is_dropped",
     ),
+    "leaders_pages_found_by_all": Fault(
+        "continuous_batching/recording/rank_tier.py::LeadersTier._settle",
+        "lookup.agree(None if is_miss else settled.least)",
+        "pass",
+        "a rank is to hand over pages that it does not have",
+        "tests/continuous_batching/test_rank_tier.py::test_every_rank_has_the_bytes_of_each_page_that_is_found",
+    ),
+    "place_of_a_neighbour_forgotten": Fault(
+        "models/parallel/share.py::Share.cached",
+        "self.tensor % self.contexts",
+        "0",
+        "a rank reads the part of a divided page that its neighbour keeps",
+        "tests/models/test_share.py::test_ranks_that_keep_equal_pages_say_so_and_no_others",
+    ),
     "another_engine_followed": Fault(
         "continuous_batching/recording/follower.py::Follower._compare",
         "header.facts",
@@ -177,6 +191,27 @@ FAULTS = {
         "token_ids > tokens.start",
         "one token a rank has an embedding of zeros",
         "tests/models/test_tensor_parallel.py::test_ranks_compute_what_one_computes",
+    ),
+    "rows_of_the_first_rank": Fault(
+        "models/parallel/group.py::Group.reduce_scatter",
+        "_scatter_sum(own, x.contiguous(), group=self._ranks)",
+        "own.copy_(x[: len(own)])",
+        "each rank keeps its own part of the first rows, and no sum of the ranks' parts",
+        "tests/models/test_tensor_parallel.py::test_ranks_compute_what_one_computes",
+    ),
+    "rows_padded_in_front": Fault(
+        "models/parallel/divided_rows.py::DividedRows._padded",
+        "(0, 0) * (x.ndim - 1) + (0, missing)",
+        "(0, 0) * (x.ndim - 1) + (missing, 0)",
+        "where ranks do not divide a step's rows, each row is taken for the one before it",
+        "tests/models/test_tensor_parallel.py::test_ranks_compute_what_one_computes",
+    ),
+    "shared_part_of_one_rank": Fault(
+        "models/layers/mixture.py::Mixture._sent",
+        "made if shared is None else made + division.summed(shared())",
+        "made",
+        "a model's tokens that are sent to their experts lack the shared expert",
+        "tests/models/test_tensor_parallel_npu.py::test_ranks_on_npus_compute_what_one_processor_computes",
     ),
     "last_of_equal_tokens": Fault(
         "models/layers/logit_parts.py::LogitParts.greedy",

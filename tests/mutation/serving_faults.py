@@ -12,6 +12,13 @@ FAULTS = {
         "threads read more prompts than the server has places for",
         "tests/serving/test_bounds.py::test_a_refused_prompt_keeps_its_places_until_its_siblings_have_ended",
     ),
+    "handshakes_without_a_place": Fault(
+        "serving/tls.py::Handshakes.accept",
+        "len(connected) + len(self._agreeing) >= self._most",
+        "len(connected) >= self._most",
+        "strangers that say nothing hold all descriptors of a server with TLS",
+        "tests/serving/test_tls.py::test_connections_count_and_have_little_time_before_they_have_keys",
+    ),
     "batch_answer_before_its_count": Fault(
         "serving/batches/store.py::BatchStore.answer",
         "with self._transaction(): ...",

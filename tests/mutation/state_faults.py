@@ -9,6 +9,7 @@ MODEL = "tests/models/test_recurrent.py"
 SCHEDULES = "tests/continuous_batching/test_state_schedules.py"
 STORM = f"{SCHEDULES}::test_each_step_goes_on_from_the_state_of_its_tokens_whatever_happens"
 ENGINE = "tests/models/test_state_schedules.py"
+TOLD = "tests/serving/router/test_page_reader.py"
 AS_TRANSFORMERS = f"{RULE}::test_any_spans_advance_as_in_transformers"
 
 FAULTS = {
@@ -188,9 +189,30 @@ FAULTS = {
         "a request comes back without its state",
         STORM,
     ),
+    "a_state_on_trial_is_written": Fault(
+        "kv_cache/states.py::StateGroup.try_to_keep",
+        "self._is_open[rows] = True",
+        "pass",
+        "a row goes on in the state that it has left at the end of a page of its answer",
+        f"{SCHEDULES}::test_an_answer_leaves_a_state_for_the_next_turn",
+    ),
+    "captured_drafts_change_a_state": Fault(
+        "attention/recurrent.py::Recurrence.advance_drafts",
+        "not at",
+        "True",
+        "a captured step leaves the state behind drafts that may be wrong",
+        "tests/models/test_recurrent.py::test_a_step_of_fixed_size_checks_drafts_as_packed_spans_do",
+    ),
+    "absent_tokens_of_a_captured_step_count": Fault(
+        "attention/recurrent.py::_present",
+        "~present[:, None]",
+        "torch.zeros_like(present)[:, None]",
+        "places without a token let a state decay and add to it",
+        "tests/models/test_recurrent.py::test_a_step_of_fixed_size_checks_drafts_as_packed_spans_do",
+    ),
     "padding_writes_a_live_state": Fault(
         "models/step/graph_inputs.py::GraphInputs._pad",
-        "self._states[first_row:] = 0",
+        "self._states[:, first_row:] = 0",
         "pass",
         "padding of a captured step advances the state of an earlier batch's row",
         "tests/models/test_graphs.py::test_padding_writes_no_state_of_a_row",
@@ -207,6 +229,76 @@ FAULTS = {
         "if not self._is_crowded: ...",
         "return",
         "a checkpoint is written where no page is left to copy it to",
+        STORM,
+    ),
+    "refused_swap_drops_what_rests": Fault(
+        "continuous_batching/paging/slot_lifecycle.py::SwapTier.leave",
+        "group.can_yield_host(len(pages))",
+        "group.yield_host(len(pages))",
+        "a request that finds no host page for its state drops pages that others would find at rest",
+        f"{SCHEDULES}::test_a_swap_that_is_refused_drops_nothing_that_rests",
+    ),
+    "host_states_beyond_the_memory": Fault(
+        "recipes/assembly/sizing.py::_with_host_tier.with_host_pages",
+        "beyond += (num_states - count * states) * sizing.state_bytes",
+        "pass",
+        "a small host tier takes two states more than its memory",
+        "tests/recipes/test_state_plans.py::test_a_host_tier_with_states_stays_within_its_memory",
+    ),
+    "states_of_a_tier_as_pages_of_all_tokens": Fault(
+        "kv_cache/states.py::StateGroup.seen_after",
+        "max(0, num_pages - 1)",
+        "0",
+        "a restarted server goes on from no state of its tier, since not every page has one",
+        f"{SCHEDULES}::test_so_it_does_from_states_that_a_tier_has_found",
+    ),
+    "pages_told_before_their_state": Fault(
+        "kv_cache/events.py::PageEvents.stored",
+        "self._cache.keeps_states",
+        "False",
+        "routers hear of pages from which nobody can go on",
+        f"{TOLD}::test_a_router_expects_no_more_of_a_replica_than_its_states_allow",
+    ),
+    "states_told_as_nothing_needed": Fault(
+        "continuous_batching/routing/routing.py::PagesOfWindow.num_before",
+        "self.window - 1 if self.window else 1",
+        "max(0, self.window - 1)",
+        "a router expects a hit where a replica keeps no state",
+        "tests/continuous_batching/test_routing.py::test_a_hit_ends_at_the_last_state_of_a_replica",
+    ),
+    "covered_states_kept_as_the_others": Fault(
+        "kv_cache/states.py::StateGroup.cover",
+        "self._idle.move_to_end(page, last=False)",
+        "pass",
+        "a conversation keeps a state for each of its turns, and others lose theirs",
+        f"{SCHEDULES}::test_a_conversation_that_goes_on_lets_others_keep_their_states",
+    ),
+    "shared_beginnings_covered": Fault(
+        "kv_cache/states.py::StateGroup.publish",
+        "each.is_end or each is trial",
+        "True",
+        "the state of a beginning that many share gives way once one has gone on from it",
+        f"{SCHEDULES}::test_a_state_where_several_have_gone_on_is_not_covered",
+    ),
+    "answers_thought_to_return": Fault(
+        "continuous_batching/paging/checkpoints.py::Checkpoints._learn",
+        "self._returned > 0",
+        "True",
+        "answers that no client sends back take the place of prompts",
+        f"{SCHEDULES}::test_answers_are_kept_in_place_of_prompts_where_they_return",
+    ),
+    "useless_pages_evicted_last": Fault(
+        "kv_cache/prefix_cache.py::PrefixCache.evict_first",
+        "self._idle.move_to_end(page, last=False)",
+        "pass",
+        "pages that nobody can go on from take the place of pages of use",
+        f"{SCHEDULES}::test_pages_behind_the_last_state_are_evicted_first",
+    ),
+    "pages_evicted_before_what_continues_them": Fault(
+        "kv_cache/prefix_cache.py::PrefixCache.evict_first",
+        "pages[len(pages) - self.index.num_lone(pages) :].tolist()",
+        "pages.tolist()",
+        "pages that others go on from leave the device before these, and a lookup stops the engine",
         STORM,
     ),
 }

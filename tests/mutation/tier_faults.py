@@ -35,7 +35,7 @@ FAULTS = {
     ),
     "resting_has_right_of_way": Fault(
         "continuous_batching/paging/slot_lifecycle.py::SwapTier.leave",
-        "not all(group.yield_host(len(pages)) for group, (_, pages) in zip(groups, parts))",
+        "not all(group.can_yield_host(len(pages)) for group, (_, pages) in zip(groups, parts))",
         "len(parts[0][1]) > groups[0].host.num_free",
         "a full host pool never takes in what a preempted request computed",
         "tests/continuous_batching/test_host_tier.py::test_pages_of_a_waiting_request_have_right_of_way_in_the_host",
@@ -153,9 +153,9 @@ FAULTS = {
         "tests/kv_cache/test_page_bytes.py::test_pages_go_to_bytes_and_to_the_host_and_back",
     ),
     "any_weights": Fault(
-        "recipes/assembly/page_tier.py::_facts",
-        '"weights": _weights(recipe)',
-        "",
+        "recipes/assembly/page_tier.py::digest_of_weights",
+        '"own": own',
+        '"own": ""',
         "a model finds the pages of one with other weights",
         "tests/kv_cache/test_tier_model.py::test_pages_of_another_model_are_never_found",
     ),

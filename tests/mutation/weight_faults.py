@@ -166,7 +166,7 @@ FAULTS = {
     ),
     "one_added_to_norms_of_layers_alone": Fault(
         "models/checkpoint/weights.py::placed",
-        'name.endswith("norm.weight")',
+        "name.endswith(NORM_ENDS)",
         'name.endswith("layernorm.weight")',
         "norms of heads and the last one are about 0, not about 1",
         "tests/models/test_stored_otherwise.py::test_a_prompt_scores_as_in_transformers",
@@ -192,11 +192,18 @@ FAULTS = {
         "a processor that multiplies bfloat16 does so at half of its speed",
         "tests/models/test_cpu_products.py::test_a_processor_that_multiplies_a_type_itself_keeps_oneDNN",
     ),
-    "prompts_read_by_products": Fault(
-        "attention/cpu/attention.py::CpuAttention.plan",
-        "(lens <= SHORT) | self.batch_invariant",
-        "lens <= SHORT",
-        "a prompt's sums depend on where it was cut",
-        "tests/models/test_batch_invariance.py::test_random_schedules_differ_in_no_bit",
+    "parts_begin_at_a_rows_own_first_tile": Fault(
+        "attention/cpu/tiles.py::DecodeTiles.of",
+        "(lows // tile).astype(np.int64)",
+        "(0 * lows).astype(np.int64)",
+        "behind a window, a decode sums in other parts than the prompt that it goes on from",
+        "tests/attention/test_cpu_source.py::test_a_query_has_the_same_bits_however_its_prompt_is_cut",
+    ),
+    "window_read_from_the_first_page": Fault(
+        "attention/cpu/tiles.py::PromptTiles.of",
+        "np.cumsum(counts) - counts - lows",
+        "np.cumsum(counts) - counts",
+        "a chunk behind a window reads the pages behind its own",
+        "tests/attention/test_cpu_source.py::test_a_query_has_the_same_bits_however_its_prompt_is_cut",
     ),
 }

@@ -254,11 +254,28 @@ GLM_5_1 = {
     "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
     "dtype": "bfloat16", "v_head_dim": 256, "vocab_size": 154880,
 }  # fmt: skip
+KIMI_K2_5 = {
+    "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": {
+        "attention_bias": False, "eos_token_id": 163585, "first_k_dense_replace": 1, "hidden_act": "silu",
+        "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+        "max_position_embeddings": 262144, "model_type": "kimi_k2", "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 384, "n_shared_experts": 1,
+        "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+        "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_theta": 50000.0,
+        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0,
+                         "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"},
+        "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+        "topk_group": 1, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128,
+        "vocab_size": 163840,
+    },
+}  # fmt: skip
 # What msModelSlim's published exports quantise: types of attention, of index queries and of routed experts
 DESCRIBED = {
     "DeepSeek-V3.2-W8A8": ("W8A8", "FLOAT", "W8A8_DYNAMIC"),
     "GLM-5.1-W8A8": ("W8A8", "W8A8", "W8A8_DYNAMIC"),
     "GLM-5.1-W4A8": ("W8A8_DYNAMIC", "W8A8_DYNAMIC", "W4A8_DYNAMIC"),
+    "Kimi-K2.5-W4A8": ("W8A8", "", "W4A8_DYNAMIC"),
 }
 # Shapes of the text models as published; what is left out is the family's default
 QWEN3_NEXT_80B = {
@@ -313,6 +330,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "DeepSeek-V3.2-W8A8": DEEPSEEK_V3_2,
     "GLM-5.1-W8A8": GLM_5_1,
     "GLM-5.1-W4A8": GLM_5_1,
+    "Kimi-K2.5-W4A8": KIMI_K2_5,
 }
 
 

@@ -15,7 +15,7 @@ from devices.ascend_limits import product
 from models.checkpoint.int4 import largest_side
 from models.layers.dtypes import TORCH_DTYPES
 from models.parallel.share import Share
-from models.step.graphs import ladder
+from models.step.graphs import doubling, ladder
 from recipes.__main__ import main
 from recipes.assembly.decoders import shape_of
 from recipes.assembly.families import share_of
@@ -84,10 +84,13 @@ def test_a_recipe_asks_for_what_its_product_has(path: Path) -> None:
     if recipe.device.attention == "fused":
         named.check(shape)
         page_size = recipe.cache.page_size
-        sizes = ladder(recipe.device.graphs, page_size)
+        asked, slots = recipe.speculation, recipe.scheduler.num_slots
+        width = 1 if asked.kind == "none" else 1 + asked.max_tokens
+        sizes = ladder(min(recipe.device.graphs, slots), page_size)
+        spans = doubling(recipe.device.graphs // width) if width > 1 else []
         joins = recipe.parallel.tensor > 1
-        assert named.graph_sizes(sizes, config.num_layers, page_size, joins=joins) == sizes
-        assert recipe.device.graphs <= recipe.scheduler.num_slots
+        assert named.graph_sizes(sizes, config.num_layers, page_size, len(spans), joins=joins) == sizes
+        assert recipe.device.graphs <= slots * width
     else:
         with pytest.raises(ValueError, match=r"no fused attention|fused attention takes"):
             named.check(shape)
@@ -161,8 +164,14 @@ def test_what_ranks_cannot_divide_is_refused(path: str, change: str, said: str) 
 def test_show_says_what_divided_pages_would_hold(capsys: pytest.CaptureFixture[str]) -> None:
     main(["show", DEEPSEEK, "parallel.context=1"])
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "divided pages parallel.context=8 would hold 810,880 tokens, a request up to 163,840" in lines
+    # Queries and outputs of the heads of eight ranks
+    cost = "a decode reads 1/8 of its context on each rank, and sends 10.9 MB"
+    held = "divided pages parallel.context=8 would hold 810,880 tokens, a request up to 163,840"
+    assert f"{held}; {cost}" in lines
     assert "cache 6.81 GiB, 103,936 tokens" in lines
+    main(["show", DEEPSEEK])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"divided pages between 8 ranks; {cost}" in lines
 
 
 def kind_of(recipe: Recipe) -> object:

@@ -56,7 +56,8 @@ SPREAD = {
     "TP 2": ("parallel.tensor=2",),
     "TP 4": ("parallel.tensor=4",),  # with two key-value heads
     "PP 2": ("parallel.pipeline=2",),
-    "TP 2 x PP 2": ("parallel.tensor=2", "parallel.pipeline=2"),
+    # Which also divide the rows of steps of six tokens and more, within stages and between them
+    "TP 2 x PP 2": ("parallel.tensor=2", "parallel.pipeline=2", "parallel.least_divided_tokens=6"),
 }
 FEW = [("cpu", "TP 2 x PP 2"), ("npu", "TP 2"), ("npu", "PP 2")]
 

@@ -14,7 +14,7 @@ from models.cost import ENDS, MIXTURE_OPERATORS, OPERATORS, RECURRENT_OPERATORS,
 from models.layers.recurrent import new_states
 from models.parallel.share import Share
 from recipes.assembly.families import check_states, decoder_config
-from recipes.assembly.memory_plan import GIB, report
+from recipes.assembly.memory_plan import GIB, MemoryPlan, report
 from recipes.assembly.sizing import plan_memory
 from recipes.schema.reader import load
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
@@ -116,6 +116,31 @@ def test_each_slot_has_a_state_beside_the_cache() -> None:
     assert "states" not in dict(report(recipe, replace(config, layers=config.layers[3:4] * 12), plain))
 
 
+def test_a_host_tier_with_states_stays_within_its_memory() -> None:
+    """However few states it has: one for a request that is swapped out, and the null one, are the least."""
+    config = decoder_config(QWEN3_NEXT_80B)
+
+    def planned(host_gib: float, memory_bytes: int = 512 * GIB, **cache: Any) -> MemoryPlan:
+        recipe = Recipe(
+            model=ModelSection(config=QWEN3_NEXT_80B, weights="random"),
+            device=DeviceSection(kind="cpu"),
+            cache=CacheSection(page_size=128, num_pages=400, host_gib=host_gib, **cache),
+            scheduler=SchedulerSection(num_slots=16, max_batch_tokens=256, max_request_tokens=4096),
+        )
+        return plan_memory(recipe, config, memory_bytes)
+
+    for host_gib in (0.2, 0.3, 1.0, 7.0):
+        plan = planned(host_gib)
+        assert plan.num_host_pages >= 2
+        assert plan.num_host_states >= 2
+        left = host_gib * GIB - plan.host_bytes
+        assert 0 <= left < plan.state_bytes + 2 * plan.page_bytes
+    with pytest.raises(RecipeError, match=r"cache\.host_gib: 0\.1 GiB do not hold 2 states of 73\.7 MiB"):
+        planned(0.1)
+    nothing = planned(0.3, planned(0).total_bytes + 10 * GIB, host_fraction=0.01)
+    assert (nothing.num_host_pages, nothing.num_host_states) == (0, 0)
+
+
 def test_ranks_and_stages_divide_the_states() -> None:
     config = decoder_config(QWEN3_5_27B)
     assert Share(1, 4).part(config).state_bytes == config.state_bytes / 4
@@ -151,11 +176,6 @@ def _weights_of_mixers(config: DecoderConfig) -> int:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (
-            ["cache.host_gib=1", "cache.tier.kind=disk", "cache.tier.gib=1", "cache.tier.path=pages"],
-            "no tier below the host's memory",
-        ),
-        (["cache.events=tcp://127.0.0.1:5557"], "no event tells which of its pages"),
         (["speculation.kind=ngram", "speculation.max_tokens=8"], "at most 7 drafts follow one"),
         (
             ["scheduler.chunk_tokens=48"],

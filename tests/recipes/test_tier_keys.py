@@ -82,11 +82,6 @@ def test_a_tier_says_where_pages_rest_and_how_many() -> None:
             "cache.tier: no page can be found; set cache.prefix_sharing to true",
         ),
         (DISK, "cache.host_gib=0", "by way of the host's memory, and cache.host_gib is not set; set it"),
-        (
-            DISK,
-            "parallel.tensor=2",
-            "cache.tier: each of 2 ranks would have to find the same pages at the same",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_name(tier: str, more: str, refusal: str) -> None:

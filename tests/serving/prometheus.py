@@ -90,5 +90,5 @@ class Prometheus:
     def close(self) -> None:
         """End it."""
         self._process.terminate()
-        self._process.wait(30)
+        self._process.wait(PATIENCE_S)
         self._log.close()

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -16,14 +17,17 @@ import pytest
 from tests.kv_cache import redis_server
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server, started
+from tests.serving.test_lost_ranks import followers
+from tests.thorough import cases
 
 PAGE_SIZE, NUM_PROMPTS, LONG = 16, 8, 100
 PROMPTS = np.random.default_rng(4).integers(10, 300, (NUM_PROMPTS, LONG)).tolist()
 FINDABLE = (LONG - 1) // PAGE_SIZE * PAGE_SIZE * NUM_PROMPTS
 
 
-def served(*tier: str) -> Server:
-    return started((TINY, "cache.host_gib=0.05", f"cache.tier={{{', '.join(tier)}, gib: 0.2, wait_s: 30}}"))
+def served(*tier: str, more: tuple[str, ...] = ()) -> Server:
+    asked = f"cache.tier={{{', '.join(tier)}, gib: 0.2, wait_s: 30}}"
+    return started((TINY, "cache.host_gib=0.05", asked, *more))
 
 
 def asked(server: Server) -> tuple[list[str], int]:
@@ -77,6 +81,52 @@ def test_a_server_that_was_killed_finds_its_pages_in_a_folder(tmp_path: Path) ->
         assert found >= 0.9 * FINDABLE
         until(lambda: counted(server, "found") == found // PAGE_SIZE)
         assert counted(server, "refused") == counted(server, "dropped") == 0
+    finally:
+        server.close()
+
+
+@pytest.mark.slow
+@pytest.mark.in_order
+@pytest.mark.parametrize(
+    ("ranks", "identities"),
+    cases([("parallel.pipeline=2", 2)], [("parallel.pipeline=2", 2), ("parallel.tensor=2", 1)]),
+)
+def test_two_ranks_find_their_pages_again_and_a_rank_that_is_killed_meanwhile_loses_none(
+    ranks: str, identities: int, tmp_path: Path
+) -> None:
+    """Stages have other layers; tensor ranks hold the only head, so that their pages are one entry."""
+    tier, num_pages = ("kind: disk", f"path: {tmp_path}"), FINDABLE // PAGE_SIZE
+    more = (ranks, "device.threads=1", "server.step_timeout_s=300", "server.spare_engine=false")
+    server = served(*tier, more=more)
+    texts, found = asked(server)
+    assert found == 0
+    until(lambda: len([*tmp_path.glob("*/*/*")]) >= identities * num_pages)
+    assert len([each for each in tmp_path.iterdir() if each.is_dir()]) == identities
+    kill(server, num_pages if identities > 1 else 0)
+    server = served(*tier, more=more)
+    try:
+        again, found = asked(server)
+        assert again == texts
+        assert found >= 0.9 * FINDABLE
+        until(lambda: counted(server, "found") == found // PAGE_SIZE)
+        since = len(server.log)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        server.wait_for("ready .*process", since)
+        (follower,) = followers(server.engine_pid)
+        os.kill(follower, signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as thread:
+            body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 6}
+            url = f"{server.url}/v1/completions"
+            told_of = thread.submit(httpx.post, url, json=body, timeout=PATIENCE_S)
+            until(lambda: counted(server, "found") > found // PAGE_SIZE)  # and waits for the other
+            assert not told_of.done()
+            since = len(server.log)
+            os.kill(follower, signal.SIGKILL)
+            assert told_of.result(PATIENCE_S).status_code == 503
+        server.wait_for("ready .*process", since)
+        again, found = asked(server)
+        assert again == texts
+        assert found >= 0.9 * FINDABLE
     finally:
         server.close()
 

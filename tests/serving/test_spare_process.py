@@ -29,7 +29,7 @@ def priorities():
     return f"{of_thread} {([*'-'] + group.read_text().split())[-1] if group.exists() else '-'}"
 
 def told(module):
-    gentle, until_s = priorities(), time.monotonic() + 60  # read before anybody hears of it, and hurries
+    gentle, until_s = priorities(), time.monotonic() + 300  # read before anybody hears of it, and hurries
     print(module, gentle, flush=True)
     if module == "large" and "wait" in sys.argv:
         while priorities().split() == gentle.split() and time.monotonic() < until_s:

@@ -11,10 +11,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvloop
+from starlette.responses import PlainTextResponse
 
+from serving import tls
 from serving.router.replicas import ReplicaTrust, upstream_of
 from serving.router.upstream import Lost
-from serving.tls import TlsFiles
+from serving.server import SignalFreeServer, configuration, listener_at
+from serving.tls import Handshakes, TlsFiles
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server, defects
 
@@ -119,6 +123,54 @@ def test_a_router_asks_nothing_of_a_server_of_another_authority(shown: str, auth
         await server.wait_closed()
 
     asyncio.run(test())
+
+
+def test_connections_count_and_have_little_time_before_they_have_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Strangers that say nothing hold no more descriptors than there are places, and no place for long."""
+    context, authority = files_of("engine").for_clients(), TlsFiles().for_replicas(AUTHORITY)
+    assert context is not None
+    assert authority is not None
+    monkeypatch.setattr(tls, "HANDSHAKE_S", PATIENCE_S)
+
+    async def end_of(reader: asyncio.StreamReader) -> bytes:
+        try:
+            return await asyncio.wait_for(reader.read(), PATIENCE_S)
+        except ConnectionError:
+            return b""
+
+    async def test() -> None:
+        listener = listener_at("127.0.0.1", 0)
+        port = listener.getsockname()[1]
+        app = PlainTextResponse("hello")
+        server = SignalFreeServer(configuration(app, 3), Handshakes(context, 3))  # type: ignore[arg-type] # starlette's
+        serving = asyncio.ensure_future(server.serve([listener]))
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        reader, over = await asyncio.open_connection("127.0.0.1", port)
+        assert not await end_of(reader), "one too many is closed although it has not said anything"
+        over.close()
+        silent.pop()[1].close()
+        until_s = time.monotonic() + PATIENCE_S
+        async with httpx.AsyncClient(verify=authority, trust_env=False, timeout=PATIENCE_S) as client:
+            while True:  # the place of the one that has gone is free once the server has seen its end
+                try:
+                    answer = await client.get(f"https://127.0.0.1:{port}/")
+                    break
+                except httpx.TransportError:
+                    assert time.monotonic() < until_s
+        assert answer.text == "hello"
+        monkeypatch.setattr(tls, "HANDSHAKE_S", 0.01)
+        reader, late = await asyncio.open_connection("127.0.0.1", port)
+        assert not await end_of(reader), "it says nothing, and its time is over"
+        late.close()
+        server.should_exit = True
+        await asyncio.wait_for(serving, PATIENCE_S)
+        for reader, writer in silent:
+            assert not await end_of(reader), "the server has ended"
+            writer.close()
+
+    uvloop.run(test())
 
 
 def test_files_that_cannot_be_used_are_named() -> None:

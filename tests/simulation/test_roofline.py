@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from continuous_batching.batch import Batch
+from continuous_batching.slots import SlotPool
 from devices.rates import DeviceRates
 from models.config import DecoderConfig
-from models.cost import Counts, attention_operations, attention_products
+from models.cost import NORMED, REDUCTIONS, Counts, attention_operations, attention_products
+from models.quantization import Quantization
 from recipes.assembly.families import decoder_config
 from simulation.roofline import Roofline
 from tests.recipes import published
@@ -79,9 +81,53 @@ def test_a_choice_is_read_by_each_token_of_a_span_and_scored_by_all() -> None:
     context, pairs = costs.seen(batch, int((stops - starts).sum()))
     assert pairs == 61 * sum(read)
     assert context == 61 * (2048 + 700 + sum(read[2:]))
-    operations, moved = Counts(config, 16).indexers(61 * 8001, 61 * 10)
-    assert operations == 2 * 64 * 128 * 61 * 10
-    assert moved == 256 * 61 * 8001
+    for num_tokens, ways in ((255, 1), (256, 16)):  # in longer steps the devices divide the rows
+        operations, moved = Counts(config, 16).indexers(num_tokens, 61 * 8001, 61 * 10)
+        assert operations == 2 * 64 * 128 * 61 * 10 / ways
+        assert moved == 256 * 61 * 8001
     short = Batch(*(each[:2] for each in (batch.slots, starts, stops, *[np.arange(4)] * 2, stops)))
     plain = replace(config, layers=tuple(replace(each, index=None) for each in config.layers))
     assert Roofline(config, device).seen(short, 2748)[1] == Roofline(plain, device).seen(short, 2748)[1]
+
+
+def test_large_steps_divide_their_rows_and_captured_ones_never() -> None:
+    """Rows in 16 bits move the same bytes between devices, and in int8 a quarter less for what reads int8."""
+    config, tensor, num_tokens = decoder_config(published.QWEN3_8B), 8, 2048
+    whole, divided = (Roofline(config, BARE, tensor, 4096, least_divided=each) for each in (0, 1024))
+    prompt = num_tokens, 1, 1, 0, 0
+    hidden = num_tokens * config.hidden_size * config.dtype_bytes
+    saved_s = config.num_layers * NORMED * (1 - 1 / tensor) * hidden / BARE.bytes_per_s
+    assert whole.time_s(*prompt) - divided.time_s(*prompt) == pytest.approx(saved_s)
+    few, decodes = (1023, 1, 1, 0, 0), (num_tokens, num_tokens, num_tokens, 0, 0)
+    assert divided.time_s(*few) == whole.time_s(*few)
+    assert divided.time_s(*decodes) == whole.time_s(*decodes), "all of it is captured"
+    int8 = Counts(replace(config, quantization=Quantization(ignore=())), tensor, least_divided=1024)
+    latency_s = BARE.all_reduce_s(0, tensor)
+    sums_s, narrow_s = (int8.sums_s(BARE, num_tokens, divides=each) for each in (False, True))
+    num_sums = REDUCTIONS * config.num_layers
+    assert narrow_s - num_sums * latency_s == pytest.approx(0.75 * (sums_s - num_sums * latency_s))
+
+
+def test_devices_that_divide_the_cache_read_a_part_of_it_and_send_queries_and_outputs() -> None:
+    config, rows, context, tensor = decoder_config(published.DEEPSEEK_V3), 64, 8192, 16
+    slots = np.arange(rows)
+    ends = np.full(rows, context)
+    decodes = Batch(slots, ends - 1, ends, slots, slots, ends)
+    table = SlotPool(rows, context, 256)
+    alone, divided = (
+        Roofline(config, BARE, tensor, 4096, contexts=each).step_s(decodes, table) for each in (1, tensor)
+    )
+    read_s = config.num_layers * rows * context * 576 * 2 / BARE.bytes_per_s
+    sent = rows * 128 * (576 * 2 + 513 * 4) * 15 / 16  # queries in 16 bits, parts and their sums in 32
+    sent_s = config.num_layers * (
+        2 * BARE.send_s(0) + sent / (BARE.link_gb_per_s * 1e9 * BARE.link_efficiency)
+    )
+    # A part is read faster than it is multiplied with the absorbed queries of all heads
+    scored_s = config.num_layers * rows * context * 8 * 2 * 1088 / BARE.flop_per_s("bfloat16")
+    assert alone - divided == pytest.approx(read_s - scored_s - sent_s, rel=0.02)
+    prompt = Batch(slots[:1], ends[:1] - 2048, ends[:1], slots[:1], slots[:1], ends[:1])
+    alone, divided = (
+        Roofline(config, BARE, tensor, 4096, contexts=each).step_s(prompt, table) for each in (1, tensor)
+    )
+    gathered = config.num_layers * context * 576 * 2 * 15 / 16
+    assert divided - alone == pytest.approx(BARE.send_s(gathered) + 2 * gathered / BARE.bytes_per_s, rel=0.02)

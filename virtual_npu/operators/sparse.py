@@ -143,8 +143,9 @@ def _types(source: str, demands: str, kinds: Mapping[str, tuple[torch.dtype, ...
 
     def check(call: Call) -> Iterator[Breach]:
         for name, dtypes in kinds.items():
-            has = is_dtype(call[name], dtypes, call.conditions) if dtypes == HALVES else None
-            if not (call[name].dtype in dtypes if has is None else has):
+            is_of_model = torch.bfloat16 in dtypes and torch.float32 not in dtypes
+            has = is_dtype(call[name], dtypes, call.conditions) if is_of_model else call[name].dtype in dtypes
+            if not has:
                 yield name, shape(call[name])
         for name in same.split():
             if call[name].dtype != call["query"].dtype:

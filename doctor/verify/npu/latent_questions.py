@@ -1,4 +1,4 @@
-"""Ask a device whether the fused prolog of latent attention is right and faster.
+"""Ask a device whether latent attention returns right sums, and its fused prolog is right and faster.
 
 Legend: T tokens of the step.
 """
@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.latent import LatentAttention
+from attention.reference import StaticDecodes
 from continuous_batching.batch import Batch
-from devices.ascend_limits import LATENT_ROPE, PROLOG_HIDDEN, AscendProduct
+from devices.ascend_limits import LATENT, LATENT_ROPE, PROLOG_HIDDEN, AscendProduct
 from devices.int8 import quantize_rows
 from doctor.verify.npu.questions import NEAR, Found, Probe, time_us
 from kv_cache.device.storage import KVCache, LayerPages
@@ -159,11 +161,55 @@ def _is_same_in_a_graph(way: OneLayer) -> bool:
     return all(torch.equal(one, other) for one, other in pairs if one is not None and other is not None)
 
 
+def sums_latents(machine: Npu) -> Found:
+    """Ask whether attention to latents returns right outputs and sums of exponents for rows of many heads.
+
+    They are compared with plain torch on the host, in float32 over the same pages; a row has one key, and
+    another is at a page's end. In a graph, a replay has other lengths than the capture.
+    """
+    from attention.npu.latent_attention import FusedLatentAttention
+
+    npu, page = torch.get_device_module("npu"), PAGE // 8  # that of each of eight ranks
+    config = replace(decoder_config(DEEPSEEK), num_heads=16 if machine.asked.virtual else 64)
+    shape, stops = shape_of(page, config), np.array([300, 1, 2 * page, 77])
+    fused = FusedLatentAttention(shape, machine.device, machine.product)
+    plain = LatentAttention(replace(shape, dtype=torch.float32))
+    rows, pages = np.arange(len(stops)), -(-int(stops.max()) // page)
+    table = 1 + np.arange(len(stops) * pages, dtype=np.int32).reshape(len(stops), pages)
+    widths = LATENT, LATENT_ROPE
+    planes = [torch.randn(1 + table.size, page, 1, width).to(shape.dtype) for width in widths]
+    query = torch.randn(len(stops), shape.num_heads, sum(widths)).to(shape.dtype) / sum(widths) ** 0.25
+    batch = Batch(rows, stops - 1, stops, *(np.empty(0, np.int64),) * 3)
+    unwritten = np.zeros(len(stops), np.int64)
+    latents, rope_keys = planes
+    metadata = plain.plan(batch, table, unwritten)
+    wanted = plain.attend_with_sums(query.float(), latents.float(), rope_keys.float(), metadata, 0)
+    query, latents, rope_keys = (each.to(machine.device) for each in (query, latents, rope_keys))
+    found = [fused.attend_with_sums(query, latents, rope_keys, fused.plan(batch, table, unwritten), 0)]
+    places = torch.zeros(len(stops), dtype=torch.int32, device=machine.device)
+    decodes = StaticDecodes(places, torch.from_numpy(table).to(machine.device), places)
+    static, graph = fused.plan_static(decodes), npu.NPUGraph()
+    with npu.graph(graph):
+        captured = fused.attend_with_sums(query, latents, rope_keys, static, 0)
+    fused.replay(graph, [static], stops.tolist())
+    found.append(captured)
+    furthest = max(
+        float((one.cpu().float() - other).abs().max()) for each in found for one, other in zip(each, wanted)
+    )
+    return furthest <= NEAR[shape.dtype], f"{furthest:.2g} from float32"
+
+
 def _has_latents(product: AscendProduct) -> bool:
     return product.has_latents
 
 
 LATENT_PROBES = (
+    Probe(
+        "sums_latents",
+        "are the sums of exponents that attention to latents returns right, also in a graph?",
+        _has_latents,
+        sums_latents,
+    ),
     Probe(
         "joins_latents",
         "is one launch of all before latent attention right and faster?",

@@ -14,6 +14,8 @@ from doctor.verify.npu.questions import NEAR, Found, Probe, time_us
 from models.config import MixtureConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.ops.operands import UnpackedLinear
+from models.ops.reference import Ops
+from models.parallel.divided_rows import DividedRows
 from models.parallel.group import Group, divided
 from models.parallel.share import Share
 from recipes.cluster.in_ranks import Body, in_ranks
@@ -36,7 +38,12 @@ def of_ranks(recipe: Recipe) -> list[Probe]:
 
     summed = "is a prompt's product with the ranks' sum right and faster in one launch?"
     sent = "is sending tokens to the ranks of their experts right, and faster than adding up what all made?"
-    return [probe(summed, _sums, sums_products), probe(sent, _sends, dispatches)]
+    beside = "is it right and faster where parts of a shared expert are added up beside?"
+    return [
+        probe(summed, _sums, sums_products),
+        probe(sent, _sends, dispatches),
+        probe(beside, _sends, dispatches_beside_shared),
+    ]
 
 
 def sums_products(recipe: Recipe, group: Group) -> Found:
@@ -61,7 +68,17 @@ def sums_products(recipe: Recipe, group: Group) -> Found:
 
 
 def dispatches(recipe: Recipe, group: Group) -> Found:
-    """Ask each rank whether sending tokens to their experts' ranks is right and faster, in captured calls.
+    """Ask each rank whether sending tokens to their experts' ranks is right and faster, in captured calls."""
+    return _dispatched(recipe, group, has_shared=False)
+
+
+def dispatches_beside_shared(recipe: Recipe, group: Group) -> Found:
+    """Ask each rank the same where every rank has a part of a shared expert, which is added up beside."""
+    return _dispatched(recipe, group, has_shared=True)
+
+
+def _dispatched(recipe: Recipe, group: Group, *, has_shared: bool) -> Found:
+    """Answer whether sending tokens is right and faster, with a shared expert or without.
 
     The experts have the sizes of Qwen3-30B's, in the first dtype of the product. The question is asked for
     few tokens and for as many as may be sent; the other way computes each rank's own experts for all tokens,
@@ -76,7 +93,8 @@ def dispatches(recipe: Recipe, group: Group) -> Found:
     world.open_for_tokens(machine.buffer_mib, machine.device)
     hidden, inner, num_held = (1024, 64, 2) if machine.asked.virtual else EXPERTS
     config = MixtureConfig(num_held * world.size, min(8, num_held * world.size), inner, True)
-    ops, dtype = NpuOps(machine.product), TORCH_DTYPES[machine.product.dtypes[0]]
+    sending = replace(machine.product, dispatches=True)
+    ops, dtype = NpuOps(sending), TORCH_DTYPES[machine.product.dtypes[0]]
     dispatch = ops.dispatch_of(hidden, config, world)
     if dispatch is None:
         return False, f"operators take no such {world.size} ranks, or HCCL_BUFFSIZE is too small for a token"
@@ -91,16 +109,42 @@ def dispatches(recipe: Recipe, group: Group) -> Found:
         for side, (outputs, inputs) in enumerate(((2 * inner, hidden), (hidden, inner)))
     ]
     packed, router = ops.pack_experts(*linears), drawn(config.num_experts, hidden, seed=10**6).float()
+    part = max(16, inner // world.size)  # of a shared expert as large as the others
+    shapes = ((2 * part, hidden), (hidden, part)) if has_shared else ()
+    shared = [
+        drawn(*shape, seed=2 * 10**6 + 2 * group.rank + side).div_(shape[1] ** 0.5)
+        for side, shape in enumerate(shapes)
+    ]
+    as_it_was = machine.product.dispatches_beside_shared if has_shared else machine.product.dispatches
     answers = []
     for num_tokens in (FEW_TOKENS, dispatch.most_tokens):
         x = drawn(num_tokens * world.size, hidden, seed=num_tokens)
         weights, chosen = ops.route(x, router, None, config)
         numbers = (chosen - own.start) % config.num_experts  # the rank's own experts come first
         apart = partial(ops.joined_mixture, x, weights, numbers, packed, config.num_experts, ops.swiglu)
-        sent = partial(dispatch.mixture, x, weights, chosen, packed, ops.swiglu)
-        ways = [captured_call(call) for call in (lambda apart=apart: world.all_reduce(apart()), sent)]
-        answers.append(_judged(machine, world, dtype, ways[0], ways[1], machine.product.dispatches))
+        rows = DividedRows(world, len(x))
+        x_own, weights_own, chosen_own = dispatch.own(x, weights, chosen)
+        sent = partial(dispatch.mixture, x_own, weights_own, chosen_own, packed, ops.swiglu)
+        beside = partial(_expert, ops, x, *shared) if has_shared else None
+        ways = [captured_call(partial(_summed, world, apart, beside))]
+        ways.append(captured_call(partial(_gathered, rows, sent, beside)))
+        answers.append(_judged(machine, world, dtype, ways[0], ways[1], as_it_was))
     return of_all(answers)
+
+
+def _summed(world: Group, made: Callable[[], Tensor], beside: Callable[[], Tensor] | None) -> Tensor:
+    """Return the sum over all ranks of what each makes of all rows."""
+    return world.all_reduce(made() if beside is None else made() + beside())
+
+
+def _gathered(rows: DividedRows, made: Callable[[], Tensor], beside: Callable[[], Tensor] | None) -> Tensor:
+    """Return all rows of what each rank makes of its own, beside sums of parts of all rows."""
+    return rows.whole(made() if beside is None else made() + rows.summed(beside()))
+
+
+def _expert(ops: Ops, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Return this rank's part of a shared expert."""
+    return ops.linear(ops.swiglu(ops.linear(x, (gate_up, None))), (down, None))
 
 
 def captured_call(call: Callable[[], Tensor]) -> Callable[[], Tensor]:

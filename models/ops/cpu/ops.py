@@ -1,7 +1,7 @@
 """Override the decoder's operators that a CPU computes faster in its own way.
 
 Linears are packed for `products` or, where there is no compiler or the processor multiplies the model's type
-itself, for oneDNN. The small operators may be compiled.
+itself, for oneDNN. `rowwise` computes the small operators.
 
 Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 """
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from devices.compiled import Compiled, CompileLimit
 from devices.cpp_sources import KINDS
 from devices.onednn import product_dtype
 from models.ops.cpu.products import Panels, Products
+from models.ops.cpu.rowwise import Rowwise
 from models.ops.reference import Ops, Packed
 
 log = logging.getLogger(__name__)
@@ -40,67 +40,53 @@ def keep_memory() -> None:
 
 
 class CpuOps(Ops):
-    """Linears packed for `products` or oneDNN, and small operators compiled into one loop each if asked for.
+    """Linears packed for `products` or oneDNN, and small operators in one pass each by `rowwise`.
 
-    `compile` compiles them with a C++ compiler within the `limit`. With `batch_invariant`, a row of a plain
-    linear, norm or SwiGLU has the same bits in any batch; it needs `products` and compiles nothing else.
+    Both are compiled for this machine, or None. With `batch_invariant`, a row of a plain linear, norm or
+    gate has the same bits in any batch; it needs both.
     """
 
     def __init__(
         self,
         *,
-        compile: bool = False,
-        limit: CompileLimit | None = None,
         products: Products | None = None,
+        rowwise: Rowwise | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        assert not batch_invariant or (products is not None and not compile), "oneDNN's sums depend on rows"
-        self.compile, self.products, self.batch_invariant = compile, products, batch_invariant
+        assert not batch_invariant or (products and rowwise), "sums of oneDNN and of torch depend on rows"
+        self.products, self.batch_invariant = products, batch_invariant
+        self._rows: Rowwise | Ops = rowwise or Ops()
         # oneDNN compiles its code (2 ms a layer) for each new number of rows
         self._rounds_rows = products is None
         self._has_logged = False
-        plain = Ops()
-        self._rms_norm, self._add_rms_norm = plain.rms_norm, plain.add_rms_norm
-        self._rotary, self._swiglu, self._greedy = plain.rotary, plain.swiglu, plain.greedy
-        self._geglu, self._clamped_swiglu = plain.geglu, plain.clamped_swiglu
-        if batch_invariant and products is not None:
-            self._swiglu = products.swiglu
-        if compile:
-            self._rms_norm = Compiled(plain.rms_norm, ((0,), (), None), limit=limit)
-            self._add_rms_norm = Compiled(plain.add_rms_norm, ((0,), (0,), (), None), limit=limit)
-            self._rotary = Compiled(_rotary, ((0,), (0,), (0,), (0,)), limit=limit, plain=plain.rotary)
-            self._swiglu = Compiled(plain.swiglu, ((0,),), limit=limit)
-            self._geglu = Compiled(plain.geglu, ((0,),), limit=limit)
-            self._clamped_swiglu = Compiled(plain.clamped_swiglu, ((0,), None, None), limit=limit)
-            self._greedy = Compiled(_greedy, ((0,),), limit=limit, plain=plain.greedy)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""
-        return self._rms_norm(x, weight, eps)
+        return self._rows.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return (rms_norm(x + residual), x + residual)."""
-        return self._add_rms_norm(x, residual, weight, eps)
+        return self._rows.add_rms_norm(x, residual, weight, eps)
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate query [T, H, D] and key [T, K, D]; cos and sin [T, D] have two equal halves."""
-        return self._rotary(query, key, cos, sin)
+        return self._rows.rotary(query, key, cos, sin)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """Map [T, 2 * intermediate], the gate in the first half, to silu(gate) * up."""
-        return self._swiglu(gate_up)
+        return self._rows.swiglu(gate_up)
 
     def geglu(self, gate_up: Tensor) -> Tensor:
         """Compute `swiglu` with the tanh form of gelu in place of silu: gelu(gate) * up."""
-        return self._geglu(gate_up)
+        return self._rows.geglu(gate_up)
 
     def clamped_swiglu(self, gate_up: Tensor, slope: float, limit: float) -> Tensor:
         """Compute `swiglu` on clipped numbers; see Ops.clamped_swiglu."""
-        return self._clamped_swiglu(gate_up, slope, limit)
+        return self._rows.clamped_swiglu(gate_up, slope, limit)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the best token of each row of logits [R, V], int64 [R], and whether its logit is finite."""
-        return self._greedy(logits)
+        return self._rows.greedy(logits)
 
     def mixture(
         self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
@@ -191,25 +177,6 @@ class CpuOps(Ops):
             return F.linear(rows, weight, bias).to(x.dtype)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
         return y.to(x.dtype)
-
-
-def _rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute Ops.rotary half by half, which the compiler can vectorise."""
-    return _turned(query, cos[:, None], sin[:, None]), _turned(key, cos[:, None], sin[:, None])
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    (first, second), (cos_1, cos_2), (sin_1, sin_2) = (each.chunk(2, dim=-1) for each in (x, cos, sin))
-    return torch.cat((first * cos_1 - second * sin_1, second * cos_2 + first * sin_2), dim=-1)
-
-
-def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute Ops.greedy in two passes that the compiler can vectorise; ties go to the first token."""
-    size = logits.shape[-1]
-    best = logits.amax(-1, keepdim=True)
-    token = torch.arange(size, dtype=torch.int32)
-    tokens = torch.where(logits == best, token, size).amin(-1).clamp(max=size - 1)  # a NaN equals nothing
-    return tokens.long(), best[:, 0].isfinite()
 
 
 def _multiplies(dtype: torch.dtype) -> bool:

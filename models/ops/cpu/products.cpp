@@ -12,7 +12,6 @@
 // compiler's own, so that the same source serves AVX2, AVX-512 and NEON.
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -256,15 +255,6 @@ void pack(const void* w, void* packed, long num_outputs, long num_inputs, int ki
                 static_cast<uint16_t*>(packed)[to] = i < count ? static_cast<const uint16_t*>(w)[from] : 0;
             }
         }
-    }
-}
-
-// y [M, I] = silu(x[:, :I]) * x[:, I:]. A number's result depends on no other, nor on its place: one function gives all.
-void swiglu(const float* x, float* y, long num_rows, long width, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-    for (long r = 0; r < num_rows; r++) {
-        const float *gate = x + 2 * r * width, *up = gate + width;
-        for (long i = 0; i < width; i++) y[r * width + i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
     }
 }
 

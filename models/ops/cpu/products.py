@@ -43,9 +43,7 @@ class Products:
             *(pointer, integer, pointer, pointer, pointer, integer),
             *(integer, integer, integer, number, number),
         ]
-        self._swiglu = library.swiglu
-        self._swiglu.argtypes = [pointer, pointer, integer, integer, number]
-        self._pack.restype = self._multiply.restype = self._swiglu.restype = None
+        self._pack.restype = self._multiply.restype = None
         self._width = int(library.outputs_of_a_panel())
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Panels:
@@ -71,17 +69,6 @@ class Products:
             *(KINDS[panels.numbers.dtype], torch.get_num_threads()),
         )
         return y.to(x.dtype)
-
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """Map [T, 2 * intermediate] to silu(gate) * up in its type, each number by the same function.
-
-        torch's e^x has other bits in whole vectors than in the numbers behind the last of them.
-        """
-        wide = gate_up.float().contiguous()
-        rows, width = wide.shape[0], wide.shape[1] // 2
-        y = torch.empty(rows, width)
-        self._swiglu(wide.data_ptr(), y.data_ptr(), rows, width, torch.get_num_threads())
-        return y.to(gate_up.dtype)
 
 
 def narrowed(weight: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Send the tokens of a step to the ranks that hold their experts, and combine the results.
 
-All ranks have all tokens. Each takes an equal share of them, sends these to their experts, receives the
-weighted sums, and gathers them for all ranks. See virtual_npu/operators/dispatch.py.
+Each rank has an equal share of the tokens, sends these to their experts, and receives the weighted sums. See
+virtual_npu/operators/dispatch.py.
 
-Legend: T tokens of the step, C experts that a token chooses.
+Legend: t tokens of this rank, C experts that a token chooses.
 """
 
 from __future__ import annotations
@@ -34,44 +34,48 @@ class Dispatch:
     most_tokens: int  # most tokens of each rank
     product: AscendProduct
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether these tokens are exchanged: there must be at least one for each rank."""
-        is_known = self.product.has_dtype(x.dtype)
-        return is_known and self.group.size <= len(x) <= self.most_tokens * self.group.size
+    def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
+        """Whether so many tokens of a step are exchanged: there must be at least one for each rank."""
+        is_known = self.product.has_dtype(dtype)
+        return is_known and self.group.size <= num_tokens <= self.most_tokens * self.group.size
 
-    def mixture(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        places: Tensor,
-        packed: tuple[JoinedLinear, JoinedLinear],
-        gated: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """Compute all experts: [T, hidden] to [T, hidden].
+    def own(self, *parts: Tensor) -> list[Tensor]:
+        """Return this rank's rows of each tensor; the last row is repeated to divide them equally.
 
-        `places` int32 [T, C] are their places over all ranks.
+        A row of zeros would choose an expert twice, which the operator does not take.
         """
-        x_own, weights_own, places_own = self._own(x, weights.float(), places)
-        group, (gate_up, down) = self._of_group(), packed
-        is_int8 = gate_up.scale is not None
-        rows, row_scale, notes, counts, arrived, of_tp, scales = torch_npu.npu_moe_distribute_dispatch_v2(
-            x_own, places_own, **group, quant_mode=2 if is_int8 else 0
-        )
-        made = of_experts(rows, row_scale if is_int8 else None, counts, gate_up, down, gated, x.dtype)
-        beside = {"expand_scales": scales} | ({"tp_send_counts": of_tp} if self._is_910c else {})
-        summed = torch_npu.npu_moe_distribute_combine_v2(
-            made, places_own, notes, arrived, weights_own, **group, **beside
-        )
-        return self.group.all_gather(summed).flatten(0, 1)[: len(x)]
-
-    def _own(self, *parts: Tensor) -> list[Tensor]:
-        """Return this rank's rows of each tensor; the last row is repeated to divide them equally."""
         total, (size, rank) = len(parts[0]), (self.group.size, self.group.rank)
         count = -(-total // size)
         if count * size == total:
             return [each[rank * count : (rank + 1) * count].contiguous() for each in parts]
         first = torch.arange(rank * count, (rank + 1) * count, device=parts[0].device)
         return [each.index_select(0, first.clamp_(max=total - 1)) for each in parts]
+
+    def mixture(
+        self,
+        own: Tensor,
+        weights: Tensor,
+        places: Tensor,
+        packed: tuple[JoinedLinear, JoinedLinear],
+        gated: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Compute all experts of this rank's rows: [t, hidden] to [t, hidden].
+
+        All ranks must call it together, with equally many rows. `places` int32 [t, C] are their places over
+        all ranks.
+        """
+        own, weights, places = own.contiguous(), weights.float().contiguous(), places.contiguous()
+        group, (gate_up, down) = self._of_group(), packed
+        is_int8 = gate_up.scale is not None
+        rows, row_scale, notes, counts, arrived, of_tp, scales = torch_npu.npu_moe_distribute_dispatch_v2(
+            own, places, **group, quant_mode=2 if is_int8 else 0
+        )
+        made = of_experts(rows, row_scale if is_int8 else None, counts, gate_up, down, gated, own.dtype)
+        beside = {"expand_scales": scales} | ({"tp_send_counts": of_tp} if self._is_910c else {})
+        summed: Tensor = torch_npu.npu_moe_distribute_combine_v2(
+            made, places, notes, arrived, weights, **group, **beside
+        )
+        return summed
 
     @property
     def _is_910c(self) -> bool:

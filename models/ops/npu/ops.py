@@ -92,6 +92,7 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
     def __init__(self, product: AscendProduct, *, takes_float32: bool = False) -> None:
         super().__init__(product)
         self._takes_float32 = takes_float32
+        self.divides_rows = not product.sums_products  # which is faster, as a device has said
         torch_npu.npu.config.allow_internal_format = True  # otherwise a format cast has no effect
         self._no_offsets: dict[tuple[int, ...], Tensor] = {}  # shared by all layers of experts in 4 bits
         self._joined_heads: dict[tuple[Any, ...], JoinedHeads] = {}  # shared by all layers of the same heads
@@ -400,9 +401,13 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
     def dispatch_of(self, hidden: int, config: MixtureConfig, group: Group) -> Dispatch | None:
         """Return the dispatch, if tokens have a communicator and the operators take the model.
 
-        Machine.join creates the communicator.
+        Machine.join creates the communicator, if a device has said that sending is faster for mixtures with a
+        shared expert or for those without.
         """
         if group.tokens is None or not group.tokens.buffer_mib:
+            return None
+        has_shared = config.shared_size > 0
+        if not (self.product.dispatches_beside_shared if has_shared else self.product.dispatches):
             return None
         sizes, product = (group.size, config.num_experts, config.num_chosen, hidden), self.product
         most = most_dispatched(product.name, *sizes, group.tokens.buffer_mib)

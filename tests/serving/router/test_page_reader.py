@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 import zmq
 
+from continuous_batching.request import Request, SamplingParams
 from continuous_batching.routing.routing import Routing
+from kv_cache import events as page_events
 from kv_cache.event_messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, encode
+from kv_cache.page_keys import short_key
 from serving.router import page_reader
 from serving.router.fair_turns import FairTurns
 from serving.router.page_reader import PageReader
 from serving.router.replicas import ReplicaTrust
+from tests.continuous_batching.test_state_schedules import after, engine_of, serve, states_of
 from tests.kv_cache.test_events import SECRET, Engine
 from tests.patience import PATIENCE_S
 from tests.serving.router.waiting import until
@@ -113,10 +117,60 @@ def test_a_router_expects_no_more_of_a_replica_than_its_windows_allow(tmp_path: 
         await until(lambda: routing.num_found(keys, 4).tolist() == [4])
         with pytest.raises(ValueError, match="see no window of tokens"):
             reader._stored(BlockStored([1], None, [], 4, group_idx=1))
-        with pytest.raises(ValueError, match="see no window of tokens"):
+        with pytest.raises(ValueError, match="group 65 is none from 1 to 64"):
             reader._stored(BlockStored([], None, [], 4, group_idx=65, kv_cache_spec_sliding_window=6))
         reader.close()
         engine.events.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_router_expects_no_more_of_a_replica_than_its_states_allow(
+    tmp_path: Path, overflows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a few states, and pages, are evicted for others; also where the list of all replaces a queue."""
+    monkeypatch.setattr(page_events, "MOST_QUEUED", 3 if overflows else 1000)
+
+    async def test() -> None:
+        engine, routing = engine_of(60, 6), Routing(1)
+        prefix = engine.scheduler.prefix
+        prefix.listener = told = page_events.PageEvents(prefix, 16, f"ipc://{tmp_path}/events")
+        reader = PageReader(f"ipc://{tmp_path}/events", "127.0.0.1", 0, routing)
+        reader.start()
+        asked = [
+            Request(str(own), after(shared, own), SamplingParams(max_tokens=4))
+            for shared, own in [
+                (200, 5),
+                (150, 9),
+                (130, 31),
+                (70, 70),
+                (0, 200),
+                (0, 180),
+                (200, 60),
+                (64, 9),
+            ]
+        ]
+
+        def knows() -> bool:
+            right = []
+            for request in asked:
+                request.page_keys = engine.scheduler.page_keys(request)
+                keys = request.page_keys[: request.num_findable // 16]
+                found = int(routing.num_found([*map(short_key, keys)], 16)[0])
+                right.append(found == len(engine.scheduler.lifecycle.find(request)))
+            return all(right)
+
+        hits = 0
+        for request in asked:
+            serve(engine, request.prompt)
+            await until(knows)
+            hits += len(engine.scheduler.lifecycle.find(request)) > 0
+        assert hits == len(asked)
+        assert states_of(engine).counts.evicted_pages
+        assert len(routing.held) < len(prefix.index), "pages that no state stands behind are not told of"
+        reader.close()
+        told.close()
 
     run(test)
 

@@ -1,0 +1,524 @@
+// Attention over a paged cache whose pages lie as attention/cpu/attention.py arranges them.
+//
+// A tile is W tokens of a page: keys [K, W / S, D, S] and values [K, D / E, W, E], stored in float32, bfloat16 or
+// float16 and widened to float32 in registers, exactly. A query reads its tiles in the order of their tokens, in parts
+// that begin at the same positions of every request, and the parts' softmaxes are joined in their order. What a query
+// computes for a head of keys and values thus depends on what it sees alone: its bits are the same in any batch, on any
+// number of threads, and whether it is read alone or among the queries of a prompt.
+//
+// The query heads that share a head of keys and values are computed together, so that what is read is widened once
+// for all of them, and so are neighbouring queries of a prompt.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include "vectors.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int MOST_HEADS = 8;  // 16 sums and 2 vectors in 32 registers
+#elif defined(__AVX2__)
+constexpr int MOST_HEADS = 4;  // 8 sums and 2 vectors in 16 registers
+#else
+constexpr int MOST_HEADS = 8;
+#endif
+constexpr long PART = 512;      // tokens of a part at most: their scores stay in the first cache
+constexpr long BLOCK = 64;      // rows, of queries and heads, that read a prompt's tiles together
+constexpr long ROOM = 1 << 23;  // numbers that rows' parts take at a time: 32 MiB
+constexpr long LINE = 64;       // bytes that a prefetch brings
+constexpr float LEAST = -std::numeric_limits<float>::infinity();
+
+inline long thread_number() {
+#if defined(_OPENMP)
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+// The layer's pages, and how they lie.
+struct Pages {
+    const void *keys, *values;
+    const float* sinks;  // [H], -infinity without
+    long heads, kv_heads, dim, tile, key_lanes, value_lanes;
+    float scale, cap;  // a cap of 0 is none
+};
+
+struct Step : Pages {
+    const float* query;               // [R, H, D]
+    const int64_t *address, *of_row;  // [J], and [R, M]: each row's tiles among these, in the order of their tokens
+    const int32_t *low, *high;        // [J]: the first token of a tile that is seen, and one past the last
+    const uint8_t* is_tile;           // [R, M]
+    const int64_t* first_tile;        // [R]: the number, in its request, of a row's first tile
+    float* output;                    // [R, H, D]
+    long rows, most_tiles;
+};
+
+// What lies as far behind `ahead` as what is read lies behind its own beginning is brought into the cache meanwhile.
+template <typename Item>
+inline void fetch(const Item* ahead, long at, int count) {
+    for (long i = 0; i < count; i += LINE / sizeof(Item)) __builtin_prefetch(ahead + at + i, 0, 2);
+}
+
+// Scores of N query heads with V vectors of the keys of one tile's head, from token `from` on. [N, W], rows `stride`
+// apart
+template <Kind KIND, int N, int V, bool FETCHES>
+void scored(const Pages& of, const float* query, const typename Stored<KIND>::Item* keys,
+            const typename Stored<KIND>::Item* ahead, long from, float* scores, long stride) {
+    const long first = from / of.key_lanes * of.dim * of.key_lanes + from % of.key_lanes;
+    Vec sums[N][V] = {};
+    for (long d = 0; d < of.dim; d++) {
+        const long at = first + d * of.key_lanes;
+        if (FETCHES) fetch(ahead, at, V * LANES);
+        Vec key[V];
+        for (int v = 0; v < V; v++) key[v] = Stored<KIND>::widen(keys + at + v * LANES);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++)
+            for (int v = 0; v < V; v++) sums[n][v] += query[n * of.dim + d] * key[v];  // fused multiply-adds
+    }
+    for (int n = 0; n < N; n++)
+        for (int v = 0; v < V; v++) store(scores + n * stride + from + v * LANES, sums[n][v] * of.scale);
+}
+
+// V vectors of the values of one tile's head, from channel `from` on, weighed by N query heads' weights [N, W], are
+// added to the sums [N, D].
+template <Kind KIND, int N, int V, bool FETCHES>
+void weighed(const Pages& of, const float* weights, long stride, const typename Stored<KIND>::Item* values,
+             const typename Stored<KIND>::Item* ahead, long from, long low, long high, float* sums) {
+    const long first = from / of.value_lanes * of.tile * of.value_lanes + from % of.value_lanes;
+    Vec total[N][V];
+    for (int n = 0; n < N; n++)
+        for (int v = 0; v < V; v++) total[n][v] = load(sums + n * of.dim + from + v * LANES);
+    for (long token = low; token < high; token++) {
+        const long at = first + token * of.value_lanes;
+        if (FETCHES) fetch(ahead, at, V * LANES);
+        Vec value[V];
+        for (int v = 0; v < V; v++) value[v] = Stored<KIND>::widen(values + at + v * LANES);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++)
+            for (int v = 0; v < V; v++) total[n][v] += weights[n * stride + token] * value[v];
+    }
+    for (int n = 0; n < N; n++)
+        for (int v = 0; v < V; v++) store(sums + n * of.dim + from + v * LANES, total[n][v]);
+}
+
+// The weights of one head's scores of `count` tokens, in place; returns their sum, and the largest score in `peak`.
+float softened(float* scores, long count, float cap, float* peak) {
+    if (cap > 0)
+        for (long i = 0; i < count; i++)
+            if (scores[i] > LEAST) scores[i] = cap * std::tanh(scores[i] / cap);
+    Vec most = Vec{} + LEAST;
+    for (long i = 0; i < count; i += LANES) most = load(scores + i) > most ? load(scores + i) : most;
+    float top = LEAST;
+    for (int lane = 0; lane < LANES; lane++) top = std::max(top, most[lane]);
+    Vec sums = {};
+    for (long i = 0; i < count; i += LANES) {
+        const Vec weight = exponential(load(scores + i) - top);
+        store(scores + i, weight);
+        sums += weight;
+    }
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
+    *peak = top;
+    return sum;
+}
+
+// Where a head's keys, or values, lie in the tile at an address.
+template <typename Item>
+const Item* head_of_tile(const Pages& of, const void* plane, int64_t address, long kv_head) {
+    return static_cast<const Item*>(plane) + (address * of.kv_heads + kv_head) * of.dim * of.tile;
+}
+
+// The same of the tile that is number i of a row.
+template <typename Item>
+const Item* of_tile(const Step& of, const void* plane, long row, long i, long kv_head) {
+    return head_of_tile<Item>(of, plane, of.address[of.of_row[row * of.most_tiles + i]], kv_head);
+}
+
+// Scores of N rows with all keys of one tile's head.
+template <Kind KIND, int N, bool FETCHES>
+void scored_tile(const Pages& of, const float* query, const typename Stored<KIND>::Item* keys,
+                 const typename Stored<KIND>::Item* ahead, float* scores, long stride) {
+    if (of.key_lanes % (2 * LANES) == 0)
+        for (long from = 0; from < of.tile; from += 2 * LANES)
+            scored<KIND, N, 2, FETCHES>(of, query, keys, ahead, from, scores, stride);
+    else
+        for (long from = 0; from < of.tile; from += LANES)
+            scored<KIND, N, 1, FETCHES>(of, query, keys, ahead, from, scores, stride);
+}
+
+// Tokens low .. high of one tile's head of values, weighed by N rows' weights, are added to the sums [N, D].
+template <Kind KIND, int N, bool FETCHES>
+void weighed_tile(const Pages& of, const float* weights, long stride, const typename Stored<KIND>::Item* values,
+                  const typename Stored<KIND>::Item* ahead, long low, long high, float* sums) {
+    if (of.value_lanes % (2 * LANES) == 0)
+        for (long from = 0; from < of.dim; from += 2 * LANES)
+            weighed<KIND, N, 2, FETCHES>(of, weights, stride, values, ahead, from, low, high, sums);
+    else
+        for (long from = 0; from < of.dim; from += LANES)
+            weighed<KIND, N, 1, FETCHES>(of, weights, stride, values, ahead, from, low, high, sums);
+}
+
+// One part of a row: N query heads from `head` on over some of the row's tiles. Returns sums [N, D], the largest
+// scores and the sums of weights.
+template <Kind KIND, int N>
+void part_of(const Step& of, long row, long head, long first, long last, float* scores, float* sums, float* peaks,
+             float* totals) {
+    typedef typename Stored<KIND>::Item Item;
+    const long kv_head = head / (of.heads / of.kv_heads);
+    const long count = (last - first) * of.tile;
+    const float* query = of.query + (row * of.heads + head) * of.dim;
+    for (long i = first; i < last; i++) {
+        const long j = of.of_row[row * of.most_tiles + i], place = (i - first) * of.tile;
+        const Item* keys = of_tile<Item>(of, of.keys, row, i, kv_head);
+        const Item* ahead = i + 1 < last ? of_tile<Item>(of, of.keys, row, i + 1, kv_head) : of_tile<Item>(of, of.values, row, first, kv_head);
+        scored_tile<KIND, N, true>(of, query, keys, ahead, scores + place, count);
+        for (int n = 0; n < N; n++) {
+            float* own = scores + n * count + place;
+            std::fill(own, own + of.low[j], LEAST);
+            std::fill(own + of.high[j], own + of.tile, LEAST);
+        }
+    }
+    for (int n = 0; n < N; n++) totals[n] = softened(scores + n * count, count, of.cap, peaks + n);
+    std::fill(sums, sums + N * of.dim, 0.0f);
+    for (long i = first; i < last; i++) {
+        const long j = of.of_row[row * of.most_tiles + i], place = (i - first) * of.tile;
+        const Item* values = of_tile<Item>(of, of.values, row, i, kv_head);
+        const Item* ahead = of_tile<Item>(of, of.values, row, std::min(i + 1, last - 1), kv_head);
+        weighed_tile<KIND, N, true>(of, scores + place, count, values, ahead, of.low[j], of.high[j], sums);
+    }
+}
+
+template <Kind KIND>
+void heads_of(const Step& of, long row, long kv_head, long first, long last, float* scores, float* sums, float* peaks,
+              float* totals) {
+    const long group = of.heads / of.kv_heads;
+    long head = kv_head * group;
+    const long end = head + group;
+    while (head < end) {
+        const long left = std::min<long>(end - head, MOST_HEADS), taken = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        auto* part = part_of<KIND, 1>;
+        if (taken == 8) part = part_of<KIND, 8>;
+        if (taken == 4) part = part_of<KIND, 4>;
+        if (taken == 2) part = part_of<KIND, 2>;
+        part(of, row, head, first, last, scores, sums, peaks, totals);
+        head += taken;
+        sums += taken * of.dim;
+        peaks += taken;
+        totals += taken;
+    }
+}
+
+// What a row has read so far of one head: its largest score, the sum of its weights, and that of its values [D].
+struct Read {
+    float top, total;
+    float* output;
+};
+
+inline Read begun(float sink, float* output, long dim) {
+    std::fill(output, output + dim, 0.0f);
+    return {sink, sink > LEAST ? 1.0f : 0.0f, output};
+}
+
+// Join one part more, of which something is seen.
+inline void join(Read& read, float peak, float total, const float* sums, long dim) {
+    const float top = std::max(read.top, peak), before = std::exp(read.top - top), now = std::exp(peak - top);
+    read.top = top;
+    read.total = read.total * before + total * now;
+    for (long d = 0; d < dim; d++) read.output[d] = read.output[d] * before + sums[d] * now;
+}
+
+inline void finish(const Read& read, long dim) {
+    for (long d = 0; d < dim; d++) read.output[d] /= read.total;
+}
+
+// A part has so many tiles, and the longest row at most so many parts, since its first may lack tiles.
+inline long tiles_of_part(const Pages& of) { return std::max(1L, PART / of.tile); }
+inline long most_parts(const Step& of) { return (of.most_tiles + 2 * tiles_of_part(of) - 2) / tiles_of_part(of); }
+
+// Numbers that the parts of a row's heads take until they are joined.
+inline long room_of_row(const Step& of) { return most_parts(of) * of.heads * (of.dim + 2); }
+
+template <Kind KIND>
+void attended(const Step& of, float* room, float* all_scores, int num_threads) {
+    const long group = of.heads / of.kv_heads, tiles = tiles_of_part(of), parts = most_parts(of);
+    const long units = of.rows * of.kv_heads, planes = units * parts * group;
+    float *sums = room, *peaks = sums + planes * of.dim, *totals = peaks + planes;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+        float* scores = all_scores + MOST_HEADS * tiles * of.tile * thread_number();
+#pragma omp for schedule(dynamic, 1) collapse(2)
+        for (long unit = 0; unit < units; unit++)
+            for (long p = 0; p < parts; p++) {
+                const long row = unit / of.kv_heads, at = (unit * parts + p) * group;
+                const long missing = of.first_tile[row] % tiles, first = std::max(0L, p * tiles - missing);
+                long last = std::min((p + 1) * tiles - missing, of.most_tiles);
+                while (last > first && !of.is_tile[row * of.most_tiles + last - 1]) last--;
+                if (last > first)
+                    heads_of<KIND>(of, row, unit % of.kv_heads, first, last, scores, sums + at * of.dim, peaks + at,
+                                   totals + at);
+            }
+    }
+    for (long unit = 0; unit < units; unit++) {
+        const long row = unit / of.kv_heads, at = unit * parts * group;
+        long count = of.most_tiles;
+        while (!of.is_tile[row * of.most_tiles + count - 1]) count--;
+        const long own_parts = (of.first_tile[row] % tiles + count + tiles - 1) / tiles;
+        for (long g = 0; g < group; g++) {
+            const long head = unit % of.kv_heads * group + g;
+            Read read = begun(of.sinks[head], of.output + (row * of.heads + head) * of.dim, of.dim);
+            for (long p = 0; p < own_parts; p++) {
+                const long plane = at + p * group + g;
+                join(read, peaks[plane], totals[plane], sums + plane * of.dim, of.dim);
+            }
+            finish(read, of.dim);
+        }
+    }
+}
+
+// Some rows at a time, so that what their parts take is bounded whatever the number of rows; returns false where there
+// is no memory.
+template <Kind KIND>
+bool attended_in_turn(const Step& of, int num_threads) {
+    const long at_once = std::max(1L, std::min(of.rows, ROOM / room_of_row(of)));
+    float* room = static_cast<float*>(std::malloc(sizeof(float) * at_once * room_of_row(of)));
+    float* scores =
+        static_cast<float*>(std::malloc(sizeof(float) * MOST_HEADS * tiles_of_part(of) * of.tile * num_threads));
+    const bool has_memory = room && scores;
+    for (long first = 0; has_memory && first < of.rows; first += at_once) {
+        Step some = of;
+        some.rows = std::min(at_once, of.rows - first);
+        some.query += first * of.heads * of.dim;
+        some.output += first * of.heads * of.dim;
+        some.of_row += first * of.most_tiles;
+        some.is_tile += first * of.most_tiles;
+        some.first_tile += first;
+        attended<KIND>(some, room, scores, num_threads);
+    }
+    std::free(room);
+    std::free(scores);
+    return has_memory;
+}
+
+struct Prompts : Pages {
+    const float* query;      // [T, H, D]
+    const int64_t* address;  // of the tiles of all spans
+    const int64_t* spans;    // [S, 4]: first row of the query, first position, one past the last, and the place among the
+                             // addresses at which tile 0 of the request would stand
+    float* output;           // [T, H, D]
+    long num_spans, window, first_key;  // a window of 0 is none
+};
+
+// What one thread needs for a block of rows.
+struct Room {
+    float *query, *scores, *sums, *output, *tops, *totals;
+    long rows;
+
+    static long rows_of(const Pages& of) {
+        const long group = of.heads / of.kv_heads, rows = std::max(1L, BLOCK / group) * group;
+        return (rows + MOST_HEADS - 1) / MOST_HEADS * MOST_HEADS;
+    }
+    // Rows of scores lie apart by no power of 2, so that they do not fall into the same lines of the first cache.
+    static long stride(const Pages& of) { return tiles_of_part(of) * of.tile + LINE / sizeof(float); }
+    static long numbers(const Pages& of) { return rows_of(of) * (3 * of.dim + stride(of) + 2); }
+    Room(const Pages& of, float* at) : rows(rows_of(of)) {
+        query = at;
+        sums = query + rows * of.dim;
+        output = sums + rows * of.dim;
+        scores = output + rows * of.dim;
+        tops = scores + rows * stride(of);
+        totals = tops + rows;
+    }
+};
+
+// Neighbouring queries of one span for one head of keys and values. Row r is query r / group; rows behind the last are
+// its copies, so that whole vectors of rows are computed.
+struct Block {
+    const Prompts& of;
+    const int64_t* address;  // address[i] is that of tile i of the request
+    long kv_head, first, last, group;  // positions of the first query, and of the last
+
+    long position(long row) const { return std::min(first + row / group, last); }
+    long high(long row) const { return position(row) + 1; }
+    long low(long row) const {
+        const long at = position(row), seen = std::min(of.first_key, at);
+        return of.window ? std::max(seen, at + 1 - of.window) : seen;
+    }
+};
+
+// Scores of all rows of a block with tiles begin .. end of a part, those that a row does not see being -infinity.
+template <Kind KIND>
+void scores_of(const Block& block, const Room& room, long begin, long end, long stride) {
+    constexpr int N = MOST_HEADS;
+    const Prompts& of = block.of;
+    for (long i = begin; i < end; i++) {
+        const long token = i * of.tile;
+        const auto* keys = head_of_tile<typename Stored<KIND>::Item>(of, of.keys, block.address[i], block.kv_head);
+        for (long row = 0; row < room.rows; row += N) {
+            float* scores = room.scores + row * stride + (i - begin) * of.tile;
+            if (block.high(row + N - 1) <= token) continue;  // and so do the rows' weights end before it
+            scored_tile<KIND, N, false>(of, room.query + row * of.dim, keys, keys, scores, stride);
+            for (int n = 0; n < N; n++) {
+                float* own = scores + n * stride;
+                const long low = block.low(row + n) - token, high = block.high(row + n) - token;
+                if (low > 0) std::fill(own, own + std::min(low, of.tile), LEAST);
+                if (high < of.tile) std::fill(own + std::max(high, 0L), own + of.tile, LEAST);
+            }
+        }
+    }
+}
+
+// Read one part: weights of the rows that see some of it, and the sums of their values, which are joined.
+template <Kind KIND>
+void read_part(const Block& block, const Room& room, Read* reads, long begin, long end) {
+    constexpr int N = MOST_HEADS;
+    const Prompts& of = block.of;
+    const long stride = Room::stride(of), from = begin * of.tile, to = end * of.tile;
+    scores_of<KIND>(block, room, begin, end, stride);
+    const auto sees = [&](long row) { return block.low(row) < to && block.high(row) > from; };
+    for (long row = 0; row < room.rows; row++) {
+        const long last = block.high(row / N * N + N - 1);
+        const long count = (std::min(last, to) - from + of.tile - 1) / of.tile * of.tile;
+        float* own = room.scores + row * stride;
+        if (count <= 0) continue;
+        if (sees(row))
+            room.totals[row] = softened(own, count, of.cap, room.tops + row);
+        else
+            std::fill(own, own + count, 0.0f);
+    }
+    std::fill(room.sums, room.sums + room.rows * of.dim, 0.0f);
+    for (long i = begin; i < end; i++) {
+        const long token = i * of.tile;
+        const auto* values = head_of_tile<typename Stored<KIND>::Item>(of, of.values, block.address[i], block.kv_head);
+        for (long row = 0; row < room.rows; row += N) {
+            const long low = std::max(block.low(row) - token, 0L);
+            const long high = std::min(block.high(row + N - 1) - token, of.tile);
+            if (low < high)
+                weighed_tile<KIND, N, false>(of, room.scores + row * stride + (i - begin) * of.tile, stride, values,
+                                      values, low, high, room.sums + row * of.dim);
+        }
+    }
+    for (long row = 0; row < room.rows; row++)
+        if (sees(row)) join(reads[row], room.tops[row], room.totals[row], room.sums + row * of.dim, of.dim);
+}
+
+template <Kind KIND>
+void read_block(const Block& block, const Room& room, Read* reads, long first_row) {
+    const Prompts& of = block.of;
+    for (long row = 0; row < room.rows; row++) {
+        const long head = block.kv_head * block.group + row % block.group;
+        const long at = ((first_row + block.position(row) - block.first) * of.heads + head) * of.dim;
+        std::copy(of.query + at, of.query + at + of.dim, room.query + row * of.dim);
+        reads[row] = begun(of.sinks[head], room.output + row * of.dim, of.dim);
+    }
+    const long tiles = tiles_of_part(of), end = (block.last + of.tile) / of.tile;
+    for (long begin = block.low(0) / of.tile; begin < end;) {
+        const long stop = std::min((begin / tiles + 1) * tiles, end);
+        read_part<KIND>(block, room, reads, begin, stop);
+        begin = stop;
+    }
+    for (long row = 0; row < (block.last - block.first + 1) * block.group; row++) {
+        finish(reads[row], of.dim);
+        const long head = block.kv_head * block.group + row % block.group;
+        const long at = ((first_row + row / block.group) * of.heads + head) * of.dim;
+        std::copy(reads[row].output, reads[row].output + of.dim, of.output + at);
+    }
+}
+
+// Returns false where there is no memory. The longest blocks come first, so that no thread waits for one at the end.
+template <Kind KIND>
+bool prompts_read(const Prompts& of, int num_threads) {
+    const long numbers = Room::numbers(of), group = of.heads / of.kv_heads, queries = std::max(1L, BLOCK / group);
+    const long rows = Room::rows_of(of);
+    float* rooms = static_cast<float*>(std::malloc(sizeof(float) * numbers * num_threads));
+    Read* reads = static_cast<Read*>(std::malloc(sizeof(Read) * rows * num_threads));
+    const bool has_memory = rooms && reads;
+    for (long s = 0; has_memory && s < of.num_spans; s++) {
+        const int64_t* span = of.spans + 4 * s;
+        const long count = span[2] - span[1], blocks = (count + queries - 1) / queries;
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1) schedule(dynamic, 1)
+        for (long unit = 0; unit < blocks * of.kv_heads; unit++) {
+            const long first = (blocks - 1 - unit / of.kv_heads) * queries, last = std::min(first + queries, count) - 1;
+            const Block block = {of,    of.address + span[3], unit % of.kv_heads, span[1] + first,
+                                 span[1] + last, group};
+            read_block<KIND>(block, Room(of, rooms + numbers * thread_number()), reads + rows * thread_number(),
+                             span[0] + first);
+        }
+    }
+    std::free(rooms);
+    std::free(reads);
+    return has_memory;
+}
+
+// Numbers of the new tokens' heads are written to their places in the tiles.
+template <typename Item>
+void written(const Item* key, const Item* value, Item* keys, Item* values, const int64_t* places, long num_tokens,
+             long key_stride, long value_stride, long kv_heads, long dim, long tile, long key_lanes, long value_lanes) {
+    for (long t = 0; t < num_tokens; t++) {
+        const long address = places[t] / tile, offset = places[t] % tile;
+        for (long k = 0; k < kv_heads; k++) {
+            const long head = (address * kv_heads + k) * dim * tile;
+            const Item *from_key = key + t * key_stride + k * dim, *from_value = value + t * value_stride + k * dim;
+            Item* to = keys + head + offset / key_lanes * dim * key_lanes + offset % key_lanes;
+            for (long d = 0; d < dim; d++) to[d * key_lanes] = from_key[d];
+            for (long d = 0; d < dim; d += value_lanes)
+                std::copy(from_value + d, from_value + d + value_lanes,
+                          values + head + d * tile + offset * value_lanes);
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Single queries; returns whether there was memory for it.
+bool decode(const Pages* pages, const float* query, const int64_t* address, const int64_t* of_row, const int32_t* low,
+            const int32_t* high, const uint8_t* is_tile, const int64_t* first_tile, float* output, long rows,
+            long most_tiles, int kind, int num_threads) {
+    Step of;
+    static_cast<Pages&>(of) = *pages;
+    of.query = query, of.address = address, of.of_row = of_row, of.low = low, of.high = high, of.is_tile = is_tile;
+    of.first_tile = first_tile, of.output = output, of.rows = rows, of.most_tiles = most_tiles;
+    if (kind == FLOAT32) return attended_in_turn<FLOAT32>(of, num_threads);
+    if (kind == BFLOAT16) return attended_in_turn<BFLOAT16>(of, num_threads);
+    return attended_in_turn<FLOAT16>(of, num_threads);
+}
+
+// Spans of prompts, whose own keys and values are in the pages already; returns whether there was memory for it.
+bool extend(const Pages* pages, const float* query, const int64_t* address, const int64_t* spans, float* output,
+            long num_spans, long window, long first_key, int kind, int num_threads) {
+    Prompts of;
+    static_cast<Pages&>(of) = *pages;
+    of.query = query, of.address = address, of.spans = spans, of.output = output;
+    of.num_spans = num_spans, of.window = window, of.first_key = first_key;
+    if (kind == FLOAT32) return prompts_read<FLOAT32>(of, num_threads);
+    if (kind == BFLOAT16) return prompts_read<BFLOAT16>(of, num_threads);
+    return prompts_read<FLOAT16>(of, num_threads);
+}
+
+// key and value [T, K, D] are of the pages' type, and rows lie as far apart as their strides say; places [T] are those
+// of tokens in the cache, counted over all pages.
+void write(const Pages* pages, const void* key, const void* value, const int64_t* places, long num_tokens,
+           long key_stride, long value_stride, int kind) {
+    const Pages& of = *pages;
+    const auto all = [&](auto item) {
+        typedef decltype(item) Item;
+        written<Item>(static_cast<const Item*>(key), static_cast<const Item*>(value),
+                      static_cast<Item*>(const_cast<void*>(of.keys)), static_cast<Item*>(const_cast<void*>(of.values)),
+                      places, num_tokens, key_stride, value_stride, of.kv_heads, of.dim, of.tile, of.key_lanes,
+                      of.value_lanes);
+    };
+    if (kind == FLOAT32)
+        all(0.0f);
+    else
+        all(uint16_t{});
+}
+}

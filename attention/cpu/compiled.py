@@ -1,0 +1,135 @@
+"""Attend in C++, which reads each byte of the cache in its own type and widens it in registers.
+
+`attention.cpp` sums what a query reads in one order, whatever it is batched with, on any number of threads,
+and whether it is read alone or among the queries of a prompt. It takes pages whose tiles and heads are whole
+vectors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attention.cpu.tiles import DecodeTiles, PromptTiles
+from devices.cpp_sources import KINDS, compiled_source
+from devices.shapes import AttentionShape
+
+SOURCE = Path(__file__).with_name("attention.cpp")
+MOST_LANES = 16  # float32 of the longest vectors
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """How a page's tiles lie: tokens of a tile, and tokens of keys, or channels of values, side by side."""
+
+    tile: int
+    key_lanes: int
+    value_lanes: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of these are whole vectors on every processor."""
+        return not (self.key_lanes % MOST_LANES or self.value_lanes % MOST_LANES)
+
+
+class _Pages(ctypes.Structure):
+    """`Pages` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "sinks")),
+        *((name, ctypes.c_long) for name in ("heads", "kv_heads", "dim", "tile", "key_lanes", "value_lanes")),
+        *((name, ctypes.c_float) for name in ("scale", "cap")),
+    )
+
+
+class CompiledAttention:
+    """The compiled source, for layers of one shape whose pages lie in one way."""
+
+    def __init__(self, library: ctypes.CDLL, shape: AttentionShape, lying: TileShape) -> None:
+        pointer, integer, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+        self._decode, self._extend, self._write = library.decode, library.extend, library.write
+        self._decode.argtypes = [pointer] * 9 + [integer] * 2 + [number] * 2
+        self._extend.argtypes = [pointer] * 5 + [integer] * 3 + [number] * 2
+        self._write.argtypes = [pointer] * 4 + [integer] * 3 + [number]
+        self._decode.restype = self._extend.restype = ctypes.c_bool
+        self._write.restype = None
+        self.shape, self.lying = shape, lying
+        self._no_sinks = torch.full((shape.num_heads,), -torch.inf)
+
+    def _pages(self, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> _Pages:
+        shape, lying = self.shape, self.lying
+        sinks = self._no_sinks if sinks is None else sinks
+        return _Pages(
+            *(keys.data_ptr(), values.data_ptr(), sinks.data_ptr()),
+            *(shape.num_heads, shape.num_kv_heads, shape.head_dim),
+            *(lying.tile, lying.key_lanes, lying.value_lanes, shape.scale, shape.score_cap or 0.0),
+        )
+
+    def decode(
+        self, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, tiles: DecodeTiles
+    ) -> Tensor:
+        """Return what float32 queries [R, H, D] read of the layer's pages, each of its row's tiles.
+
+        `sinks` [H] is float32, and None where there are none. Raises MemoryError.
+        """
+        query = query.contiguous()
+        output = torch.empty_like(query)
+        planned = (tiles.address, tiles.of_row, tiles.low, tiles.high, tiles.is_tile, tiles.first_tile)
+        has_memory = self._decode(
+            ctypes.byref(self._pages(keys, values, sinks)),
+            *(each.data_ptr() for each in (query, *planned, output)),
+            *(len(query), tiles.of_row.shape[1], KINDS[keys.dtype], torch.get_num_threads()),
+        )
+        if not has_memory:
+            raise MemoryError("there is no memory for the parts of the attention of a step")
+        return output
+
+    def extend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        sinks: Tensor | None,
+        tiles: PromptTiles,
+        output: Tensor,
+    ) -> None:
+        """Write what the float32 queries [T, H, D] of spans read to their rows of `output` [T, H, D].
+
+        The spans' own keys and values are in the pages. Raises MemoryError.
+        """
+        query = query.contiguous()
+        has_memory = self._extend(
+            ctypes.byref(self._pages(keys, values, sinks)),
+            *(each.data_ptr() for each in (query, tiles.address, tiles.spans, output)),
+            *(len(tiles.spans), tiles.window or 0, self.shape.first_key),
+            *(KINDS[keys.dtype], torch.get_num_threads()),
+        )
+        if not has_memory:
+            raise MemoryError("there is no memory for a block of the attention of a prompt")
+
+    def write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
+        """Write keys and values [T, K, D] of the pages' type to cache places [T], page * B + offset."""
+        key, value = (_with_whole_rows(each) for each in (key, value))
+        self._write(
+            ctypes.byref(self._pages(keys, values)),
+            *(each.data_ptr() for each in (key, value, places)),
+            *(len(places), key.stride(0), value.stride(0), KINDS[keys.dtype]),
+        )
+
+
+def _with_whole_rows(x: Tensor) -> Tensor:
+    """Return [T, K, D] with the numbers of a row behind one another."""
+    inner: Sequence[int] = (x.shape[2], 1)
+    return x if x.stride()[1:] == inner else x.contiguous()
+
+
+@cache
+def attention_source() -> ctypes.CDLL | str:
+    """Return the source compiled for this machine, or why it is not."""
+    return compiled_source(SOURCE)

@@ -1,0 +1,89 @@
+// Vectors of float32 as long as the machine's, and numbers that are stored in 16 bits or in 32.
+//
+// Vectors are the compiler's own, so that one source serves AVX2, AVX-512 and NEON.
+
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
+
+enum Kind { FLOAT32, BFLOAT16, FLOAT16 };  // KINDS of devices/cpp_sources.py
+
+inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+inline void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
+
+// How numbers of a kind are stored: `widen` is exact, `narrow` rounds to the nearest, and to even among equals.
+template <Kind KIND>
+struct Stored {
+    typedef uint16_t Item;
+    static inline Vec widen(const Item* p) {
+        if constexpr (KIND == BFLOAT16) {
+            return (Vec)(__builtin_convertvector(*reinterpret_cast<const Halves*>(p), Bits) << 16);
+        } else {
+#if defined(__AVX512F__)
+            return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+            return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+            return (Vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+#endif
+        }
+    }
+    static inline void narrow(Item* p, Vec v) {
+        if constexpr (KIND == BFLOAT16) {
+            const Bits bits = (Bits)v, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+            const Ints is_nan = v != v;
+            *reinterpret_cast<Halves*>(p) =
+                __builtin_convertvector((Bits)(is_nan ? (Ints)((bits >> 16) | 0x40u) : (Ints)rounded), Halves);
+        } else {
+#if defined(__AVX512F__)
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+            vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v)));
+#endif
+        }
+    }
+};
+
+template <>
+struct Stored<FLOAT32> {
+    typedef float Item;
+    static inline Vec widen(const Item* p) { return load(p); }
+    static inline void narrow(Item* p, Vec v) { store(p, v); }
+};
+
+// e^x to the last bit but one (Cephes, expf); numbers under -87 and -infinity give 0, those over 88 infinity.
+inline Vec exponential(Vec x) {
+    const Ints small = x < -87.0f, large = x > 88.0f;
+    x = small | large ? Vec{} : x;
+    const Vec count = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // the nearest whole number
+    Vec rest = x - count * 0.693359375f;
+    rest = rest + count * 2.12194440e-4f;
+    Vec sum = Vec{} + 1.9875691500e-4f;
+    for (const float each : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        sum = sum * rest + each;
+    const Vec fraction = sum * (rest * rest) + rest + 1.0f;
+    const Ints power = (__builtin_convertvector(count, Ints) + 127) << 23;
+    const Vec found = fraction * (Vec)power;
+    return small ? Vec{} : large ? Vec{} + __builtin_inff() : found;
+}

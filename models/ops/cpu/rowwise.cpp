@@ -1,0 +1,196 @@
+// Operators that compute each row, or each number, by itself: norms, rotary, gates and the greedy choice.
+//
+// A row's result depends on no other row, on no thread and on no place: numbers behind the last whole vector are
+// computed in a vector too, whose rest is not stored. Numbers are stored in float32, bfloat16 or float16, computed in
+// float32 and rounded where plain torch rounds last.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr long SMALL = 1 << 15;  // numbers under which one thread is as fast as several
+
+// A vector of up to LANES numbers; those that are missing are zeros.
+template <Kind KIND>
+inline Vec widen_some(const typename Stored<KIND>::Item* p, long count) {
+    if (count >= LANES) return Stored<KIND>::widen(p);
+    typename Stored<KIND>::Item some[LANES] = {};
+    std::memcpy(some, p, sizeof(*p) * count);
+    return Stored<KIND>::widen(some);
+}
+
+template <Kind KIND>
+inline void narrow_some(typename Stored<KIND>::Item* p, Vec v, long count) {
+    if (count >= LANES) {
+        Stored<KIND>::narrow(p, v);
+        return;
+    }
+    typename Stored<KIND>::Item some[LANES];
+    Stored<KIND>::narrow(some, v);
+    std::memcpy(p, some, sizeof(*p) * count);
+}
+
+inline float sum_of(Vec v) {
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += v[lane];
+    return sum;
+}
+
+inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exponential(-x)); }
+
+// Numbers near 0 lose digits, which 1 + tanh does not show.
+inline Vec hyperbolic_tangent(Vec y) { return 1.0f - 2.0f / (1.0f + exponential(2.0f * y)); }
+
+// y = norm(x) * weight, or of the sum of x and `residual`, which is then written to `total`.
+template <Kind KIND>
+void normed(const void* x_, const void* residual_, const void* weight_, void* y_, void* total_, long rows, long width,
+            float eps, int num_threads) {
+    typedef typename Stored<KIND>::Item Item;
+    const Item *x = static_cast<const Item*>(x_), *residual = static_cast<const Item*>(residual_);
+    const Item* weight = static_cast<const Item*>(weight_);
+    Item *y = static_cast<Item*>(y_), *total = static_cast<Item*>(total_);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows * width > SMALL)
+    for (long r = 0; r < rows; r++) {
+        const Item* own = x + r * width;
+        if (residual) {
+            for (long i = 0; i < width; i += LANES)
+                narrow_some<KIND>(total + r * width + i,
+                                  widen_some<KIND>(own + i, width - i) +
+                                      widen_some<KIND>(residual + r * width + i, width - i),
+                                  width - i);
+            own = total + r * width;
+        }
+        Vec squares = {};
+        for (long i = 0; i < width; i += LANES) {
+            const Vec each = widen_some<KIND>(own + i, width - i);
+            squares += each * each;
+        }
+        const float scale = 1.0f / std::sqrt(sum_of(squares) / width + eps);
+        for (long i = 0; i < width; i += LANES) {
+            Item rounded[LANES];  // the norm is rounded before it is weighed
+            Stored<KIND>::narrow(rounded, widen_some<KIND>(own + i, width - i) * scale);
+            narrow_some<KIND>(y + r * width + i, widen_some<KIND>(weight + i, width - i) * Stored<KIND>::widen(rounded),
+                              width - i);
+        }
+    }
+}
+
+// x [T, H, D] with strides of rows and heads is turned by cos and sin [T, D], whose halves are equal, to y [T, H, D].
+template <Kind KIND>
+void turned(const void* x_, const void* cos_, const void* sin_, void* y_, long rows, long heads, long dim,
+            long row_stride, long head_stride) {
+    typedef typename Stored<KIND>::Item Item;
+    const Item *x = static_cast<const Item*>(x_), *cos = static_cast<const Item*>(cos_);
+    const Item* sin = static_cast<const Item*>(sin_);
+    Item* y = static_cast<Item*>(y_);
+    const long half = dim / 2;
+    for (long r = 0; r < rows; r++)
+        for (long h = 0; h < heads; h++) {
+            const Item* from = x + r * row_stride + h * head_stride;
+            Item* to = y + (r * heads + h) * dim;
+            for (long i = 0; i < half; i += LANES) {
+                const long left = half - i;
+                const Vec c = widen_some<KIND>(cos + r * dim + i, left), s = widen_some<KIND>(sin + r * dim + i, left);
+                const Vec first = widen_some<KIND>(from + i, left), second = widen_some<KIND>(from + half + i, left);
+                narrow_some<KIND>(to + i, first * c - second * s, left);
+                narrow_some<KIND>(to + half + i, second * c + first * s, left);
+            }
+        }
+}
+
+enum Gate { SILU, GELU, CLAMPED };
+
+inline Vec opened(Gate gate, Vec x, Vec up, float slope, float limit) {
+    if (gate == SILU) return x * sigmoid(x) * up;
+    if (gate == GELU) return 0.5f * x * (1.0f + hyperbolic_tangent(0.7978845608f * (x + 0.044715f * x * x * x))) * up;
+    const Vec most = Vec{} + limit, least = Vec{} - limit;
+    x = x > most ? most : x;
+    up = up > most ? most : up < least ? least : up;
+    return (up + 1.0f) * (x * sigmoid(slope * x));
+}
+
+template <Kind KIND>
+void gated(Gate gate, const void* x_, void* y_, long rows, long width, float slope, float limit, int num_threads) {
+    typedef typename Stored<KIND>::Item Item;
+    const Item* x = static_cast<const Item*>(x_);
+    Item* y = static_cast<Item*>(y_);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows * width > SMALL)
+    for (long r = 0; r < rows; r++)
+        for (long i = 0; i < width; i += LANES) {
+            const Vec shut = widen_some<KIND>(x + 2 * r * width + i, width - i);
+            const Vec up = widen_some<KIND>(x + (2 * r + 1) * width + i, width - i);
+            narrow_some<KIND>(y + r * width + i, opened(gate, shut, up, slope, limit), width - i);
+        }
+}
+
+// The first token of each row's largest logit; a row with a NaN is not finite.
+template <Kind KIND>
+void best(const void* logits_, long stride, int64_t* tokens, bool* finite, long rows, long size, int num_threads) {
+    typedef typename Stored<KIND>::Item Item;
+    const Item* logits = static_cast<const Item*>(logits_);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows * size > SMALL)
+    for (long r = 0; r < rows; r++) {
+        const Item* own = logits + r * stride;
+        Vec most = Vec{} - std::numeric_limits<float>::infinity();
+        Ints wrong = {};
+        const long whole = size / LANES * LANES;
+        for (long i = 0; i < whole; i += LANES) {
+            const Vec each = Stored<KIND>::widen(own + i);
+            most = each > most ? each : most;
+            wrong |= each != each;
+        }
+        float top = most[0];
+        bool has_nan = false;
+        for (int lane = 0; lane < LANES; lane++) top = most[lane] > top ? most[lane] : top, has_nan |= wrong[lane] != 0;
+        for (long i = whole; i < size; i++) {
+            const float each = widen_some<KIND>(own + i, 1)[0];
+            top = each > top ? each : top;
+            has_nan |= each != each;
+        }
+        long token = 0;
+        for (; token < whole; token += LANES) {
+            const Ints equal = Stored<KIND>::widen(own + token) == top;
+            int found = 0;
+            for (int lane = 0; lane < LANES; lane++) found |= equal[lane];
+            if (found) break;
+        }
+        while (token < size - 1 && !(widen_some<KIND>(own + token, 1)[0] == top)) token++;
+        tokens[r] = token;
+        finite[r] = !has_nan && std::isfinite(top);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+void norm(const void* x, const void* residual, const void* weight, void* y, void* total, long rows, long width,
+          float eps, int kind, int num_threads) {
+    auto* of_kind = kind == FLOAT32 ? normed<FLOAT32> : kind == BFLOAT16 ? normed<BFLOAT16> : normed<FLOAT16>;
+    of_kind(x, residual, weight, y, total, rows, width, eps, num_threads);
+}
+
+void rotate(const void* x, const void* cos, const void* sin, void* y, long rows, long heads, long dim, long row_stride,
+            long head_stride, int kind) {
+    auto* of_kind = kind == FLOAT32 ? turned<FLOAT32> : kind == BFLOAT16 ? turned<BFLOAT16> : turned<FLOAT16>;
+    of_kind(x, cos, sin, y, rows, heads, dim, row_stride, head_stride);
+}
+
+// y [M, I] = gate(x[:, :I]) * x[:, I:]
+void gate(int which, const void* x, void* y, long rows, long width, float slope, float limit, int kind,
+          int num_threads) {
+    auto* of_kind = kind == FLOAT32 ? gated<FLOAT32> : kind == BFLOAT16 ? gated<BFLOAT16> : gated<FLOAT16>;
+    of_kind(static_cast<Gate>(which), x, y, rows, width, slope, limit, num_threads);
+}
+
+void choose(const void* logits, long stride, int64_t* tokens, bool* finite, long rows, long size, int kind,
+            int num_threads) {
+    auto* of_kind = kind == FLOAT32 ? best<FLOAT32> : kind == BFLOAT16 ? best<BFLOAT16> : best<FLOAT16>;
+    of_kind(logits, stride, tokens, finite, rows, size, num_threads);
+}
+}

@@ -1,0 +1,125 @@
+"""Compute norms, rotary, gates and the greedy choice in C++, each in one pass over its numbers.
+
+`rowwise.cpp` computes a row, or a number, by itself, so that its bits are the same in any batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from devices.cpp_sources import KINDS, compiled_source
+from models.ops.reference import Ops
+
+SOURCE = Path(__file__).with_name("rowwise.cpp")
+SILU, GELU, CLAMPED = range(3)  # enum Gate of the source
+
+
+class Rowwise:
+    """The compiled source, which leaves to plain torch the types and strides that it does not read."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, integer, real, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+        self._norm, self._rotate, self._gate = library.norm, library.rotate, library.gate
+        self._choose = library.choose
+        self._norm.argtypes = [pointer] * 5 + [integer] * 2 + [real, number, number]
+        self._rotate.argtypes = [pointer] * 4 + [integer] * 5 + [number]
+        self._gate.argtypes = [number, pointer, pointer, integer, integer, real, real, number, number]
+        self._choose.argtypes = [pointer, integer, pointer, pointer, integer, integer, number, number]
+        for function in (self._norm, self._rotate, self._gate, self._choose):
+            function.restype = None
+        self._plain = Ops()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Compute Ops.rms_norm."""
+        if not _is_read(x, weight):
+            return self._plain.rms_norm(x, weight, eps)
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        width = x.shape[-1]
+        self._norm(
+            *(x.data_ptr(), None, weight.contiguous().data_ptr(), y.data_ptr(), None),
+            *(x.numel() // width, width, eps, KINDS[x.dtype], torch.get_num_threads()),
+        )
+        return y
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Compute Ops.add_rms_norm."""
+        if not _is_read(x, residual, weight):
+            return self._plain.add_rms_norm(x, residual, weight, eps)
+        x, residual = x.contiguous(), residual.contiguous()
+        y, total = torch.empty_like(x), torch.empty_like(x)
+        width = x.shape[-1]
+        self._norm(
+            *(each.data_ptr() for each in (x, residual, weight.contiguous(), y, total)),
+            *(x.numel() // width, width, eps, KINDS[x.dtype], torch.get_num_threads()),
+        )
+        return y, total
+
+    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute Ops.rotary."""
+        if not _is_read(query, key, cos, sin):
+            return self._plain.rotary(query, key, cos, sin)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        return self._turned(query, cos, sin), self._turned(key, cos, sin)
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        y = torch.empty(x.shape, dtype=x.dtype)
+        self._rotate(
+            *(each.data_ptr() for each in (x, cos, sin, y)),
+            *(*x.shape, x.stride(0), x.stride(1), KINDS[x.dtype]),
+        )
+        return y
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """Compute Ops.swiglu."""
+        return self._gated(SILU, gate_up) if _is_read(gate_up) else self._plain.swiglu(gate_up)
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        """Compute Ops.geglu."""
+        return self._gated(GELU, gate_up) if _is_read(gate_up) else self._plain.geglu(gate_up)
+
+    def clamped_swiglu(self, gate_up: Tensor, slope: float, limit: float) -> Tensor:
+        """Compute Ops.clamped_swiglu."""
+        if not _is_read(gate_up):
+            return self._plain.clamped_swiglu(gate_up, slope, limit)
+        return self._gated(CLAMPED, gate_up, slope, limit)
+
+    def _gated(self, gate: int, gate_up: Tensor, slope: float = 0.0, limit: float = 0.0) -> Tensor:
+        gate_up = gate_up.contiguous()
+        width = gate_up.shape[-1] // 2
+        y = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype)
+        self._gate(
+            *(gate, gate_up.data_ptr(), y.data_ptr(), y.numel() // width, width, slope, limit),
+            *(KINDS[gate_up.dtype], torch.get_num_threads()),
+        )
+        return y
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute Ops.greedy; the first of equal logits is chosen."""
+        if not _is_read(logits) or logits.stride(-1) != 1:
+            return self._plain.greedy(logits)
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        finite = torch.empty(len(logits), dtype=torch.bool)
+        self._choose(
+            *(logits.data_ptr(), logits.stride(0), tokens.data_ptr(), finite.data_ptr()),
+            *(*logits.shape, KINDS[logits.dtype], torch.get_num_threads()),
+        )
+        return tokens, finite
+
+
+def _is_read(*tensors: Tensor) -> bool:
+    """Whether the source reads tensors of their type, which is one."""
+    return tensors[0].dtype in KINDS and all(each.dtype == tensors[0].dtype for each in tensors)
+
+
+@cache
+def rowwise() -> Rowwise | str:
+    """Return these operators of this machine, compiled if they are not kept, or why there are none."""
+    found = compiled_source(SOURCE)
+    return found if isinstance(found, str) else Rowwise(found)

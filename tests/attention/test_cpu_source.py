@@ -1,0 +1,179 @@
+"""Spans read in C++ give what a request alone gives, to the same bits however they are batched and cut."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attention.cpu.attention import CpuAttention
+from attention.cpu.compiled import attention_source
+from continuous_batching.batch import Batch
+from devices.cpp_sources import missing_for_sources
+from kv_cache.device.storage import KVCache, LayerPages
+from tests.attention.planned import planned
+from tests.attention.test_attention import NOTHING, Bench, disturb, shape
+
+pytestmark = pytest.mark.skipif(missing_for_sources() is not None, reason=str(missing_for_sources()))
+
+
+@pytest.fixture(scope="module")
+def source() -> ctypes.CDLL:
+    found = attention_source()
+    assert isinstance(found, ctypes.CDLL), found
+    return found
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def attention_of(source: ctypes.CDLL, **changes: object) -> CpuAttention:
+    made = CpuAttention(shape(**changes), library=source)
+    assert made._compiled is not None, "its vectors are whole"
+    return made
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": torch.float32, "page_size": 16, "windows": (None, 7, 40)},
+        {"dtype": torch.bfloat16, "page_size": 128, "num_heads": 8, "num_kv_heads": 1, "head_dim": 128},
+        {"dtype": torch.float16, "page_size": 64, "num_heads": 3, "num_kv_heads": 3, "head_dim": 48},
+        {"dtype": torch.float32, "page_size": 32, "num_heads": 30, "num_kv_heads": 2, "score_cap": 5.0},
+        {"dtype": torch.float32, "page_size": 16, "has_sinks": True, "first_key": 1},
+    ],
+    ids=["windows", "one kv head", "float16", "15 heads a kv head, cap", "sinks"],
+)
+def test_random_schedules(source: ctypes.CDLL, changes: dict[str, Any]) -> None:
+    disturb(Bench(attention_of(source, **changes), seed=3), np.random.default_rng(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(
+    source: ctypes.CDLL, dtype: torch.dtype
+) -> None:
+    """Rows of a few tokens, of several parts, and one that others share pages with."""
+    attention = attention_of(source, page_size=16, windows=(None, 40), dtype=dtype, num_heads=6)
+    stops, generator = np.array([1, 17, 300, 1100, 640]), torch.Generator().manual_seed(1)
+    table = 1 + np.arange(5 * 70, dtype=np.int32).reshape(5, 70)
+    table[2, :10] = table[3, :10]
+    cache = KVCache([LayerPages(attention.new_planes)] * 2, 16, [1 + table.size])
+    for planes in (cache.of(0), cache.of(1)):
+        for plane in planes:
+            plane.copy_(torch.randn(plane.shape, generator=generator))
+    query = torch.randn(5, 6, 64, generator=generator).to(dtype)
+
+    def read(rows: list[int], layer: int, num_threads: int) -> torch.Tensor:
+        torch.set_num_threads(num_threads)
+        chosen = np.array(rows)
+        batch = Batch(chosen, stops[chosen] - 1, stops[chosen], NOTHING, NOTHING, NOTHING)
+        return attention.attend(query[rows], *cache.of(layer), planned(attention, batch, table), layer)
+
+    for layer in (0, 1):
+        alone = torch.cat([read([row], layer, 1) for row in range(5)])
+        for rows in ([0, 1, 2, 3, 4], [4, 2, 0], [3, 1]):
+            for num_threads in (1, 2, 5):
+                assert torch.equal(read(rows, layer, num_threads), alone[rows])
+
+
+def test_pages_of_part_vectors_are_read_by_torch(source: ctypes.CDLL) -> None:
+    made = CpuAttention(shape(page_size=8), library=source)
+    assert made._compiled is None
+    disturb(Bench(made), np.random.default_rng(0))
+
+
+def test_more_rows_than_are_read_at_a_time_have_the_bits_of_one(source: ctypes.CDLL) -> None:
+    """All of them read the same pages, so that each has the same parts."""
+    heads, rows, stop = 64, 400, 1500
+    sizes = {"num_heads": heads, "num_kv_heads": 8, "head_dim": 128, "page_size": 128, "windows": (None,)}
+    attention, generator = attention_of(source, **sizes), torch.Generator().manual_seed(2)
+    table = np.tile(1 + np.arange(12, dtype=np.int32), (rows, 1))
+    cache = KVCache([LayerPages(attention.new_planes)], 128, [13])
+    for plane in cache.of(0):
+        plane.copy_(torch.randn(plane.shape, generator=generator))
+    query = torch.randn(1, heads, 128, generator=generator).expand(rows, -1, -1)
+
+    def read(count: int) -> torch.Tensor:
+        stops = np.full(count, stop)
+        batch = Batch(np.arange(count), stops - 1, stops, NOTHING, NOTHING, NOTHING)
+        return attention.attend(query[:count], *cache.of(0), planned(attention, batch, table), 0)
+
+    one = read(1)
+    assert torch.equal(read(rows), one.expand(rows, -1, -1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": torch.float32, "windows": (None, 40)},
+        {
+            "dtype": torch.bfloat16,
+            "windows": (None, 600),
+            "num_heads": 8,
+            "num_kv_heads": 2,
+            "has_sinks": True,
+        },
+        {"dtype": torch.float32, "num_heads": 30, "num_kv_heads": 2, "score_cap": 5.0, "first_key": 1},
+    ],
+    ids=["windows", "sinks", "cap"],
+)
+def test_a_query_has_the_same_bits_however_its_prompt_is_cut(
+    source: ctypes.CDLL, changes: dict[str, Any]
+) -> None:
+    """In whole, in chunks, token by token, and beside another prompt; over borders of blocks and of parts."""
+    attention, stop = attention_of(source, page_size=16, **changes), 1100
+    own, generator = attention.shape, torch.Generator().manual_seed(4)
+    table = 1 + np.arange(2 * 70, dtype=np.int32).reshape(2, 70)
+    cache = KVCache([LayerPages(attention.new_planes)] * len(own.windows), 16, [1 + table.size])
+    for plane in (each for layer in range(len(own.windows)) for each in cache.of(layer)):
+        plane.copy_(torch.randn(plane.shape, generator=generator))
+    query = torch.randn(stop, own.num_heads, own.head_dim, generator=generator).to(own.dtype)
+
+    def read(spans: list[tuple[int, int, int]], layer: int, num_threads: int) -> list[torch.Tensor]:
+        torch.set_num_threads(num_threads)
+        rows, starts, stops = np.array(spans).T.copy()
+        batch = Batch(rows, starts, stops, NOTHING, NOTHING, NOTHING)
+        packed = torch.cat([query[first:last] for _, first, last in spans])
+        output = attention.attend(packed, *cache.of(layer), planned(attention, batch, table), layer)
+        return list(output.split((stops - starts).tolist()))
+
+    if own.has_sinks:
+        attention.sinks |= {layer: torch.randn(own.num_heads, generator=generator) for layer in (0, 1)}
+    for layer in range(len(own.windows)):
+        whole = read([(1, 0, stop)], layer, 1)[0]
+        cuts = [0, 5, 64, 511, 513, 700, 1099, stop]
+        for first, last in itertools.pairwise(cuts):
+            beside = [(0, 3, 90), (1, first, last)] if first else [(1, first, last), (0, 77, 80)]
+            assert torch.equal(read(beside, layer, 2)[beside.index((1, first, last))], whole[first:last])
+        for at in (0, 63, 511, 512, 1024, 1099):
+            assert torch.equal(read([(1, at, at + 1)], layer, 1)[0], whole[at : at + 1])
+
+
+def test_a_broken_request_breaks_no_other(source: ctypes.CDLL) -> None:
+    """Its keys are NaN, in pages beside those of the other."""
+    attention = attention_of(source, page_size=16, windows=(None,))
+    table, generator = 1 + np.arange(2 * 4, dtype=np.int32).reshape(2, 4), torch.Generator().manual_seed(5)
+    batch = Batch(np.arange(2), np.zeros(2, np.int64), np.array([40, 40]), NOTHING, NOTHING, NOTHING)
+    parts = [torch.randn(80, heads, 64, generator=generator) for heads in (4, 2, 2)]
+
+    def read() -> torch.Tensor:
+        cache = KVCache([LayerPages(attention.new_planes)], 16, [9])
+        metadata = planned(attention, batch, table)
+        attention.write(*parts[1:], *cache.of(0), metadata)
+        return attention.attend(parts[0], *cache.of(0), metadata, 0)
+
+    healthy = read()
+    for part in parts:
+        part[40:] = torch.nan
+    broken = read()
+    assert torch.equal(broken[:40], healthy[:40])
+    assert broken[40:].isnan().all()

@@ -1,0 +1,93 @@
+"""Norms, rotary, gates and the greedy choice in C++ are those of plain torch, alike in any batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from devices.cpp_sources import KINDS, missing_for_sources
+from models.ops.cpu.rowwise import Rowwise, rowwise
+from models.ops.reference import Ops
+
+pytestmark = pytest.mark.skipif(missing_for_sources() is not None, reason=str(missing_for_sources()))
+NEAR = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
+ROWS = 37
+
+
+@pytest.fixture(scope="module")
+def own() -> Rowwise:
+    found = rowwise()
+    assert isinstance(found, Rowwise), found
+    return found
+
+
+def some(dtype: torch.dtype, *shape: int) -> Tensor:
+    return (3 * torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))).to(dtype)
+
+
+def operands(dtype: torch.dtype, width: int) -> list[Tensor]:
+    """Of norms: x, what is added and the weight; of rotary: parts of a wider product, angles; of gates."""
+    heads, angles = some(dtype, ROWS, 5, 2 * width), some(torch.float32, ROWS, width // 2 + 1)
+    turns = (torch.cat((each, each), -1).to(dtype) for each in (angles.cos(), angles.sin()))
+    dim = 2 * angles.shape[1]
+    gates = some(dtype, ROWS, 2 * width)
+    gates[0, 0], gates[1, 0] = 200, -200
+    added = some(dtype, ROWS, width + 1)[:, :width]
+    weight = some(dtype, width)
+    return [some(dtype, ROWS, width), added, weight, heads[:, :3, :dim], heads[:, 3:, -dim:], *turns, gates]
+
+
+def results(ops: Rowwise | Ops, given: list[Tensor], rows: slice) -> list[Tensor]:
+    """What each operator makes of some rows."""
+    weight = given.pop(2)
+    x, added, query, key, cos, sin, gates = (each[rows] for each in given)
+    given.insert(2, weight)
+    return [
+        ops.rms_norm(x, weight, 1e-5),
+        *ops.add_rms_norm(x, added, weight, 1e-5),
+        *ops.rotary(query, key, cos, sin),
+        ops.swiglu(gates),
+        ops.geglu(gates),
+        ops.clamped_swiglu(gates, 1.702, 7.0),
+    ]
+
+
+@pytest.mark.parametrize("width", [2, 15, 16, 64, 107])
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_rows_are_those_of_plain_torch(own: Rowwise, dtype: torch.dtype, width: int) -> None:
+    given = operands(dtype, width)
+    found = results(own, given, slice(None))
+    expected = results(Ops(), [each.double() for each in given], slice(None))
+    for each, right in zip(found, expected, strict=True):
+        assert each.dtype == dtype
+        torch.testing.assert_close(each.double(), right, rtol=NEAR[dtype], atol=3e-5)
+    alone = results(own, given, slice(7, 8))
+    assert all(torch.equal(one, each[7:8]) for one, each in zip(alone, found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_the_first_of_the_best_tokens_is_chosen(own: Rowwise, dtype: torch.dtype) -> None:
+    for size in (1, 16, 17, 500):
+        logits = some(dtype, 9, 2 * size)[:, :size]
+        logits[1, size // 2] = logits[1, -1] = 100
+        logits[2] = -torch.inf
+        logits[3, -1] = torch.nan
+        logits[4, 0] = torch.inf
+        tokens, finite = own.greedy(logits)
+        right, is_finite = Ops().greedy(logits)
+        assert finite.tolist() == is_finite.tolist()
+        usable = finite & (logits.float().amax(-1, keepdim=True) == logits.float()).sum(-1).ge(1)
+        first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+        assert torch.equal(tokens[usable], first[usable])
+        assert tokens[1] == size // 2
+        assert ((tokens >= 0) & (tokens < size)).all()
+        assert right.shape == tokens.shape
+
+
+def test_other_types_are_left_to_torch(own: Rowwise) -> None:
+    x, weight = some(torch.float32, 3, 8), some(torch.bfloat16, 8)
+    assert torch.equal(own.rms_norm(x, weight, 1e-5), Ops().rms_norm(x, weight, 1e-5))
+    wide = x.double()
+    assert torch.equal(own.swiglu(wide), Ops().swiglu(wide))
+    assert torch.equal(own.greedy(wide)[0], wide.argmax(-1))
