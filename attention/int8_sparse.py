@@ -127,7 +127,8 @@ def rotation(width: int) -> Tensor:
     block = torch.ones(1, 1)
     for _ in range((width & -width).bit_length() - 1):
         block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)))
-    return torch.block_diag(*[block / len(block) ** 0.5] * (width // len(block)))
+    whole: Tensor = torch.block_diag(*[block / len(block) ** 0.5] * (width // len(block)))
+    return whole
 
 
 def latent_attention(shape: AttentionShape, device: torch.device | str = "cpu") -> LatentAttention:

@@ -165,7 +165,7 @@ class PrefixIndex:
         return bool(((self._parent == self._serial[page]) & (self._serial > 0)).any())
 
     def num_lone(self, pages: Index) -> int:
-        """Return how many of the last of these pages, which continue each other, are continued by no other."""
+        """Return how many of the last of these pages, each behind the one before, no other page continues."""
         serials = self._serial[pages]
         serials = serials[serials > 0]
         if not len(serials):

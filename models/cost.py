@@ -293,9 +293,9 @@ def attention_products(config: DecoderConfig, layer: int) -> tuple[LayerProduct,
             LayerProduct(hidden, heads + 2 * kv_heads, "outputs"),
             LayerProduct(config.num_heads * config.head_dim, hidden, "inputs"),
         )
-    whole, last = ("q_a_proj", "kv_a_proj_with_mqa", "f_a_proj", "g_a_proj"), ("o_proj", "out_proj")
-    index = config.index_of(layer)
-    whole += () if index is None else index.first()
+    index, last = config.index_of(layer), ("o_proj", "out_proj")
+    of_index = () if index is None else index.first()
+    whole = ("q_a_proj", "kv_a_proj_with_mqa", "f_a_proj", "g_a_proj", *of_index)
     cuts: dict[str, Literal["inputs", "rows"] | None] = {
         **dict.fromkeys(whole),
         **dict.fromkeys(last, "inputs"),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -104,8 +105,9 @@ class SignalFreeServer(uvicorn.Server):
             await super().startup(sockets)
             return
         await super().startup([])
+        protocol: Any = self.config.http_protocol_class  # typed as a Protocol, which takes no arguments
         new = partial(
-            self.config.http_protocol_class,
+            protocol,
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
