@@ -138,7 +138,10 @@ def layers_of(decoder: Decoder | Head) -> list[LayerPages]:
         state = config.layer_state(layer)
         if state is None:
             planes = new_planes(attention, spec.index == "shared")
-            layers.append(LayerPages(planes, config.group_of(layer)))
+            heads = 1 if config.latent is not None else config.num_kv_heads
+            layers.append(
+                LayerPages(planes, config.group_of(layer), heads, attention.head_axis, attention.num_runs)
+            )
         else:  # one function for all layers that make equal planes
             new = made.setdefault(state, partial(new_states, state, device=attention.device))
             layers.append(LayerPages(new, 1 + len(config.window_groups), holds_state=True))

@@ -132,11 +132,13 @@ def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> N
         scheduler = built.engine.scheduler
         overlap = recipe.scheduler.overlap or scheduler.depth > 1
         apply = built.runner.cache.apply
+        move = None if built.pages is None else built.pages.move
         Follower(
             *(beats, scheduler, built.runner, built.facts),
             apply=apply,
             overlap=overlap,
             works=built.works,
+            move=move,
             tier=tier,
         ).follow()
 
