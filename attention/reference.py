@@ -115,6 +115,14 @@ class Attention:
         """
         return self._plane(count, self.shape.head_dim), self._plane(count, self.shape.head_dim)
 
+    # The axis of a plane along which the heads of a run lie one after the other
+    head_axis = 2
+
+    @property
+    def num_runs(self) -> int:
+        """The runs of a page, in each of which the heads lie one after the other: its tokens."""
+        return self.shape.page_size
+
     def _plane(self, count: int, width: int) -> Tensor:
         shape = self.shape
         page = (count, shape.page_size, shape.num_kv_heads)

@@ -132,6 +132,9 @@ class Observer:
     def told(self, topic: str, name: str, is_agreed: bool) -> None:
         """What all ranks have made ready for a question is used now, or dropped."""
 
+    def moved(self, layer: int, pages: Index, to_leader: bool) -> None:
+        """All ranks send the leader their parts of some pages of a layer, or receive them from it."""
+
     def close(self) -> None:
         """The engine makes no further steps."""
 

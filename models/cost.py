@@ -297,8 +297,8 @@ def attention_products(config: DecoderConfig, layer: int) -> tuple[LayerProduct,
             LayerProduct(config.num_heads * config.head_dim, hidden, "inputs"),
         )
     index = config.index_of(layer)
-    of_index = () if index is None else index.first()
-    whole = ("q_a_proj", "kv_a_proj_with_mqa", "f_a_proj", "g_a_proj", *of_index)
+    whole = ["q_a_proj", "kv_a_proj_with_mqa", "f_a_proj", "g_a_proj"]
+    whole += () if index is None else index.first()
     cuts: dict[str, Literal["inputs", "rows"] | None] = {
         **dict.fromkeys(whole),
         **dict.fromkeys(("o_proj", "out_proj"), "inputs"),

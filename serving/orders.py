@@ -99,7 +99,7 @@ class Orders:
 
     async def sleep(self, running: Running) -> int:
         """Give back the memory of the pages, and return its bytes; raises BadRequest or a Failure."""
-        self._check_ranks()
+        self._check_tier()
         if self.is_asleep:
             raise BadRequest(None, "the engine sleeps already", fix="wake it by POST /wake")
         num_bytes: int = await self._alone(self._fall_asleep(running))
@@ -121,7 +121,7 @@ class Orders:
 
         Raises BadRequest, with all weights as they were, or a Failure.
         """
-        self._check_ranks()
+        self._check_tier()
         assert self.root is not None, "there is no route without a root"
         root = self.root
 
@@ -148,7 +148,7 @@ class Orders:
         self, segment: str, sha256: str, version: str | None, running: Running
     ) -> ServedWeights:
         """Replace the weights by those in a segment of shared memory; raises as `update_from_folder`."""
-        self._check_ranks()
+        self._check_tier()
         if not SEGMENT.fullmatch(segment):
             raise BadRequest("shared_memory", "must be a name of letters, digits, _, - and .", value=segment)
         weights = ServedWeights(
@@ -179,13 +179,13 @@ class Orders:
         if given is not None and not given[0].done():
             given[0].set_exception(failure)
 
-    def _check_ranks(self) -> None:
-        if (ranks := self._recipe.parallel.ranks) > 1:
+    def _check_tier(self) -> None:
+        if self._recipe.parallel.ranks > 1 and self._recipe.cache.tier is not None:
             raise BadRequest(
                 None,
-                f"the model is spread over {ranks} ranks (parallel), and only an engine of one rank sleeps or"
-                " takes other weights while it serves",
-                fix="start the server again",
+                "several ranks (parallel) with a tier of pages (cache.tier) neither sleep nor take other"
+                " weights while they serve",
+                fix="leave cache.tier out, or start the server again",
             )
 
     async def _alone(self, work: Coroutine[Any, Any, Any]) -> Any:

@@ -161,6 +161,11 @@ class CpuAttention(Attention):
             for span in longer
         )
 
+    @property
+    def num_runs(self) -> int:
+        """See Attention.num_runs: the tiles of a page."""
+        return self.shape.page_size // self.tile
+
     def write(
         self,
         key: Tensor,

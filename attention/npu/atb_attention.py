@@ -77,6 +77,13 @@ class AtbAttention(AscendAttention):
         """Return `count` pages of zeros for the keys, and as many for the values: [P, C, B, 16]."""
         return self._columns(count), self._columns(count)
 
+    head_axis = 1
+
+    @property
+    def num_runs(self) -> int:
+        """See Attention.num_runs: one, because the columns of all tokens of a head lie together."""
+        return 1
+
     def _columns(self, count: int) -> Tensor:
         shape = self.shape
         page = (shape.num_kv_heads * shape.head_dim // COLUMN, shape.page_size, COLUMN)

@@ -61,11 +61,17 @@ class PreparedWork(Generic[Made]):
     """Makes something ready when all ranks are asked for it, and uses it once all of them have.
 
     `make` gets the name and body of a question, in the topic's thread, and `use` what was made, between two
-    steps. What is decided against is dropped, also while it is still being made.
+    steps. What is decided against is dropped, also while it is still being made; `drop` gives back what it
+    holds.
     """
 
-    def __init__(self, make: Callable[[str, bytes], Made], use: Callable[[Made], None]) -> None:
-        self._make, self._use = make, use
+    def __init__(
+        self,
+        make: Callable[[str, bytes], Made],
+        use: Callable[[Made], None],
+        drop: Callable[[Made], None] = lambda _: None,
+    ) -> None:
+        self._make, self._use, self._drop = make, use, drop
         self._ready: dict[str, Made | None] = {}  # None: it could not be made
         self._over: set[str] = set()  # decided against before this rank had made it
         self._lock = threading.Lock()
@@ -77,10 +83,13 @@ class PreparedWork(Generic[Made]):
             made = self._make(name, body)
         finally:
             with self._lock:
-                if name in self._over:
+                is_over = name in self._over
+                if is_over:
                     self._over.discard(name)
                 else:
                     self._ready[name] = made
+            if is_over and made is not None:
+                self._drop(made)
         return 1
 
     def decide(self, name: str, is_agreed: bool) -> None:
@@ -92,6 +101,8 @@ class PreparedWork(Generic[Made]):
         if is_agreed:
             assert made is not None, f"{name} is agreed on, and this rank has not made it"
             self._use(made)
+        elif made is not None:
+            self._drop(made)
 
 
 class RankAnswer(msgspec.Struct, array_like=True, frozen=True):

@@ -28,11 +28,12 @@ from continuous_batching.recording.rank_tier import FollowersTier
 from continuous_batching.recording.replay import replay
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
-from kv_cache.pages import PageCopy
+from kv_cache.pages import Index, PageCopy
 from kv_cache.tier.lookup import PageName
 
 _READ_BYTES = 1 << 16  # most bytes that one read of the recording takes
 _LAST_WORDS_S = 2.0  # time for the leader to read why a rank ends
+_MOST_WORDS = 3500  # bytes of these words, which are less than the longest line that the leader takes
 
 
 class LeaderLost(ConnectionError):
@@ -51,6 +52,7 @@ class Beats:
         self.num_steps = 0  # steps that this rank has begun
         self.doing = "joining the other ranks"  # what the rank does while it starts; empty once it follows
         self.inside: Callable[[], str] = lambda: ""  # the collective that this rank is in, if any
+        self.explain: Callable[[str], str] = lambda why: why  # what an error of the collectives means
         self._lose = lose
         self._has_ended = threading.Event()
         self._sending = threading.Lock()  # lines of several threads are sent one after the other
@@ -64,7 +66,7 @@ class Beats:
         if not why:
             return
         with contextlib.suppress(OSError):  # the reader of the recording finds that the leader is gone
-            self._send(LAST_WORDS + why.encode().replace(b"\n", b" "))
+            self._send(LAST_WORDS + self.explain(why).encode().replace(b"\n", b" ")[:_MOST_WORDS])
         # Read what the leader still sends: a connection that is closed with unread data is reset, and the
         # last message would be lost.
         with contextlib.suppress(OSError):
@@ -101,6 +103,7 @@ class Follower:
     no batch carries. `works` do what the leader asks for, by topic, each in a thread; `between` takes what
     threads have finished: it is called between two entries after `wake`, also while the leader says nothing.
     `tier` is that of this rank's pages, if the engine has one.
+    `move` exchanges parts of pages with the leader, in an engine that exchanges pages with others.
     """
 
     def __init__(
@@ -114,13 +117,14 @@ class Follower:
         overlap: bool = False,
         works: Mapping[str, Work] | None = None,
         between: Callable[[], None] = lambda: None,
+        move: Callable[[int, Index, bool], None] | None = None,
         tier: FollowersTier | None = None,
     ) -> None:
         self._beats = beats
         self._scheduler, self._runner = scheduler, runner
         self._facts = facts
         self._overlap = overlap
-        self._apply = apply
+        self._apply, self._move = apply, move
         self._tier = tier
         self._works = works or {}
         self._answering = Answering(self._works, lambda answer: beats.answer(answer.line))
@@ -174,6 +178,11 @@ class Follower:
         """Use what this rank has made ready for a question, or drop it, as the leader does."""
         if topic in self._works:
             self._works[topic].decide(name, is_agreed)
+
+    def move(self, layer: int, pages: Index, to_leader: bool) -> None:
+        """Send the leader this rank's part of some pages of a layer, or receive it from there."""
+        assert self._move is not None, "the leader exchanges pages, and this rank has no part of them"
+        self._move(layer, pages, to_leader)
 
     def look_up(self, request: Request) -> None:
         """Look up pages for a request in this rank's tier, and answer the leader."""

@@ -129,6 +129,17 @@ class RanksTold(msgspec.Struct, tag="W", array_like=True, frozen=True):
     is_agreed: bool
 
 
+class PagesMoved(msgspec.Struct, tag="M", array_like=True, frozen=True):
+    """All ranks send the leader their parts of some pages of a layer, or receive theirs from it.
+
+    The layer is counted over the whole model. No scheduler changes by it.
+    """
+
+    layer: Annotated[int, Meta(ge=0, le=LAST_ID)]
+    pages: bytes
+    to_leader: bool
+
+
 class Copied(msgspec.Struct, array_like=True, frozen=True):
     """The page copies of one batch."""
 
@@ -194,6 +205,7 @@ Entry = (
     | PagesExpected
     | PagesArrived
     | PagesReleased
+    | PagesMoved
     | Resized
     | Scheduled
     | Looked

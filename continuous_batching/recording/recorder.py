@@ -38,6 +38,7 @@ from continuous_batching.recording.format import (
     Looked,
     PagesArrived,
     PagesExpected,
+    PagesMoved,
     PagesReleased,
     RanksAsked,
     RanksTold,
@@ -51,6 +52,7 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.admission import HeldBack
 from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
+from kv_cache.pages import Index
 from kv_cache.tier.lookup import FoundPages
 
 log = logging.getLogger(__name__)
@@ -198,6 +200,10 @@ class Recorder(Observer):
     def told(self, topic: str, name: str, is_agreed: bool) -> None:
         """Record what the leader has decided about a question."""
         self._write(RanksTold(topic, name, is_agreed))
+
+    def moved(self, layer: int, pages: Index, to_leader: bool) -> None:
+        """Record that all ranks send the leader parts of pages, or receive them."""
+        self._write(PagesMoved(layer, packed(pages), to_leader))
 
     def resized(self, num_pages: Sequence[int], give_up: GiveUp) -> None:
         """Record that the page pools were resized."""

@@ -31,6 +31,7 @@ from continuous_batching.recording.format import (
     Looked,
     PagesArrived,
     PagesExpected,
+    PagesMoved,
     PagesReleased,
     RanksAsked,
     RanksTold,
@@ -138,6 +139,10 @@ class Device(Protocol):
         """Use what was made ready for a question to all ranks, or drop it."""
         ...
 
+    def move(self, layer: int, pages: Index, to_leader: bool) -> None:
+        """Send the leader this rank's part of some pages of a layer, or receive it from there."""
+        ...
+
     def look_up(self, request: Request) -> None:
         """Look up pages in the tier for a request that waits for what all ranks find."""
         ...
@@ -162,6 +167,9 @@ class NoDevice:
 
     def told(self, topic: str, name: str, is_agreed: bool) -> None:
         """Use nothing: nothing was made ready."""
+
+    def move(self, layer: int, pages: Index, to_leader: bool) -> None:
+        """Move nothing."""
 
     def look_up(self, request: Request) -> None:
         """Look up nothing: the recording says what was found."""
@@ -289,7 +297,8 @@ def _answer_to(batch: Batch, entry: Committed, scheduler: Scheduler) -> Sampled:
     return answer
 
 
-Quiet = Fetched | Forgotten | PagesExpected | PagesArrived | PagesReleased | RanksTold  # they make no event
+# They make no event
+Quiet = Fetched | Forgotten | PagesExpected | PagesArrived | PagesReleased | PagesMoved | RanksTold
 
 
 def _replay_quiet(scheduler: Scheduler, entry: Quiet, device: Device) -> None:
@@ -297,6 +306,8 @@ def _replay_quiet(scheduler: Scheduler, entry: Quiet, device: Device) -> None:
     lifecycle = scheduler.lifecycle
     if isinstance(entry, RanksTold):
         device.told(entry.topic, entry.name, entry.is_agreed)
+    elif isinstance(entry, PagesMoved):
+        device.move(entry.layer, unpacked(entry.pages), entry.to_leader)
     elif isinstance(entry, Fetched):
         waiting = scheduler.waiting.find(entry.id)
         if waiting is None:

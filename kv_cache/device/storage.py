@@ -39,10 +39,17 @@ class LayerPages:
 
     new_planes: Callable[[int], tuple[Tensor, ...]]
     group: int = 0
-    # The heads of the layer here, which divide this axis of each plane evenly; one: it is not divided
+    # The heads of the layer here, which divide this axis of each plane evenly; one: it is not divided.
+    # A page is `num_runs` runs, in each of which the heads lie one after the other; they are the axis before
+    # that of the heads, or else the order within the page is attention's own. None: as the axes say
     num_heads: int = 1
     head_axis: int = 1
+    num_runs: int | None = None
     holds_state: bool = False  # a page is the whole state of a request, and no token's
+
+    def runs_of(self, plane: Tensor) -> int:
+        """Return the runs of each page of a plane."""
+        return self.num_runs or math.prod(plane.shape[1 : self.head_axis])
 
 
 class CacheLayers:
@@ -189,6 +196,9 @@ class KVCache(CacheLayers):
         made = self.layers[layer]
         if heads is None or len(heads) == made.num_heads:
             return pages
+        runs = made.runs_of(pages)
+        if runs != math.prod(pages.shape[1 : made.head_axis]):
+            return pages.view(len(pages), runs, made.num_heads, -1).narrow(2, heads.start, len(heads))
         width = pages.shape[made.head_axis] // made.num_heads
         return pages.narrow(made.head_axis, heads.start * width, len(heads) * width)
 

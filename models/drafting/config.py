@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from models.config import DecoderConfig, HeadConfig, LayerSpec
+from models.parallel.share import Share
 
 # Names in the checkpoint of an EAGLE-3 head: its layer, and the embedding that it may have of its own
 LAYER, EMBEDDING = "midlayer.", "embed_tokens.weight"
@@ -22,6 +23,22 @@ class Eagle3Config(HeadConfig):
     draft_vocab_size: int
     owns_embedding: bool
     norm_before_residual: bool  # whether the layer adds to the normed feature
+
+    def part(self, share: Share) -> Eagle3Config:
+        """Return what a rank computes of the layer and of the draft vocabulary; `fc` is whole on each.
+
+        Raises ValueError if the ranks cannot share it.
+        """
+        part = replace(share, experts=1, contexts=1).part(self)
+        assert isinstance(part, Eagle3Config), "a part is of the same kind"
+        return replace(
+            part, vocab_size=self.vocab_size, draft_vocab_size=-(-self.draft_vocab_size // share.tensors)
+        )
+
+    @property
+    def of_drafts(self) -> Eagle3Config:
+        """The same with the draft vocabulary in place of the target's, as `Share` cuts a head."""
+        return replace(self, vocab_size=self.draft_vocab_size)
 
     def linears(self) -> Iterator[tuple[str, int, int]]:
         """Yield the checkpoint name, inputs and outputs of every linear."""

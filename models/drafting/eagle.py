@@ -26,28 +26,47 @@ from models.decoder import SelfAttention, pad_rows
 from models.drafting.config import EMBEDDING, LAYER, Eagle3Config
 from models.head import FIRST_KEY, Head
 from models.layers.linear import Linear, parameter
+from models.layers.logit_parts import LogitParts
 from models.layers.mlp import MLP
 from models.ops.reference import Ops
-from models.parallel.group import ALONE
+from models.parallel.group import ALONE, Group
+from models.parallel.share import Share
 from models.step_inputs import StepInputs
+
+WHOLE = Share()
 
 
 class Eagle3(Head):
-    """An EAGLE-3 head of one layer. models/drafting/eagle.py fills its weights; then `pack` it."""
+    """An EAGLE-3 head of one layer. models/drafting/eagle.py fills its weights; then `pack` it.
 
-    def __init__(self, config: Eagle3Config, ops: Ops, attention: Attention) -> None:
+    The ranks of `group` share its layer as they share the target's, and its vocabulary; each has `fc`, its
+    embedding and its norms whole.
+    """
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        ops: Ops,
+        attention: Attention,
+        group: Group = ALONE,
+        share: Share = WHOLE,
+    ) -> None:
         super().__init__(config, ops, attention)
+        self.part = part = config.part(share)
+        self.share = share
         self.taps, self.eps = config.taps, config.rms_eps
         self.adds_normed = config.norm_before_residual
         hidden, dtype, device = config.hidden_size, self.dtype, attention.device
         self.fc = Linear(ops, len(self.taps) * hidden, hidden, False, dtype, device)
         self.input_norm = parameter(hidden, dtype=dtype, device=device)
         self.hidden_norm = parameter(hidden, dtype=dtype, device=device)
-        self.self_attention = SelfAttention(config, 0, LAYER, ops, attention, ALONE, 2 * hidden)
+        self.self_attention = SelfAttention(part, 0, LAYER, ops, attention, group, 2 * hidden)
         self.mlp_norm = parameter(hidden, dtype=dtype, device=device)
-        self.mlp = MLP(config, config.mlp_names(0, LAYER)[0], config.intermediate_size, ops, device, ALONE)
+        self.mlp = MLP(part, part.mlp_names(0, LAYER)[0], part.intermediate_size, ops, device, group)
         self.norm = parameter(hidden, dtype=dtype, device=device)
-        self.head = Linear(ops, hidden, config.draft_vocab_size, False, dtype, device)
+        self.head = Linear(ops, hidden, part.draft_vocab_size, False, dtype, device)
+        if share.tensors > 1:
+            self.parts = LogitParts(group, share.tokens(config.of_drafts), config.draft_vocab_size, ops)
         # What the embeddings of a target whose hidden states are rotated are multiplied with, transposed
         self.rotation: Tensor | None = None
         self.embedding: nn.Parameter | None = None
@@ -76,7 +95,7 @@ class Eagle3(Head):
         self.self_attention.write(x, cos, sin, step, pad_rows(step.positions, len(x)) < FIRST_KEY)
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, V] of hidden states [R, hidden]."""
+        """Return logits [R, V] of hidden states [R, hidden], for this rank's draft vocabulary shard."""
         num_rows = len(hidden)
         hidden = pad_rows(hidden, self.ops.padded(num_rows))
         logits: Tensor = self.head(self.ops.rms_norm(hidden, self.norm, self.eps))
@@ -133,7 +152,7 @@ def _turn(head: Eagle3, rotation: Tensor) -> None:
 
 
 def _places(head: Eagle3) -> dict[str, Place]:
-    config, attention, mlp = head.config, head.self_attention, head.mlp
+    config, share, attention, mlp = head.config, head.share, head.self_attention, head.mlp
     assert isinstance(config, Eagle3Config), "an EAGLE-3 head has its own configuration"
     whole: dict[str, Tensor | None] = {
         "norm.weight": head.norm,
@@ -154,11 +173,13 @@ def _places(head: Eagle3) -> dict[str, Place]:
         (f"{LAYER}mlp.", ("gate_proj", "up_proj"), mlp.gate_up),
         (f"{LAYER}mlp.", ("down_proj",), mlp.down),
     ]
-    sizes = {name: outputs for name, _, outputs in config.linears()}
+    shapes = {name: (outputs, inputs) for name, inputs, outputs in config.linears()}
+    held = {name: outputs for name, _, outputs in head.part.linears()}
     for prefix, names, linear in joined:
         names = tuple(prefix + name for name in names)
-        for kind, rooms in rooms_of(linear, [sizes[name] for name in names]):
-            places |= {
-                f"{name}.{kind}": Place(room, tuple(room.shape), ()) for name, room in zip(names, rooms)
-            }
+        for kind, rooms in rooms_of(linear, [held[name] for name in names]):
+            assert kind == "weight", "heads have plain weights, and no biases"
+            for name, room in zip(names, rooms):
+                slices = () if linear is head.fc else share.slices(f"{name}.{kind}", config.of_drafts)
+                places[f"{name}.{kind}"] = Place(room, shapes[name], slices)
     return places

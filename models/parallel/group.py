@@ -119,6 +119,23 @@ class Group:
         self.inside = ""
         return x
 
+    def send(self, x: Tensor, rank: int) -> None:
+        """Send `x` to another rank, and wait until it has it."""
+        dist.send(x, group=self._ranks, group_dst=rank)
+
+    def receive(self, x: Tensor, rank: int) -> Tensor:
+        """Receive into `x` what another rank has sent."""
+        dist.recv(x, group=self._ranks, group_src=rank)
+        return x
+
+    def on_hosts(self) -> Group:
+        """Return the same ranks over gloo, for what lies in the hosts' memory and beside collectives.
+
+        All ranks must call it at the same time.
+        """
+        wait = timedelta(seconds=self.timeout_s)
+        return Group(dist.new_group(range(self.size), timeout=wait, backend="gloo"))
+
     def meet(self, name: str) -> None:
         """Wait on the host until all ranks have reached this point; `name` is its name in messages.
 

@@ -223,14 +223,16 @@ class ModelRunner:
             each.capture()
 
     def release_pages(self) -> None:
-        """Give the memory of the cache's pages back; no step may follow until `restore_pages`."""
+        """Give the memory of the cache's pages back.
+
+        No step may follow until the cache has them again, and `capture_steps` has been called.
+        """
         for each in self._captured():
             each.drop()
         self.cache.release()
 
-    def restore_pages(self) -> None:
-        """Allocate the pages again, empty; raises MemoryError if there is none for them."""
-        self.cache.restore()
+    def capture_steps(self) -> None:
+        """Capture anew the steps that `release_pages` has dropped."""
         for each in self._captured():
             each.capture()
 

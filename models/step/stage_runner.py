@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -19,6 +21,18 @@ class StageRunner(ModelRunner):
     batch has been made, and the earlier stages compute that one meanwhile.
     """
 
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        # For each batch that the leader has started and not computed, what is to follow it
+        self._following = deque[list[Callable[[], None]]]()
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Do something once the batches that have been started are computed; on the leader."""
+        if self._following:
+            self._following[-1].append(action)
+        else:
+            action()
+
     def run(self, batch: Batch) -> Sampled:
         """Run a batch as `ModelRunner.run` does; a stage that is not the last chooses nothing."""
         return self.start(batch)()
@@ -29,8 +43,14 @@ class StageRunner(ModelRunner):
         compute = self._prepared(batch)
         share = self.decoder.share
         if share.is_last and share.tensor == 0:
-            return lambda: compute().wait()
+            self._following.append([])
+            return lambda: self._followed(compute()).wait()
         return compute().wait
+
+    def _followed(self, chosen: Chosen) -> Chosen:
+        for action in self._following.popleft():
+            action()
+        return chosen
 
     def _prepared(self, batch: Batch) -> Callable[[], Chosen]:
         """Return a function that computes a batch.

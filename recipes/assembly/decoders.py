@@ -29,7 +29,7 @@ from models.layers.recurrent import new_states
 from models.ops.reference import Ops
 from models.parallel.group import Group, dividing_pages
 from models.parallel.share import Share
-from recipes.assembly.families import draft_config
+from recipes.assembly.families import draft_config, draft_part
 from recipes.assembly.memory_plan import MemoryPlan
 from recipes.machine import Machine
 from recipes.schema.recipe import Recipe
@@ -89,22 +89,22 @@ def draft_decoder(
 ) -> Decoder | Head | None:
     """Return the loaded draft model, or head, of a recipe, if it names one.
 
-    Raises ValueError for one that cannot be used. A rank of the group holds only its share of the model's own
-    prediction layer.
+    Raises ValueError for one that cannot be used. A rank of the group holds only its share of a head.
     """
     path, draft = recipe.speculation.draft_path, draft_config(recipe, config)
     if isinstance(draft, MtpConfig):
         return _own_layer(recipe, draft, machine, group, share)
-    if draft is None or path is None:
+    part = draft_part(recipe, config, share)
+    if draft is None or part is None or path is None:
         return None
     try:
-        ops, attention = machine.operators(shape_of(recipe.cache.page_size, draft))
+        ops, attention = machine.operators(shape_of(recipe.cache.page_size, part))
         attention.check()
         attention.check_longest(memory.longest_tokens)
         if draft.is_int8:
             ops.check_int8(TORCH_DTYPES[draft.dtype], draft.int8_forms)
         if isinstance(draft, Eagle3Config):
-            head = Eagle3(draft, ops, attention)
+            head = Eagle3(draft, ops, attention, group, share)
             head_weights.load(head, path, rotation_of(config.quantization, config.hidden_size))
             return head
         decoder = Decoder(draft, ops, attention)
@@ -138,7 +138,10 @@ def layers_of(decoder: Decoder | Head) -> list[LayerPages]:
         state = config.layer_state(layer)
         if state is None:
             planes = new_planes(attention, spec.index == "shared")
-            layers.append(LayerPages(planes, config.group_of(layer)))
+            heads = 1 if config.latent is not None else config.num_kv_heads
+            layers.append(
+                LayerPages(planes, config.group_of(layer), heads, attention.head_axis, attention.num_runs)
+            )
         else:  # one function for all layers that make equal planes
             new = made.setdefault(state, partial(new_states, state, device=attention.device))
             layers.append(LayerPages(new, 1 + len(config.window_groups), holds_state=True))

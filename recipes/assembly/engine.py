@@ -19,6 +19,7 @@ from continuous_batching.recording.agreement import LEADER, Agreement, RankQuest
 from continuous_batching.recording.rank_tier import LeadersTier
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from continuous_batching.samples.mask_maker import MaskMaker
+from kv_cache.exchange.rank_pages import RankPages
 from models.checkpoint import weights
 from models.checkpoint.adapter_files import look_at
 from models.checkpoint.int4 import inputs_of_experts, largest_side
@@ -42,8 +43,9 @@ from recipes.assembly.families import WITH_MTP, overridden_fields, share_of, unk
 from recipes.assembly.live_memory import LiveMemory
 from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
+from recipes.assembly.page_parts import rank_pages
 from recipes.assembly.page_tier import attach_tier, tier_for, tier_of_rank
-from recipes.assembly.rank_works import ADAPTER, adapter_work
+from recipes.assembly.rank_works import ADAPTER, adapter_work, live_works
 from recipes.assembly.scheduler import SchedulerLimits, costs_of, facts_of, scheduler_of
 from recipes.assembly.sizing import plan_memory
 from recipes.cluster.cluster import find_cluster
@@ -73,7 +75,8 @@ class BuiltEngine:
     ranks: Ranks | None = None  # set where there are several ranks
     adapters: Adapters | None = None  # set where there is room for adapters
     works: Mapping[str, Work] = field(default_factory=dict)  # what this rank does when all ranks are asked
-    live: LiveMemory | None = None  # set where there is one rank
+    live: LiveMemory | None = None
+    pages: RankPages | None = None  # set where several ranks exchange pages with other engines
     learned: Callable[[], str] = lambda: (
         ""
     )  # what its machine has learned, for an engine that takes its place
@@ -98,7 +101,6 @@ def build(
     sinks: list[Sink] = []
     if recipe.parallel.ranks == 1:
         built = assemble(recipe, clock=clock, tell=tell, learned=learned)
-        built = replace(built, live=LiveMemory(recipe, built.engine, built.runner, built.memory))
     else:
         share_of(recipe, 0)  # invalid shares are refused before processes are started
         cluster = find_cluster(recipe.parallel, os.environ)
@@ -123,6 +125,8 @@ def build(
         built.engine.observer = Recorder(built.facts, *sinks)
     agreement = Agreement((LEADER, *(() if built.ranks is None else built.ranks.names)))
     questions = RankQuestions(agreement, built.works, built.engine.observer)
+    if built.pages is not None:
+        built.pages.moves = built.engine.observer
     built.engine.questions, built = questions, replace(built, questions=questions)
     if built.ranks is not None:
         built.ranks.hear(agreement)
@@ -168,18 +172,16 @@ def assemble(
     tell("")
     world.meet("the meeting after loading")
     cache = cache_of([decoder] if draft is None else [decoder, draft], recipe, memory)
-    drafts = None if draft is None else draft.config
     most = (memory.num_pages, memory.num_host_pages, memory.longest_tokens)
     states = memory.num_states, memory.num_host_states
+    drafts = None if draft is None else draft.config
     limits = SchedulerLimits.of(config, *most, drafts, memory.window_pools, states)
     depth, costs = recipe.parallel.pipeline, costs_of(recipe, config, machine, world)
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
-    sampler = FollowerSampler() if world.rank else _sampler(decoder)
-    drafter = None
-    if draft is not None:
-        drafter = drafter_of(draft, decoder, cache, scheduler.slots, scheduler.max_batch_tokens, recipe)
+    beside = decoder, cache, scheduler.slots, scheduler.max_batch_tokens, recipe
+    drafter = None if draft is None else drafter_of(draft, *beside)
     kind = ModelRunner if depth == 1 else StageRunner
-    runner = kind(decoder, cache, decoder.attention, sampler, scheduler.slots, drafter)
+    runner = kind(decoder, cache, decoder.attention, _sampler(decoder, world), scheduler.slots, drafter)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
     experts = ExpertCounts(decoder) if recipe.device.count_experts and world.rank == 0 else None
@@ -193,18 +195,28 @@ def assemble(
     if experts is not None:
         experts.restart()
     _log(recipe, config, memory, decoder)
-    limits = replace(limits, num_pages=memory.num_pages, windows=memory.window_pools)
-    limits = replace(limits, num_states=memory.num_states)
+    limits = _within(limits, memory)
     facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
+    live = LiveMemory(recipe, engine, runner, memory, world.rank)
     return BuiltEngine(
         *(engine, runner, config, memory, machine.name, largest_step_s, facts, experts),
         adapters=adapters,
-        works={} if adapters is None else {ADAPTER: adapter_work(adapters)},
+        works=live_works(live) | ({} if adapters is None else {ADAPTER: adapter_work(adapters)}),
+        live=live,
+        pages=rank_pages(recipe, config, runner, world, share, machine),
         learned=lambda: machine.learned,
     )
 
 
-def _sampler(decoder: Decoder) -> RowSampler:
+def _within(limits: SchedulerLimits, memory: MemoryPlan) -> SchedulerLimits:
+    """Return the limits with the pools of a plan."""
+    pages, windows, states = memory.num_pages, memory.window_pools, memory.num_states
+    return replace(limits, num_pages=pages, windows=windows, num_states=states)
+
+
+def _sampler(decoder: Decoder, world: Group) -> RowSampler | FollowerSampler:
+    if world.rank:
+        return FollowerSampler()
     config = decoder.config
     masks = MaskMaker(waits=config.num_recurrent > 0)  # a state that has taken a token in keeps it
     return Sampler(config.eos_token_ids, config.vocab_size, decoder.ops, masks)

@@ -307,6 +307,24 @@ def draft_config(recipe: Recipe, config: DecoderConfig) -> DecoderConfig | None:
     return _as_asked(draft, recipe, asked.draft_quantization, dtype, is_draft=True)
 
 
+def draft_part(recipe: Recipe, config: DecoderConfig, share: Share) -> DecoderConfig | None:
+    """Return a rank's part of the head that drafts for a decoder, or the whole draft model; None without one.
+
+    Raises RecipeError as `draft_config` does, and for a head that the ranks cannot share.
+    """
+    draft = draft_config(recipe, config)
+    if isinstance(draft, MtpConfig):
+        return share.part(draft)
+    if not isinstance(draft, Eagle3Config):
+        return draft
+    try:
+        return draft.part(share)
+    except ValueError as error:
+        raise RecipeError(
+            "speculation.draft_path", f"the head: {error}", value=recipe.speculation.draft_path
+        ) from error
+
+
 def _mtp_config(recipe: Recipe, config: DecoderConfig) -> MtpConfig:
     if recipe.model.weights == "random":
         raise RecipeError(

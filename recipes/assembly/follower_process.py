@@ -25,6 +25,7 @@ import torch.distributed as dist
 from borders.shared_secret import prove_as_dialler, within
 from continuous_batching.recording.follower import Beats, Follower, differences
 from continuous_batching.recording.rank_tier import FollowersTier
+from devices.hccl_errors import end_of_log, explained
 from models.parallel.group import BACKENDS, join
 from recipes.assembly.engine import assemble
 from recipes.assembly.page_tier import tier_of_rank
@@ -106,6 +107,7 @@ def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> N
             raise
         connection.sendall(f"{rank} process {os.getpid()} on {socket.gethostname()}\n".encode())
         beats = Beats(connection, _end_without_leader)
+        beats.explain = lambda why: explained(why, rank, end_of_log(os.getpid()))
 
         def tell(doing: str) -> None:
             beats.doing = doing
@@ -130,11 +132,13 @@ def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> N
         scheduler = built.engine.scheduler
         overlap = recipe.scheduler.overlap or scheduler.depth > 1
         apply = built.runner.cache.apply
+        move = None if built.pages is None else built.pages.move
         Follower(
             *(beats, scheduler, built.runner, built.facts),
             apply=apply,
             overlap=overlap,
             works=built.works,
+            move=move,
             tier=tier,
         ).follow()
 

@@ -60,17 +60,20 @@ class NewWeights:
 
 
 class LiveMemory:
-    """What one engine of one rank holds in memory while it serves; its recipe says how weights are held."""
+    """What one rank of an engine holds in memory while it serves; its recipe says how weights are held."""
 
-    def __init__(self, recipe: Recipe, engine: Engine, runner: ModelRunner, memory: MemoryPlan) -> None:
+    def __init__(
+        self, recipe: Recipe, engine: Engine, runner: ModelRunner, memory: MemoryPlan, rank: int = 0
+    ) -> None:
         self._recipe, self._engine, self._runner, self._memory = recipe, engine, runner, memory
+        self._rank = rank
         self._own_head: Mtp | None = None  # a head that is read from the model's own checkpoint
         if isinstance(runner.drafter, Drafter) and isinstance(runner.drafter.decoder, Mtp):
             self._own_head = runner.drafter.decoder
 
     def read_folder(self, folder: Path) -> NewWeights:
         """Read the checkpoint of a folder; raises ValueError or OSError, and changes nothing."""
-        self._check_same(share_of(self._of(folder), 0)[0])
+        self._check_same(share_of(self._of(folder), self._rank)[0])
         return self._read(folder)
 
     def read_segment(self, name: str, sha256: str) -> NewWeights:
@@ -91,20 +94,30 @@ class LiveMemory:
             attach_tier(self._engine, self._runner.cache, new.tier)
         rewriting.rewrite(new.pairs)
 
-    def release_pages(self) -> int:
-        """Forget all pages and give their memory back; return its bytes. No step may follow."""
-        cache = self._runner.cache
-        before = cache.num_bytes
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that the pages take now."""
+        return self._runner.cache.num_bytes
+
+    def release_pages(self) -> None:
+        """Forget all pages and give their memory back. No step may follow."""
         self._engine.forget_prefixes()
         self._runner.release_pages()
-        return before - cache.num_bytes
 
-    def restore_pages(self) -> int:
-        """Allocate the pages again, and return their bytes; raises MemoryError if there is none."""
-        cache = self._runner.cache
-        before = cache.num_bytes
-        self._runner.restore_pages()
-        return cache.num_bytes - before
+    def restore_pages(self) -> None:
+        """Allocate the pages again; raises MemoryError if there is none.
+
+        No step may follow before `capture_steps`.
+        """
+        self._runner.cache.restore()
+
+    def give_back(self) -> None:
+        """Give back the pages that were allocated again while another rank had no memory for its own."""
+        self._runner.cache.release()
+
+    def capture_steps(self) -> None:
+        """Capture the steps again that used the pages before."""
+        self._runner.capture_steps()
 
     def _read(self, folder: Path) -> NewWeights:
         self._check_room()

@@ -10,7 +10,7 @@ from models.checkpoint.int4 import inputs_of_experts, largest_side
 from models.config import DecoderConfig
 from models.drafting.config import MtpConfig
 from models.parallel.share import Share
-from recipes.assembly.families import draft_config
+from recipes.assembly.families import draft_part
 from recipes.schema.recipe import Recipe
 
 
@@ -23,7 +23,7 @@ def check_operators(recipe: Recipe, config: DecoderConfig, longest_tokens: int, 
     for product in PRODUCTS:
         if device.kind == "npu" and product.name == device.product:
             _check(recipe, share.part(config), product, longest_tokens, share.contexts)
-            draft = draft_config(recipe, config)
+            draft = draft_part(recipe, config, share)
             if draft is not None and not isinstance(draft, MtpConfig):  # which is as the model's own layers
                 _check(recipe, draft, product, longest_tokens)
 

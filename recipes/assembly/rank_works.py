@@ -11,12 +11,17 @@ from pathlib import Path
 
 import msgspec
 
-from continuous_batching.recording.agreement import PreparedWork
+from continuous_batching.recording.agreement import PreparedWork, Work
 from models.checkpoint.adapter_files import look_at
 from models.step.adapters import Adapters, Parts
+from recipes.assembly.live_memory import LiveMemory, NewWeights
 
 ADAPTER = "adapter"  # the topic of adapters that are loaded while the engine serves
 ADAPTER_WAIT_S = 300.0  # longest time for a rank to read its part of an adapter
+
+# The topics of other weights, of pages whose memory is given back and allocated again, and of whether a rank
+# has carried out what was decided before
+WEIGHTS, SLEEP, WAKE, CHANGED = "weights", "sleep", "wake", "changed"
 
 
 class AdapterAsked(msgspec.Struct, array_like=True, frozen=True):
@@ -53,3 +58,46 @@ def adapter_work(adapters: Adapters) -> PreparedWork[_ReadAdapter]:
         adapters.digests[read.asked.number] = read.asked.digest
 
     return PreparedWork(read, put)
+
+
+class WeightsAsked(msgspec.Struct, array_like=True, frozen=True):
+    """The body of a question: the folder of a checkpoint, or the segment of shared memory with its digest.
+
+    Either must be there on each machine.
+    """
+
+    folder: str
+    segment: str
+    sha256: str
+
+
+def live_works(live: LiveMemory) -> dict[str, Work]:
+    """Return the works on weights and pages.
+
+    New weights are read and checked beside those in use, of each rank its share, and rewritten once all ranks
+    have theirs. Pages are allocated again by all ranks or stay given back; only then steps are captured,
+    which takes all ranks at the same time. The question whether a rank has changed is answered after the
+    change, because a rank reads an entry of the recording when it has carried out the one before.
+    """
+
+    def read(_: str, body: bytes) -> NewWeights:
+        asked = msgspec.msgpack.decode(body, type=WeightsAsked)
+        if asked.segment:
+            return live.read_segment(asked.segment, asked.sha256)
+        return live.read_folder(Path(asked.folder))
+
+    def restore(*_: object) -> bool:
+        live.restore_pages()
+        return True
+
+    return {
+        WEIGHTS: PreparedWork(read, live.put, NewWeights.drop),
+        SLEEP: PreparedWork(_nothing, lambda _: live.release_pages()),
+        WAKE: PreparedWork(restore, lambda _: live.capture_steps(), lambda _: live.give_back()),
+        CHANGED: PreparedWork(_nothing, lambda _: None),
+    }
+
+
+def _nothing(name: str, body: bytes) -> bool:
+    """Have nothing to make ready."""
+    return True

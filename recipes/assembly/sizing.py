@@ -14,7 +14,7 @@ from models.cost import Counts
 from models.drafting.config import MtpConfig
 from models.packing import WIDENED_ROWS
 from models.parallel.share import Share, most_contexts
-from recipes.assembly.families import draft_config
+from recipes.assembly.families import draft_part
 from recipes.assembly.memory_errors import (
     check_fits,
     too_few_host_states,
@@ -349,10 +349,8 @@ def _adapter_bytes(recipe: Recipe, part: DecoderConfig) -> int:
 
 
 def _decoders(recipe: Recipe, config: DecoderConfig, share: Share) -> list[DecoderConfig]:
-    """Return a rank's part of the model and of its own prediction layer, or the whole draft model or head."""
-    draft, part = draft_config(recipe, config), share.part(config)
-    if isinstance(draft, MtpConfig):
-        draft = share.part(draft)
+    """Return a rank's part of the model and of its head, or the whole draft model."""
+    draft, part = draft_part(recipe, config, share), share.part(config)
     return [part] if draft is None else [part, draft]
 
 

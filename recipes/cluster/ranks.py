@@ -22,11 +22,13 @@ import torch
 import torch.distributed as dist
 
 from borders.addresses import is_loopback
+from borders.refusal import one_line
 from borders.shared_secret import new_secret
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Runner
 from continuous_batching.recording.agreement import Agreement
 from continuous_batching.recording.listeners import Listeners, RankLost
+from devices.hccl_errors import end_of_log, explained
 from kv_cache.pages import PageCopy
 from models.parallel.group import BACKENDS, join
 from recipes.cluster.cluster import Cluster, own_address
@@ -269,11 +271,14 @@ def watched(listeners: Listeners) -> Iterator[None]:
     listeners.busy_since_s = time.monotonic()
     try:
         yield
-    except RuntimeError:  # torch.distributed raises it, and names an address at most
+    except RuntimeError as error:  # torch.distributed raises it, and names an address at most
         until_s = time.monotonic() + _LOSS_NEWS_S
         while listeners.lost is None and time.monotonic() < until_s:
             time.sleep(0.01)
         listeners.check()
+        words = str(error)
+        if (why := explained(words, 0, end_of_log(os.getpid()))) != words:
+            raise RankLost(one_line(why)) from error
         raise
     finally:
         listeners.busy_since_s = None

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from borders.addresses import is_loopback
 from borders.numbers import PORTS, POSITIVE
+from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.recipe_error import RecipeError, in_words
 from recipes.schema.scheduler_defaults import completed
 from recipes.schema.scheduler_section import READ_WHERE, UNSAID, WHOLE, SchedulerSection
@@ -62,8 +63,16 @@ def event_contradictions(endpoint: str | None, *, is_sharing: bool, is_open: boo
         )
 
 
-def page_contradictions(server: ServerSection, *, is_sharing: bool, ranks: int) -> Iterator[RecipeError]:
-    """Yield what contradicts `server.pages_at` and `server.prompt_replicas`."""
+MOST_STAGES = 2  # stages of an engine that exchanges pages
+
+
+def page_contradictions(
+    server: ServerSection, *, is_sharing: bool, parallel: ParallelSection, drafts: str
+) -> Iterator[RecipeError]:
+    """Yield what contradicts `server.pages_at` and `server.prompt_replicas`.
+
+    `drafts` is the value of speculation.kind.
+    """
     pages_at, prompt_replicas = server.pages_at, server.prompt_replicas
     asked = {"server.pages_at": pages_at, "server.prompt_replicas": list(prompt_replicas) or None}
     for name, endpoints in {"server.pages_at": [pages_at], "server.prompt_replicas": prompt_replicas}.items():
@@ -94,11 +103,20 @@ def page_contradictions(server: ServerSection, *, is_sharing: bool, ranks: int) 
                 "set cache.prefix_sharing to true, or leave this out",
                 value=asked[name],
             )
-        if ranks > 1:
+        if parallel.pipeline > MOST_STAGES:
             yield RecipeError(
-                (name, "parallel"),
-                f"pages are exchanged between engines of one rank, and there are {ranks}",
-                "leave this out, or set parallel.tensor and parallel.pipeline to 1",
+                (name, "parallel.pipeline"),
+                f"there are {parallel.pipeline} stages, and the first of more than {MOST_STAGES} may wait for"
+                " a step of the last while that waits for it to take a part",
+                f"leave this out, or set parallel.pipeline to {MOST_STAGES} or less",
+                value=asked[name],
+                limit=MOST_STAGES,
+            )
+        if parallel.ranks > 1 and drafts in ("draft", "eagle3", "mtp"):
+            yield RecipeError(
+                (name, "speculation.kind"),
+                f"it is {drafts}, whose layers {parallel.ranks} ranks do not divide as the model's",
+                "leave this out, or set speculation.kind to ngram, suffix or none",
                 value=asked[name],
             )
 

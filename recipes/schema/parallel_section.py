@@ -133,13 +133,6 @@ def stage_contradictions(
             "set device.count_experts to false, or parallel.pipeline to 1",
             value=True,
         )
-    if section.tensor > 1 and drafts == "eagle3":
-        yield RecipeError(
-            ("parallel.tensor", "speculation.kind"),
-            f"parallel.tensor is {section.tensor}, and a head computes on one device",
-            "take ngram, suffix or draft, or set parallel.tensor to 1",
-            value=section.tensor,
-        )
     if section.placement is not None and section.expert == 1:
         yield RecipeError(
             ("parallel.placement", "parallel.expert"),

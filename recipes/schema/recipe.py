@@ -338,7 +338,8 @@ class Recipe:
         yield from page_contradictions(
             self.server,
             is_sharing=self.cache.prefix_sharing,
-            ranks=self.parallel.ranks,
+            parallel=self.parallel,
+            drafts=self.speculation.kind,
         )
         yield from answer_contradictions(self.server.tool_format, self.server.reasoning)
         yield from tier_contradictions(

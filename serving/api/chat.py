@@ -25,7 +25,7 @@ class ChatRoute:
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answer a conversation; without a token limit, the answer may fill the model's context."""
         generation = self._generation
-        generation.check_number(1, body.n)
+        generation.check_number(1, body.n, subject="n")
         fields = generation.fields(body, request)
         name = generation.name("chatcmpl-", request)
         asked = {"id": name, "messages": body.messages, **fields}

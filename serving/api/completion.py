@@ -27,7 +27,9 @@ class CompletionRoute:
         """Continue a text, or several."""
         generation = self._generation
         prompts = prompts_of(body.prompt)
-        generation.check_number(len(prompts), body.best_of or body.n)
+        given = {"prompt": len(prompts) > 1, "n": body.n is not None, "best_of": body.best_of is not None}
+        subject = " and ".join(name for name, is_given in given.items() if is_given)
+        generation.check_number(len(prompts), body.best_of or body.n, subject=subject)
         fields, is_hidden = generation.fields(body, request), hides_answer(body)
         if body.echo and body.logprobs is not None:
             fields["prompt_logprobs"] = body.logprobs

@@ -105,10 +105,8 @@ class Generation:
             notes[SCHEMA_HEADER] = "not enforced: " + "; ".join([*unmet[:MOST_NOTES], *more])
         return notes
 
-    def check_number(
-        self, num_prompts: int, samples_each: int | None = None, *, subject: str = "prompt, n and best_of"
-    ) -> None:
-        """Raise BadRequest for more samples than the server ever accepts at once."""
+    def check_number(self, num_prompts: int, samples_each: int | None = None, *, subject: str) -> None:
+        """Raise BadRequest for more samples than the server ever accepts at once; `subject` asks for them."""
         limit = self.llm.recipe.server.max_requests
         each = max(1, samples_each or 1)
         num_samples = num_prompts * (
@@ -117,7 +115,7 @@ class Generation:
         if num_samples > limit:
             raise BadRequest(
                 None,
-                f"ask for {num_samples} samples at once; the server takes {limit} (server.max_requests)",
+                f"asked for {num_samples} samples at once; the server takes {limit} (server.max_requests)",
                 value=num_samples,
                 limit=limit,
                 fix="send fewer at a time",

@@ -34,13 +34,13 @@ from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Step
 from continuous_batching.queueing import QueueFull
 from continuous_batching.request import Request, SamplingParams
-from kv_cache.device.storage import KVCache
 from kv_cache.exchange.channel import Credentials, TlsContexts
 from kv_cache.exchange.connection import Connection, Wake
 from kv_cache.exchange.messages import AllSent, NotSent, PageIdentity, PagePart, PagesWanted
 from kv_cache.exchange.mooncake import Mooncake
 from kv_cache.exchange.page_server import PageLink, PageServer
 from kv_cache.exchange.prompt_source import Came, PromptSource, taken, unwanted
+from kv_cache.exchange.rank_pages import WholePages
 from kv_cache.exchange.transports import TRANSPORTS, Transport
 from kv_cache.page_keys import adapter_of
 from kv_cache.pages import Index
@@ -83,7 +83,7 @@ class PageFetches:
     def __init__(
         self,
         engine: Engine,
-        cache: KVCache,
+        cache: WholePages,
         sources: Mapping[str, PromptSource],
         most_wait_s: float,
         wake: Wake,
@@ -276,14 +276,15 @@ class Sending:
 class PageSends:
     """A runner that also sends what it computes for others; it replaces the engine's runner and wraps it.
 
-    `adapters` are the digests of the adapters here, by the numbers of their places.
+    Without a `decoder`, because several ranks compute its layers, pages are read once their prompt is
+    computed. `adapters` are the digests of the adapters here, by the numbers of their places.
     """
 
     def __init__(
         self,
         engine: Engine,
-        cache: KVCache,
-        decoder: Decoder,
+        cache: WholePages,
+        decoder: Decoder | None,
         server: PageServer,
         most_part_bytes: int,
         adapters: Mapping[int, str] = MappingProxyType({}),
@@ -291,7 +292,8 @@ class PageSends:
         self._engine, self._cache, self._server = engine, cache, server
         self._runner, engine.runner = engine.runner, self
         self._layer_bytes = cache.layer_bytes
-        self._num_layers = decoder.part.num_layers  # those of a drafter lie behind them
+        # Those of a drafter lie behind them
+        self._num_layers = len(self._layer_bytes) if decoder is None else decoder.part.num_layers
         self._most_part_bytes = most_part_bytes
         self._adapters = adapters
         self._sendings: dict[str, Sending] = {}  # keyed by the ids of their requests
@@ -299,7 +301,8 @@ class PageSends:
         self._spans: list[tuple[Sending, Index, int]] = []
         self._num_asked = 0
         self._num_of = Counter[PageLink]()  # number of sendings of each link
-        decoder.after_layer = self._after_layer
+        if decoder is not None:
+            decoder.after_layer = self._after_layer
 
     def __len__(self) -> int:
         return len(self._sendings)
@@ -541,7 +544,8 @@ def exchange_of(recipe: Recipe, built: BuiltEngine) -> PageExchange | None:
     if asked.pages_at is None and not asked.prompt_replicas:
         return None
     start_s = time.perf_counter()
-    cache, wake = built.runner.cache, Wake()
+    cache: WholePages = built.runner.cache if built.pages is None else built.pages
+    decoder, wake = None if built.pages is not None else built.runner.decoder, Wake()
     identity = PageIdentity(
         fingerprint.of_pages(recipe), recipe.cache.page_size, cache.layout, fingerprint.of_drafts(recipe)
     )
@@ -567,7 +571,7 @@ def exchange_of(recipe: Recipe, built: BuiltEngine) -> PageExchange | None:
             ) from error
         log.info("prompts for others: %s, port %d", asked.pages_at, server.port)
         adapters = {} if built.adapters is None else built.adapters.digests
-        sends = PageSends(built.engine, cache, built.runner.decoder, server, part_bytes, adapters)
+        sends = PageSends(built.engine, cache, decoder, server, part_bytes, adapters)
     if asked.prompt_replicas:
         sources = {
             endpoint: PromptSource(

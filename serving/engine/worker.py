@@ -177,7 +177,7 @@ class Worker:
         leave = _ignore if pages is None else pages.leave_adapter
         self._adapters = None if questions is None else AdapterLoads(questions, leave)
         self._pages, self._profiler, self._learned = pages, profiler, learned
-        self._fence = Fence(engine, live, self._send, self._num_begun, self._settle)
+        self._fence = Fence(engine, questions, live, self._send, self._num_begun, self._settle)
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         if pages is not None:

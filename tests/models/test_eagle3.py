@@ -6,6 +6,7 @@ without swapping, compaction and a pool that changes its size.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -109,3 +110,22 @@ def test_a_head_catches_up_while_there_are_no_drafts(most: int, overlap: bool, t
     assert drafted == plain
     num_made, _ = check_head_drafts(Published(model, head), watched.drafts, drafted)
     assert num_made > 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("contexts", cases([1], [1, 2]))
+def test_ranks_share_a_head_and_say_what_one_says(contexts: int, tmp_path: Path) -> None:
+    """With a draft vocabulary that two ranks do not divide evenly, and pages that they divide or not."""
+    model, path = target_of(replace(LLAMA, options={"num_key_value_heads": 2 // contexts}), tmp_path)
+    head = head_for(model, tmp_path / "head", draft_vocab=121)
+    plain = serve(engine_of(path, "cpu"))
+    two = {"parallel.tensor": 2, "parallel.context": contexts, "device.attention": "reference"}
+    two["scheduler.overlap"] = "true"  # which is how a watched runner starts steps
+    engine = engine_of(path, "cpu", head, 4, **two)
+    watched = Watched(engine)
+    drafted = tokens_of(serve(engine))
+    engine.observer.close()
+    assert drafted == tokens_of(plain)
+    num_made, num_right = check_head_drafts(Published(model, head), watched.drafts, drafted)
+    assert num_made > 0.9 * engine.scheduler.counters.draft_tokens > 10
+    assert num_right >= engine.scheduler.counters.accepted_tokens > 0

@@ -152,4 +152,25 @@ FAULTS = {
         "a machine without a device for RDMA writes by TCP, and nobody is told",
         "tests/serving/test_mooncake.py::test_a_protocol_without_a_device_is_refused",
     ),
+    "rank_part_dropped": Fault(
+        "kv_cache/exchange/rank_pages.py::RankPages._gather",
+        "whole[:, :, heads.start : heads.stop] = cut",
+        "whole[:, :, heads.start : heads.stop] = 0 if rank else cut",
+        "what other ranks hold of a page is lost on its way to another engine",
+        "tests/kv_cache/test_rank_pages.py::test_engines_of_any_ranks_exchange_the_pages_that_one_rank_would_hold",
+    ),
+    "order_within_a_page": Fault(
+        "attention/cpu/attention.py::CpuAttention.num_runs",
+        "self.shape.page_size // self.tile",
+        "self.shape.page_size",
+        "a CPU's tiles are cut as if they were tokens, and heads are mixed",
+        "tests/kv_cache/test_rank_pages.py::test_the_order_within_a_page_is_that_of_attention",
+    ),
+    "stage_reads_too_early": Fault(
+        "models/step/stage_runner.py::StageRunner.later",
+        "self._following[-1].append(action)",
+        "action()",
+        "the last stage writes a page that a batch it has not computed yet still reads",
+        "tests/kv_cache/test_rank_pages.py::test_what_follows_the_batches_that_were_started_comes_before_the_next",
+    ),
 }

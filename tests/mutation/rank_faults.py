@@ -86,9 +86,23 @@ FAULTS = {
         "tests/continuous_batching/test_agreement.py"
         "::test_what_all_ranks_have_made_is_used_between_the_same_steps_and_the_rest_is_dropped",
     ),
+    "weights_of_some_ranks": Fault(
+        "serving/engine/fence.py::Fence._have_read",
+        "self._decide(WEIGHTS, settled.name, is_agreed=False)",
+        "self._decide(WEIGHTS, settled.name, is_agreed=True)",
+        "weights are put although a rank has refused its share of them",
+        "tests/serving/test_orders.py::test_all_ranks_change_or_none_does",
+    ),
+    "steps_between_two_changes": Fault(
+        "serving/engine/fence.py::Fence.may_step",
+        "self._is_halted or self._is_asleep or self._is_changing",
+        "self._is_halted or self._is_asleep",
+        "a step begins while ranks that must change have not",
+        "tests/serving/test_fence.py::test_no_step_begins_before_all_ranks_have_changed",
+    ),
     "made_for_nobody_kept": Fault(
         "continuous_batching/recording/agreement.py::PreparedWork.work",
-        "if name in self._over:\n    self._over.discard(name)\nelse:\n    self._ready[name] = made",
+        "if is_over:\n    self._over.discard(name)\nelse:\n    self._ready[name] = made",
         "self._ready[name] = made",
         "what a rank has read too late stays in its memory for ever",
         "tests/continuous_batching/test_agreement.py"
@@ -107,6 +121,13 @@ FAULTS = {
         "0",
         "a rank reads the part of a divided page that its neighbour keeps",
         "tests/models/test_share.py::test_ranks_that_keep_equal_pages_say_so_and_no_others",
+    ),
+    "draft_of_an_own_shard": Fault(
+        "models/drafting/eagle.py::Eagle3.__init__",
+        "share.tensors > 1",
+        "False",
+        "each rank drafts the best token of its own part of the vocabulary",
+        "tests/models/test_eagle3.py::test_ranks_share_a_head_and_say_what_one_says",
     ),
     "another_engine_followed": Fault(
         "continuous_batching/recording/follower.py::Follower._compare",
@@ -191,6 +212,13 @@ FAULTS = {
         "token_ids > tokens.start",
         "one token a rank has an embedding of zeros",
         "tests/models/test_tensor_parallel.py::test_ranks_compute_what_one_computes",
+    ),
+    "link_from_an_older_log": Fault(
+        "devices/hccl_errors.py::explained",
+        'f"{words}\\n{log}" if code == _UNMADE else words',
+        'f"{words}\\n{log}"',
+        "a link that was made again long ago is blamed for a device that is lost now",
+        "tests/devices/test_hccl_errors.py::test_a_link_is_named_by_its_ranks",
     ),
     "rows_of_the_first_rank": Fault(
         "models/parallel/group.py::Group.reduce_scatter",

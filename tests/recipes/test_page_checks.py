@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from recipes.schema.checks import page_contradictions
+from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.reader import read
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.server_section import ServerSection
@@ -21,11 +22,14 @@ def said(
     prompt_replicas: tuple[str, ...] = (),
     *,
     is_sharing: bool = True,
-    ranks: int = 1,
+    tensor: int = 1,
+    pipeline: int = 1,
+    drafts: str = "none",
     **credentials: Any,
 ) -> list[RecipeError]:
     server = ServerSection(pages_at=pages_at, prompt_replicas=prompt_replicas, **credentials)
-    return [*page_contradictions(server, is_sharing=is_sharing, ranks=ranks)]
+    parallel = ParallelSection(tensor=tensor, pipeline=pipeline)
+    return [*page_contradictions(server, is_sharing=is_sharing, parallel=parallel, drafts=drafts)]
 
 
 def test_either_role_and_both_are_allowed() -> None:
@@ -33,8 +37,14 @@ def test_either_role_and_both_are_allowed() -> None:
         assert not said(pages_at, sources)
 
 
+def test_tensor_ranks_exchange_pages_and_so_does_one_with_layers_of_a_drafter() -> None:
+    for drafts in ("none", "ngram", "suffix"):
+        assert not said(HERE, (THERE,), tensor=4, pipeline=2, drafts=drafts)
+    assert not said(HERE, (THERE,), drafts="mtp")
+
+
 def test_an_engine_without_a_role_may_be_anything() -> None:
-    assert not said(is_sharing=False, ranks=8)
+    assert not said(is_sharing=False, tensor=4, pipeline=2)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +117,10 @@ def test_an_engine_does_not_compute_for_itself() -> None:
     ("cause", "key"),
     [
         ({"is_sharing": False}, "cache.prefix_sharing"),
-        ({"ranks": 2}, "parallel"),
+        ({"tensor": 2, "pipeline": 3}, "parallel.pipeline"),
+        ({"tensor": 2, "drafts": "draft"}, "speculation.kind"),
+        ({"tensor": 2, "drafts": "eagle3"}, "speculation.kind"),
+        ({"tensor": 2, "drafts": "mtp"}, "speculation.kind"),
     ],
 )
 def test_each_role_contradicts_what_cannot_exchange_pages(cause, key: str) -> None:
@@ -120,7 +133,7 @@ def test_each_role_contradicts_what_cannot_exchange_pages(cause, key: str) -> No
 
 
 def test_all_that_is_wrong_is_said() -> None:
-    assert len(said(HERE, (HERE,), is_sharing=False, ranks=2)) == 5
+    assert len(said(HERE, (HERE,), is_sharing=False, pipeline=3)) == 5
 
 
 def test_a_recipe_is_refused_in_one_line() -> None:

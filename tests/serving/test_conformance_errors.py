@@ -222,7 +222,7 @@ def test_more_samples_than_the_server_ever_takes_are_refused(guarded: Server, gu
     guarded.ready()
     response = guest.post("/v1/completions", json=COMPLETION | {"n": 3})
     assert response.status_code == 400  # and not 429, after which a client would come again for ever
-    assert "3 samples at once; the server takes 2" in error_of(response)["message"]
+    assert "n asked for 3 samples at once; the server takes 2" in error_of(response)["message"]
 
 
 def test_a_full_server_says_when_to_come_again(guarded: Server, guest: httpx.Client) -> None:

@@ -95,7 +95,7 @@ def test_fewer_dimensions_are_the_first_scaled_again(client: openai.OpenAI) -> N
         ({"input": []}, "input is empty", "input"),
         ({"input": [[1], []]}, "input is empty", "input"),
         ({"input": "a " * 3000}, "maximum context length", "input"),
-        ({"input": ["a"] * 1025}, "input ask for 1025 samples at once; the server takes 1024", None),
+        ({"input": ["a"] * 1025}, "input asked for 1025 samples at once; the server takes 1024", None),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format"),
         ({"input": "a", "temperature": 0}, 'unknown field "temperature"', "temperature"),
     ],

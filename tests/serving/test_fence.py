@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +46,10 @@ class Driven:
 
     def __init__(self, built: BuiltEngine, socket: zmq.Socket[bytes], other: zmq.Socket[bytes]) -> None:
         self.built, self.engine, self._other = built, built.engine, other
-        self.worker = Worker(built.engine, socket, facts_of(built, prefix_sharing=True), live=built.live)
+        facts, questions = facts_of(built, prefix_sharing=True), built.questions
+        assert questions is not None
+        self.questions = questions
+        self.worker = Worker(built.engine, socket, facts, questions=questions, live=built.live)
         self.tokens: dict[int, list[int]] = {}
         self._num_streams = 0
 
@@ -64,13 +68,20 @@ class Driven:
 
     def read(self, path: Path) -> None:
         self.tell(ReadWeights(str(path), "", ""))
-        reading = self.worker._fence._reading
-        assert reading is not None
-        reading.exception(PATIENCE_S)
-        assert self.turn() == [OrderDone("")]
+        assert self.answer() == [OrderDone("")]
+
+    def answer(self) -> list[FromEngine]:
+        """What the worker says next, in as many turns as it takes."""
+        until_s, found = time.monotonic() + PATIENCE_S, self.turn()
+        while not found:
+            assert time.monotonic() < until_s
+            time.sleep(0.001)  # a thread reads weights
+            found = self.turn()
+        return found
 
     def turn(self) -> list[FromEngine]:
         """One turn of the worker, with a step if one may begin; returns what it sent but tokens and beats."""
+        self.questions.take()
         for message in self.worker._fence.advance():
             self.tell(message)
         if self.worker._has_work and (step := self.engine.step()) is not None:
@@ -178,34 +189,51 @@ def test_an_engine_that_is_halted_is_given_weights_only_if_nothing_has_begun(
     waits = driven.add()
     driven.read(new)
     driven.tell(PutWeights())
-    assert driven.turn() == [OrderDone("")]
+    assert driven.answer() == [OrderDone("")]
     driven.tell(Halt(False))
     driven.until_idle()
     assert driven.tokens[waits] == after
+
+
+def test_no_step_begins_before_all_ranks_have_changed(driven: Driven, new: Path) -> None:
+    """Here the one rank's own word that it has changed is late; one that never comes ends the engine."""
+    before, after = right(driven, new)
+    driven.read(TINY_WEIGHTS)
+    waits = driven.add()
+    driven.tell(Finish(waits, "abort"))
+    driven.tell(PutWeights())
+    take, driven.questions.take = driven.questions.take, lambda: None  # type: ignore[method-assign]
+    driven.turn()
+    waits = driven.add()
+    for _ in range(3):
+        driven.turn()
+    assert not driven.tokens[waits]
+    assert not driven.worker._has_work
+    driven.questions.take = take  # type: ignore[method-assign]
+    assert driven.answer() == [OrderDone("")]
+    driven.until_idle()
+    assert driven.tokens[waits] == before != after
 
 
 def test_weights_that_were_given_up_are_not_put(driven: Driven, new: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(new, tmp_path / "broken"))
     (broken / "model.safetensors").write_bytes(b"")
     driven.tell(ReadWeights(str(broken), "", ""))
-    reading = driven.worker._fence._reading
-    assert reading is not None
-    assert reading.exception(PATIENCE_S) is not None
-    (answer,) = driven.turn()
+    (answer,) = driven.answer()
     assert isinstance(answer, OrderDone)
     assert "cannot be read as safetensors" in answer.problem
     driven.tell(PutWeights())
     assert driven.turn() == [OrderDone("there are no weights to put")]
     driven.tell(Sleep())
-    (slept,) = driven.turn()
+    (slept,) = driven.answer()
     driven.tell(Sleep())
     assert driven.turn() == [OrderDone("the engine sleeps already")]
     waits = driven.add()
     driven.read(new)
     driven.tell(PutWeights())
-    assert driven.turn() == [OrderDone("")], "it waits for no step, of which none can be made"
+    assert driven.answer() == [OrderDone("")], "it waits for no step, of which none can be made"
     driven.tell(WakeUp())
-    assert driven.heard() == [slept]
+    assert driven.answer() == [slept]
     driven.until_idle()
     assert len(driven.tokens[waits]) == NUM_TOKENS
     driven.tell(WakeUp())

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from serving.outputs import VllmSamplingParams as SamplingParams
 from tests.models.test_live_memory import SINGLE, TINY_WEIGHTS, changed, segment
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server, defects, started
+from tests.serving.test_lost_ranks import followers
 
 OPERATOR, OTHER = {"authorization": "Bearer gateway"}, {"authorization": "Bearer other"}
 ROUTES = ("/pause", "/resume", "/sleep", "/wake", "/update_weights")
@@ -83,6 +85,14 @@ def update(http: httpx.Client, **asked: Any) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
+
+
+def update_alone(http: httpx.Client, **asked: Any) -> httpx.Response:
+    """Order an update once no other order is being carried out."""
+    until_s = time.monotonic() + PATIENCE_S
+    while "another order is being carried out" in (answer := http.post("/update_weights", json=asked)).text:
+        assert time.monotonic() < until_s
+    return answer
 
 
 def ask(http: httpx.Client, prompt: str, length: int = LENGTH, **more: Any) -> httpx.Response:
@@ -322,6 +332,50 @@ def kill(server: Server, ready: int = 200) -> None:
         server.wait_until("/ready", 200)
     else:
         server.wait_for("cannot be read again", since)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["parallel.tensor=2", "parallel.pipeline=2"])
+def test_all_ranks_change_or_none_does(root: Path, right: dict[str, list[str]], ranks: str) -> None:
+    """A tensor of the first layer is missing, which in stages the rank that follows alone holds."""
+    headless = root / f"headless {ranks}"
+    shutil.copytree(root / "new", headless)
+    tensors = load_file(headless / SINGLE)
+    name = min(each for each in tensors if ".layers.0." in each)
+    save_file({each: tensor for each, tensor in tensors.items() if each != name}, headless / SINGLE)
+    asked = *OVERRIDES, ranks, "device.compile=false", "model.dtype=float32", "server.step_timeout_s=300"
+    served = started((TINY, f"model.path={root / 'old'}", f"server.weights_root={root}", *asked))
+    with httpx.Client(base_url=served.url, timeout=PATIENCE_S) as client:
+
+        def is_wholly(version: str) -> None:
+            found = [ask(client, each).json()["choices"][0]["text"] for each in PROMPTS[:2]]
+            assert found == right[version][:2]
+
+        is_wholly("old")
+        refused = client.post("/update_weights", json={"path": headless.name})
+        assert (refused.status_code, name in refused.text) == (400, True), refused.text
+        is_wholly("old")
+        update(client, path="new", version="new")
+        is_wholly("new")
+        if ranks == "parallel.tensor=2":
+            slept = client.post("/sleep").json()
+            update(client, path="old", version="old")
+            assert client.post("/wake").json()["num_bytes"] == slept["num_bytes"] > 0
+            is_wholly("old")
+        else:
+            assert "rank 1" in refused.text, "it alone has read the layer"
+            (follower,) = followers(served.engine_pid)
+            os.kill(follower, signal.SIGSTOP)
+            with ThreadPoolExecutor(1) as thread:
+                ordered = thread.submit(update_alone, client, path="old")
+                until_s = time.monotonic() + PATIENCE_S
+                while client.post("/resume").status_code == 200:  # it changes nothing
+                    assert time.monotonic() < until_s
+                os.kill(follower, signal.SIGKILL)
+                assert ordered.result(PATIENCE_S).status_code == 503
+            served.wait_until("/ready", 200)
+            is_wholly("new")
+    assert served.close() == 0
 
 
 @pytest.mark.parametrize("path", ROUTES)

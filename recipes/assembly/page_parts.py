@@ -1,0 +1,44 @@
+"""Make a rank's part of the pages that its engine exchanges with other engines."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kv_cache.exchange.rank_pages import RankHolds, RankPages, held_by
+from kv_cache.exchange.shares import Held
+from models.config import DecoderConfig
+from models.parallel.group import Group
+from models.parallel.share import Share
+from models.step.runner import ModelRunner
+from models.step.stage_runner import StageRunner
+from recipes.machine import Machine
+from recipes.schema.recipe import Recipe
+
+_HOLDS = "pages/{}"  # the key of the ranks' store under which a rank says what it holds
+
+
+def rank_pages(
+    recipe: Recipe, config: DecoderConfig, runner: ModelRunner, world: Group, share: Share, machine: Machine
+) -> RankPages | None:
+    """Return this rank's part, or None where the leader exchanges no pages or has no other ranks.
+
+    All ranks must call it at the same time; a rank of another machine may have another section `server`.
+    """
+    asked = recipe.server
+    exchanges = not world.rank and (asked.pages_at is not None or bool(asked.prompt_replicas))
+    if world.size == 1 or world.least(int(not exchanges) if not world.rank else 1, machine.device):
+        return None
+    assert not config.num_recurrent, "the states of several ranks are not exchanged"
+    assert world.store is not None, "these ranks have joined through a store"
+    layers, heads = share.layers(config), 1 if config.latent is not None else config.num_kv_heads
+    first = share.tensor * heads // share.tensors if heads > 1 else 0
+    held = Held(layers.start, layers.stop, first, first + max(1, heads // share.tensors))
+    own = held_by(runner.cache, (held,), [heads] * len(layers))
+    world.store.set(_HOLDS.format(world.rank), msgspec.json.encode(own).decode())
+    holds = [
+        msgspec.json.decode(world.store.get(_HOLDS.format(rank)), type=RankHolds)
+        for rank in range(world.size)
+    ]
+    # The last stage computes a batch later than others, and its leader decides before that
+    later = {"later": runner.later} if isinstance(runner, StageRunner) and not world.rank else {}
+    return RankPages(runner.cache, world.on_hosts(), holds, **later)

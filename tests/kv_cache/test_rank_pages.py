@@ -1,0 +1,207 @@
+"""The leader of several ranks reads and writes whole pages, whatever part of them each rank holds."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attention.cpu.attention import CpuAttention
+from attention.reference import Attention
+from continuous_batching.batch import Batch
+from continuous_batching.engine import Observer
+from devices.shapes import AttentionShape
+from kv_cache.device.storage import KVCache, LayerPages
+from kv_cache.exchange.rank_pages import RankPages, held_by
+from kv_cache.exchange.shares import Held, Shares, layers_of
+from kv_cache.pages import Index, PageCopy
+from models.parallel.share import Share
+from models.step.stage_runner import StageRunner
+from tests.kv_cache.test_shares import HEADS, LAYERS, PAGE, PAGES, cache_of, stages, tensor, whole
+
+
+class Links:
+    """What ranks of one process send each other."""
+
+    def __init__(self, rank: int, ways: dict[tuple[int, int], SimpleQueue[torch.Tensor]]) -> None:
+        self.rank, self._ways = rank, ways
+
+    def send(self, x: torch.Tensor, rank: int) -> None:
+        self._ways[self.rank, rank].put(x.clone())
+
+    def receive(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return x.copy_(self._ways[rank, self.rank].get())
+
+
+class Ranks:
+    """The parts of all ranks of an engine, and the moves that the leader has told the others."""
+
+    def __init__(self, caches: Sequence[KVCache], shares: Shares, heads: int = HEADS) -> None:
+        count = len(shares)
+        ways = {(a, b): SimpleQueue[torch.Tensor]() for a in range(count) for b in range(count)}
+        holds = [
+            held_by(cache, share, [heads] * len(layers_of(share))) for cache, share in zip(caches, shares)
+        ]
+        self.parts = [RankPages(cache, Links(rank, ways), holds) for rank, cache in enumerate(caches)]
+        self.leader = self.parts[0]
+        self.leader.moves = self
+        self.told: list[tuple[int, Index, bool]] = []
+
+    def moved(self, layer: int, pages: Index, to_leader: bool) -> None:
+        self.told.append((layer, pages, to_leader))
+
+    def read(self, layer: int, pages: Index) -> np.ndarray:
+        wait = self.leader.read_layer(layer, pages)
+        self._follow()
+        return wait()
+
+    def write(self, layer: int, pages: Index, data: np.ndarray) -> None:
+        self.leader.write_layer(layer, pages, data)
+        self._follow()
+
+    def _follow(self) -> None:
+        for told in self.told:
+            for each in self.parts[1:]:
+                each.move(*told)
+        self.told = []
+
+    def close(self) -> None:
+        for each in self.parts:
+            each.close()
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("heads", [4, 2, 1])
+def test_engines_of_any_ranks_exchange_the_pages_that_one_rank_would_hold(heads: int, columns: bool) -> None:
+    """From each engine to each other one, compared with the planes of a whole cache, layer by layer."""
+    planes = whole(LAYERS, heads, columns=columns)
+    kinds: list[Shares] = [tensor(1, heads), tensor(2, heads), tensor(4, heads), stages(2, heads)]
+    one = cache_of(kinds[0][0], planes, columns=columns, filled=True)
+    sources, targets = np.array([3, 1, 6]), np.array([2, 5, 4])
+    for senders in kinds:
+        here = Ranks(
+            [cache_of(each, planes, columns=columns, filled=True) for each in senders], senders, heads
+        )
+        assert here.leader.layout == one.layout
+        assert here.leader.layer_bytes == one.layer_bytes
+        for receivers in kinds:
+            caches = [cache_of(each, planes, columns=columns, filled=False) for each in receivers]
+            there = Ranks(caches, receivers, heads)
+            for layer in range(LAYERS):
+                data = here.read(layer, sources)
+                assert np.array_equal(data, one.read_layer(layer, sources)())
+                there.write(layer, targets, data)
+            there.close()
+            for cache, share in zip(caches, receivers):
+                want = cache_of(share, planes, columns=columns, filled=True)
+                for got, expected in zip(cache.planes, want.planes, strict=True):
+                    for plane, other in zip(got, expected):
+                        assert torch.equal(plane[targets], other[sources])
+                        assert not plane[[1, 3, 6]].any(), "no other page is written"
+        here.close()
+
+
+def test_heads_that_every_rank_holds_are_sent_by_none() -> None:
+    shares = tensor(2, 1)
+    planes = whole(LAYERS, 1, columns=False)
+    ranks = Ranks([cache_of(each, planes, columns=False, filled=True) for each in shares], shares, 1)
+    ranks.leader.read_layer(0, np.array([1]))()
+    assert not ranks.told
+    ranks.close()
+
+
+def shape(heads: int, page_size: int) -> AttentionShape:
+    return AttentionShape(heads, heads, 32, page_size, 1.0, torch.float32, (None,))
+
+
+def held(attention: Attention, key: torch.Tensor, value: torch.Tensor) -> KVCache:
+    """A cache of one layer in attention's own order, with these keys and values in pages 1 and 2."""
+    made = LayerPages(
+        attention.new_planes, 0, attention.shape.num_kv_heads, attention.head_axis, attention.num_runs
+    )
+    size, count = attention.shape.page_size, len(key)
+    cache = KVCache([made], size, [PAGES])
+    arrays = np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, count, np.int64)
+    batch = Batch(*arrays, np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    plan = attention.plan(batch, np.array([[1, 2]], np.int32), size + np.arange(count, dtype=np.int64))
+    attention.write(key, value, *cache.of(0), plan)
+    return cache
+
+
+@pytest.mark.parametrize("page_size", [PAGE, 48, 128])
+@pytest.mark.parametrize("kind", [Attention, CpuAttention])
+def test_the_order_within_a_page_is_that_of_attention(kind: type[Attention], page_size: int) -> None:
+    """Each rank writes its own heads by its own attention; together they are what one rank writes."""
+    random = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(2 * page_size - 1, HEADS, 32, generator=random) for _ in range(2))
+    one = held(kind(shape(HEADS, page_size)), key, value)
+    for count in (2, 4):
+        own = tuple((Held(0, 1, each[0].first_head, each[0].stop_head),) for each in tensor(count))
+        cuts = [slice(each[0].first_head, each[0].stop_head) for each in own]
+        caches = [held(kind(shape(HEADS // count, page_size)), key[:, cut], value[:, cut]) for cut in cuts]
+        ranks = Ranks(caches, own)
+        assert np.array_equal(ranks.read(0, np.array([1, 2])), one.read_layer(0, np.array([1, 2]))())
+        ranks.write(0, np.array([4]), one.read_layer(0, np.array([1]))())
+        for cache in caches:
+            for plane in cache.of(0):
+                assert torch.equal(plane[4], plane[1])
+                assert plane[4].any()
+        ranks.close()
+
+
+def test_where_a_batch_is_computed_later_the_leaders_pages_are_read_and_written_after_it() -> None:
+    planes = whole(LAYERS, 1, columns=False)
+    share = stages(1, 1)[0]
+    cache = cache_of(share, planes, columns=False, filled=True)
+    due: list[Callable[[], None]] = []
+    holds = [held_by(cache, share, [1] * LAYERS)]
+    part = RankPages(cache, Links(0, {}), holds, due.append)
+    part.moves = Observer()
+    old = cache.read_layer(0, np.array([1, 2]))()
+    wait = part.read_layer(0, np.array([1, 2]))
+    part.write_layer(0, np.array([3]), old[: len(old) // 2])
+    part.apply([PageCopy(np.array([5]), np.array([1]), "within")])
+    assert np.array_equal(cache.read_layer(0, np.array([1, 2]))(), old), "nothing is done yet"
+    for plane in cache.of(0):
+        plane[2] = 7.0  # what the batch in flight computes
+    for action in due:
+        action()
+    assert np.array_equal(wait()[: len(old) // 4], old[: len(old) // 4])
+    assert not np.array_equal(wait(), old)
+    for plane, before in zip(cache.of(0), planes[0]):
+        assert torch.equal(plane[1], before[5])
+    part.close()
+
+
+class Traced(StageRunner):
+    """The leader of a last stage, which says what it does in place of computing."""
+
+    def __init__(self, order: list[str]) -> None:
+        self._order, self._following = order, deque()
+        self.decoder = SimpleNamespace(share=Share())  # type: ignore[assignment]
+
+    def _prepared(self, batch: Any) -> Callable[[], Any]:
+        def compute() -> Any:
+            self._order.append(batch)
+            return SimpleNamespace(wait=lambda: batch)
+
+        return compute
+
+
+def test_what_follows_the_batches_that_were_started_comes_before_the_next() -> None:
+    order: list[str] = []
+    runner = Traced(order)
+    runner.later(lambda: order.append("at once"))
+    first, second = (runner.start(each) for each in ("first", "second"))  # type: ignore[arg-type]
+    runner.later(lambda: order.append("behind both"))
+    third = runner.start("third")  # type: ignore[arg-type]
+    for wait in (first, second, third):
+        wait()
+    runner.later(lambda: order.append("at once again"))
+    assert order == ["at once", "first", "second", "behind both", "third", "at once again"]
