@@ -30,9 +30,9 @@ from models.layers.mixture import Mixture
 from models.layers.mlp import MLP
 from models.layers.recurrent import GatedDelta, KimiDelta, RecurrentMixer
 from models.layers.rope import Rope, head_order, is_scaled
+from models.ops.divided_rows import DividedRows
 from models.ops.operands import Int8Rows
 from models.ops.reference import Ops
-from models.parallel.divided_rows import DividedRows
 from models.parallel.group import ALONE, NO_LINKS, Group, StageLinks
 from models.parallel.share import Share
 from models.step_inputs import StepInputs

@@ -12,7 +12,7 @@ from torch import Tensor
 from attention.recurrent import DraftRows, StateMetadata
 from attention.reference import AttentionMetadata
 from kv_cache.device.storage import CacheLayers
-from models.parallel.divided_rows import DividedRows
+from models.ops.divided_rows import DividedRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from devices.int8 import quantize_rows
 from models.config import Form
 from models.layers.low_rank import LowRank
+from models.ops.divided_rows import DividedRows
 from models.ops.operands import Int4Weight, Int8Rows, PairedInt4, StaticInt8, UnpackedLinear
 from models.ops.reference import Ops, Packed, Widths
 from models.packing import IN_A_WORD, Int4
-from models.parallel.divided_rows import DividedRows
 from models.parallel.group import Group
 
 ROUNDED_ROWS = 512  # rows that are quantised at once, because several copies of them are in float32

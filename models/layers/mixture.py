@@ -21,10 +21,10 @@ from models.config import DecoderConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear, parameter
 from models.layers.mlp import MLP
+from models.ops.divided_rows import DividedRows
 from models.ops.operands import ExpertKind
 from models.ops.reference import Ops, Packed
 from models.packing import Int4
-from models.parallel.divided_rows import DividedRows
 from models.parallel.group import Group, sharing_experts
 
 

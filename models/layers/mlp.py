@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from models.config import DecoderConfig, Gate
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear, SummedLinear
+from models.ops.divided_rows import DividedRows
 from models.ops.operands import Int8Rows
 from models.ops.reference import Ops
-from models.parallel.divided_rows import DividedRows
 from models.parallel.group import Group
 
 

@@ -19,7 +19,7 @@ from continuous_batching.recording.agreement import LEADER, Agreement, RankQuest
 from continuous_batching.recording.rank_tier import LeadersTier
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from continuous_batching.samples.mask_maker import MaskMaker
-from kv_cache.exchange.rank_pages import RankPages
+from kv_cache.device.rank_pages import RankPages
 from models.checkpoint import weights
 from models.checkpoint.adapter_files import look_at
 from models.checkpoint.int4 import inputs_of_experts, largest_side

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kv_cache.exchange.rank_pages import RankHolds, RankPages, held_by
+from kv_cache.device.rank_pages import RankHolds, RankPages, held_by
 from kv_cache.exchange.shares import Held
 from models.config import DecoderConfig
 from models.parallel.group import Group

@@ -34,13 +34,13 @@ from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Step
 from continuous_batching.queueing import QueueFull
 from continuous_batching.request import Request, SamplingParams
+from kv_cache.device.rank_pages import WholePages
 from kv_cache.exchange.channel import Credentials, TlsContexts
 from kv_cache.exchange.connection import Connection, Wake
 from kv_cache.exchange.messages import AllSent, NotSent, PageIdentity, PagePart, PagesWanted
 from kv_cache.exchange.mooncake import Mooncake
 from kv_cache.exchange.page_server import PageLink, PageServer
 from kv_cache.exchange.prompt_source import Came, PromptSource, taken, unwanted
-from kv_cache.exchange.rank_pages import WholePages
 from kv_cache.exchange.transports import TRANSPORTS, Transport
 from kv_cache.page_keys import adapter_of
 from kv_cache.pages import Index

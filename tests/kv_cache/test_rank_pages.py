@@ -17,8 +17,8 @@ from attention.reference import Attention
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Observer
 from devices.shapes import AttentionShape
+from kv_cache.device.rank_pages import RankPages, held_by
 from kv_cache.device.storage import KVCache, LayerPages
-from kv_cache.exchange.rank_pages import RankPages, held_by
 from kv_cache.exchange.shares import Held, Shares, layers_of
 from kv_cache.pages import Index, PageCopy
 from models.parallel.share import Share

@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import sys
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -239,10 +240,12 @@ class Lines:
 
     def __enter__(self) -> Lines:
         sys.settrace(self._called)
+        threading.settrace(self._called)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]  # what removes it, by its page
 
     def missing(self) -> dict[str, list[int]]:
         return {
@@ -275,6 +278,7 @@ def _as_a_310p() -> None:
     from models.ops.npu.ops import NpuOps
 
     bench = Bench(atb())
+    assert bench.attention.num_runs == 1
     bench.step({0: 20, 3: 1})
     bench.step({3: 1, 0: 1})
     zeros = torch.zeros(2, dtype=torch.int32, device="npu:0")
@@ -374,11 +378,16 @@ def _among_ranks(ops: Ops, rows: torch.Tensor) -> None:
         group.tokens = Group(dist.new_group([0]))
         assert ops.dispatch_of(32, config, group) is None, "it is not open"
         group.open_for_tokens(200, torch.device("npu"))
+        assert ops.dispatch_of(32, config, group) is None, "no device has said that sending is faster"
+        product, ops.product = ops.product, replace(ops.product, dispatches=True)
         dispatch = ops.dispatch_of(32, config, group)
+        ops.product = product
+        assert dispatch is not None
         weights, places = ops.route(rows, torch.eye(4, 32, device="npu:0"), None, config)
         for some in (slice(2), slice(3)):  # as many for each, and not
             sent = rows[some], weights[some], places[some]
-            assert dispatch.takes(sent[0])
+            assert [len(each) for each in dispatch.own(*sent)] == [(len(sent[0]) + 1) // 2] * 3
+            assert dispatch.takes(len(sent[0]), sent[0].dtype)
             dispatch.mixture(*sent, packed, ops.swiglu)
     finally:
         dist.destroy_process_group()
@@ -557,9 +566,14 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch, tmp_
         for sizes in (test_sums.PLAIN, test_sums.LATENT):
             for is_captured in (False, True):
                 test_sums.read_with_sums(sizes, is_captured)
-        test_sparse_npu.test_steps_read_what_the_definition_reads(test_sparse_npu.SHAPE)
-        test_sparse_npu.test_a_replay_reads_its_lengths_on_the_device(2)
+        for each in (test_sparse_npu.SHAPE, test_sparse_npu.IN_INT8):
+            test_sparse_npu.test_steps_read_what_the_definition_reads(each)
+            test_sparse_npu.test_a_replay_reads_its_lengths_on_the_device(each, 2)
+            test_sparse_npu.test_ranks_read_together_what_one_reads(1, each)
         test_sparse_npu.test_what_was_chosen_is_kept_for_the_layers_behind()
+        in_int8 = test_sparse_npu.Bench(test_sparse_npu.IN_INT8).fused
+        assert not in_int8.joins(64, 64)
+        assert in_int8.gives_sums == in_int8.product.sums_latents
         with monkeypatch.context() as patch:
             joined = test_sparse_on_npu.test_an_indexer_reads_the_queries_of_one_launch_before_attention
             joined(tmp_path, patch)
@@ -569,6 +583,6 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch, tmp_
         monkeypatch.setattr(torch.npu, "is_available", lambda: False)
         with pytest.raises(ValueError, match="finds no NPU"):
             chip()
-    assert len(files) == 13
+    assert len(files) == 14
     assert all(lines.wanted.values())
     assert lines.missing() == {}

@@ -153,7 +153,7 @@ FAULTS = {
         "tests/serving/test_mooncake.py::test_a_protocol_without_a_device_is_refused",
     ),
     "rank_part_dropped": Fault(
-        "kv_cache/exchange/rank_pages.py::RankPages._gather",
+        "kv_cache/device/rank_pages.py::RankPages._gather",
         "whole[:, :, heads.start : heads.stop] = cut",
         "whole[:, :, heads.start : heads.stop] = 0 if rank else cut",
         "what other ranks hold of a page is lost on its way to another engine",

@@ -228,7 +228,7 @@ FAULTS = {
         "tests/models/test_tensor_parallel.py::test_ranks_compute_what_one_computes",
     ),
     "rows_padded_in_front": Fault(
-        "models/parallel/divided_rows.py::DividedRows._padded",
+        "models/ops/divided_rows.py::DividedRows._padded",
         "(0, 0) * (x.ndim - 1) + (0, missing)",
         "(0, 0) * (x.ndim - 1) + (missing, 0)",
         "where ranks do not divide a step's rows, each row is taken for the one before it",

@@ -13,9 +13,9 @@ from devices.ascend_limits import DISPATCHING, AscendProduct
 from doctor.verify.npu.questions import NEAR, Found, Probe, time_us
 from models.config import MixtureConfig
 from models.layers.dtypes import TORCH_DTYPES
+from models.ops.divided_rows import DividedRows
 from models.ops.operands import UnpackedLinear
 from models.ops.reference import Ops
-from models.parallel.divided_rows import DividedRows
 from models.parallel.group import Group, divided
 from models.parallel.share import Share
 from recipes.cluster.in_ranks import Body, in_ranks
