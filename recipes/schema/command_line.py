@@ -26,6 +26,7 @@ FLAGS = frozenset(
         "help",
         "ignore-eos",
         "in-turn",
+        "index",
         "json",
         "kernels",
         "kills",
