@@ -156,8 +156,9 @@ def test_int8_answers_as_its_definition(name: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_a_layer_with_an_indexer_drafts_in_captured_steps(tmp_path: Path) -> None:
-    made = target_of("v32", tmp_path, is_wide=True, index_head_dim=128)
+@pytest.mark.parametrize("name", ["v32", "glm_5_shared"])
+def test_a_layer_with_an_indexer_drafts_in_captured_steps(name: str, tmp_path: Path) -> None:
+    made = target_of(name, tmp_path, is_wide=True, index_head_dim=128)
     serve_as_transformers(made, 8, "speculation.kind=mtp", "speculation.max_tokens=2")
 
 
