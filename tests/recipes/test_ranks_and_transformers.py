@@ -127,11 +127,21 @@ def test_answers_over_ranks_are_those_of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "way"), [("v32", "TP 2"), ("glm_5_shared", "PP 2")])
-def test_ranks_choose_alike(name: str, way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "way", "kind"),
+    [
+        ("v32", "TP 2", "cpu"),
+        ("glm_5_shared", "PP 2", "cpu"),
+        pytest.param("glm_5_shared", "PP 2", "npu", marks=pytest.mark.npu),
+    ],
+)
+def test_ranks_choose_alike(name: str, way: str, kind: str, tmp_path: Path) -> None:
     """The second stage begins with a layer that shares the choice of the first."""
     (variant,) = (each for each in SPARSE_VARIANTS if each.name == name)
-    check(asked_of(replace(variant, saved_as=torch.float32), tmp_path), tmp_path, "cpu", way)
+    variant = replace(variant, saved_as=torch.float32)
+    if kind == "npu":
+        variant = wide(replace(variant, options=variant.options | {"index_head_dim": 128}))
+    check(asked_of(variant, tmp_path), tmp_path, kind, way)
 
 
 def check(asked: Asked, folder: Path, kind: str, way: str) -> None:
