@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,9 +58,8 @@ def answers(recipe: str, overrides: Sequence[str], profile: str | None = None) -
         )
         for a, b in held_out_sums(NUM_SUMS)
     ]
-    return {
-        record["id"]: record for record in run_jobs(build(read).engine, text, list(read_jobs(lines, text)))
-    }
+    with closing(build(read).engine) as engine:  # its ranks end before those of the next one begin
+        return {record["id"]: record for record in run_jobs(engine, text, list(read_jobs(lines, text)))}
 
 
 def compare(name: str, ours: dict[str, Record], cpus: dict[str, Record]) -> Comparison:
