@@ -42,8 +42,7 @@ def missing_for_sources() -> str | None:
 def processor() -> str:
     """Return a name for this processor's abilities, as torch uses them, to keep compilations apart.
 
-    torch finds its results by the function alone. Loops compiled for vectors of 512 bits leave out half of
-    what they should write if they are used with those of 256.
+    Machines of several kinds may share a home folder, and a library for one of them may end on another.
     """
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
@@ -89,9 +88,10 @@ def _library(source: Path) -> Path:
     subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
     if kept is None:
         return made / name
-    for_all = kept / f".{name}.{os.getpid()}"
+    handle, for_all = tempfile.mkstemp(prefix=f".{name}.", dir=kept)
+    os.close(handle)
     shutil.copyfile(made / name, for_all)
-    for_all.replace(kept / name)  # at once, since other processes may compile it as well
+    Path(for_all).replace(kept / name)  # in one move, since other processes may compile it as well
     shutil.rmtree(made)
     return kept / name
 

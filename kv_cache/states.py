@@ -348,8 +348,9 @@ class StateGroup(BesideGroup):
         """See `PageGroup.evict`: states of running answers go first, those about to be published last."""
         tried = np.flatnonzero(self._trial_page)
         loose = tried[np.isin(self._trial_page[tried], self._loose())][:count]
+        before = self.pool.num_free
         self._end_trials(loose)
-        count -= len(loose)
+        count -= self.pool.num_free - before  # a checkpoint may hold the page of a trial, too
         # No page of the host is for what a later state covers
         spent = [page for page in islice(self._idle, max(0, count)) if page in self._spent]
         self.counts.evicted_pages += len(spent)

@@ -124,8 +124,8 @@ class Cpu(Machine):
         found, invariant = self._sources(), self.asked.batch_invariant
         if isinstance(found, str):
             log.info("compile: no, since %s; products are oneDNN's, and the rest is plain torch", found)
-            if invariant or self.asked.compile is True:
-                raise _not_compiled(found, "batch_invariant" if invariant else "compile")
+            if invariant or (self.asked.compile is True and self.asked.attention != "reference"):
+                raise self._not_compiled(found, "batch_invariant" if invariant else "compile")
             ops, library = CpuOps(), None
         else:
             ops = CpuOps(products=found.products, rowwise=found.rowwise, batch_invariant=invariant)
@@ -158,6 +158,15 @@ class Cpu(Machine):
     def memory_bytes(self) -> int:
         return host_memory_bytes()
 
+    def _not_compiled(self, why: str, key: str) -> RecipeError:
+        fix = "set device.compile to auto" if self.asked.compile is False else "install g++"
+        return RecipeError(
+            f"device.{key}",
+            f"products, attention and norms are compiled for it, and {why}",
+            f"{fix}, or set device.{key} to false",
+            value=True,
+        )
+
     def _sources(self) -> Sources | str:
         """Return what is compiled for this machine, or why nothing is."""
         if self.asked.compile is False:
@@ -165,7 +174,7 @@ class Cpu(Machine):
         if self.asked.attention == "reference":
             return "device.attention is reference, the plain torch"
         if not self._others_compile:
-            return "another rank has no C++ compiler"
+            return "another rank compiles nothing"
         own, rows, library = products(), rowwise(), attention_source()
         if isinstance(own, str):
             return own
@@ -181,15 +190,6 @@ class Sources:
     products: Products
     rowwise: Rowwise
     attention: ctypes.CDLL
-
-
-def _not_compiled(why: str, key: str) -> RecipeError:
-    return RecipeError(
-        f"device.{key}",
-        f"products, attention and norms are compiled for it, and {why}",
-        f"install g++, or set device.{key} to false",
-        value=True,
-    )
 
 
 class Accelerator(Machine):

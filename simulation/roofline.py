@@ -190,7 +190,8 @@ class Roofline:
         """
         token_bytes = self.config.kv_bytes_by_group(self.tensor)
         num_bytes = sum(len(each.sources) * token_bytes[each.group] for each in batch.copies)
-        return 2 * num_bytes * slots.page_size * self._counts.share / self.device.bytes_per_s
+        share = self._counts.share / self.contexts
+        return 2 * num_bytes * slots.page_size * share / self.device.bytes_per_s
 
     def _size(self, num_tokens: int, captured: int, num_sampled: int) -> _Size:
         counts, device = self._counts, self.device

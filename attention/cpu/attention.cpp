@@ -3,8 +3,8 @@
 // A tile is W tokens of a page: keys [K, W / S, D, S] and values [K, D / E, W, E], stored in float32, bfloat16 or
 // float16 and widened to float32 in registers, exactly. A query reads its tiles in the order of their tokens, in parts
 // that begin at the same positions of every request, and the parts' softmaxes are joined in their order. What a query
-// computes for a head of keys and values thus depends on what it sees alone: its bits are the same in any batch, on any
-// number of threads, and whether it is read alone or among the queries of a prompt.
+// computes for a head of finite keys and values thus depends on what it sees alone: its bits are the same in any batch,
+// on any number of threads, and whether it is read alone or among the queries of a prompt.
 //
 // The query heads that share a head of keys and values are computed together, so that what is read is widened once
 // for all of them, and so are neighbouring queries of a prompt.

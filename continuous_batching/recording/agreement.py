@@ -77,7 +77,11 @@ class PreparedWork(Generic[Made]):
         self._lock = threading.Lock()
 
     def work(self, name: str, body: bytes) -> int:
-        """Make ready what a question asks for; return 1."""
+        """Make ready what a question asks for; return 1, or 0 where it has been decided already."""
+        with self._lock:
+            if name in self._over:  # while this rank worked on questions before it
+                self._over.discard(name)
+                return 0
         made: Made | None = None
         try:
             made = self._make(name, body)
@@ -142,7 +146,8 @@ def answer_to(asked: RanksAsked, work: Work | None) -> RankAnswer:
         return RankAnswer(topic, name, count)
     except Exception as error:  # noqa: BLE001 - whatever it raises is this rank's answer: its thread goes on
         said = in_one_line(error) if isinstance(error, (OSError, ValueError)) else str(error)
-        why = said or type(error).__name__
+        # A file's name may hold what no text can, and this goes out as text
+        why = (said or type(error).__name__).encode("utf-8", "replace").decode()
         log.warning("%s %s: %s", topic, name, why)
         return RankAnswer(topic, name, 0, why[:_LONGEST_REASON])
 

@@ -30,7 +30,7 @@ from kv_cache.device.storage import Bytes, KVCache
 from kv_cache.exchange.shares import MOST_HEADS, Held, Piece, RankShare, layers_of, sent_by, sent_to
 from kv_cache.pages import Index, PageCopy
 
-MOST_QUEUED = 16  # parts that wait for the other ranks to take them
+MOST_QUEUED = 16  # parts that wait for another rank to take them
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,11 @@ class WholePages(Protocol):
     @property
     def layer_bytes(self) -> list[int]:
         """Bytes of a page in each layer."""
+        ...
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether so much waits to be written that nothing more is to be."""
         ...
 
     def read_layer(self, layer: int, pages: Index) -> Callable[[], Bytes]:
@@ -145,7 +150,10 @@ class RankPages:
         self._sources = _by_layer(sent_to(0, (whole,), shares), len(whole))
         self._targets = _by_layer(sent_by(0, (whole,), shares), len(whole))
         self._own = {piece.layer: (at, piece) for at, piece in enumerate(layers_of(shares[links.rank]))}
-        self._reads, self._writes = _InOrder("pages-to-leader"), _InOrder("pages-to-ranks")
+        # The leader's thread computes the batches that its own jobs wait for, and must not wait for these:
+        # what it reads is bounded by what its links have not sent, what it writes by `is_behind`
+        most = MOST_QUEUED if links.rank else 0
+        self._reads, self._writes = _InOrder("pages-to-leader", most), _InOrder("pages-to-ranks", most)
 
     def close(self) -> None:
         """Let the threads end behind what they do now."""
@@ -161,6 +169,11 @@ class RankPages:
     def layer_bytes(self) -> list[int]:
         """See `WholePages.layer_bytes`."""
         return [sum(runs * width for runs, width in each.planes) * each.num_heads for each in self._layers]
+
+    @property
+    def is_behind(self) -> bool:
+        """See `WholePages.is_behind`."""
+        return self._writes.num_queued >= MOST_QUEUED
 
     def apply(self, copies: Sequence[PageCopy]) -> None:
         """See `WholePages.apply`; the other ranks make the same copies by themselves."""
@@ -222,7 +235,8 @@ class RankPages:
                 for whole, cut in zip(self._planes(layer, count, data), parts):
                     whole[:, :, heads.start : heads.stop] = cut
             came.set_result(data)
-        except RuntimeError as error:  # torch.distributed raises it: a rank is lost, and its engine with it
+        # torch.distributed raises RuntimeError: a rank is lost, and its engine with it
+        except (RuntimeError, MemoryError) as error:
             came.set_exception(ConnectionError(f"a rank did not send its part: {error}"))
 
     def _cut(self, layer: int, count: int, data: Bytes, heads: range) -> Bytes:
@@ -276,12 +290,16 @@ def _by_layer(pieces: Sequence[Sequence[Piece]], num_layers: int) -> list[list[t
 
 
 class _InOrder:
-    """Does what is queued in a thread, in order; whoever queues waits while too much is."""
+    """Does what is queued in a thread, in order; whoever queues waits while `most` jobs are, if not 0."""
 
-    def __init__(self, name: str) -> None:
-        self._queue = Queue[Callable[[], object] | None](MOST_QUEUED)
+    def __init__(self, name: str, most: int) -> None:
+        self._queue = Queue[Callable[[], object] | None](most)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._has_begun = False
+
+    @property
+    def num_queued(self) -> int:
+        return self._queue.qsize()
 
     def do(self, job: Callable[[], object]) -> None:
         if not self._has_begun:
@@ -298,5 +316,6 @@ class _InOrder:
         while (job := self._queue.get()) is not None:
             try:
                 job()
-            except RuntimeError as error:  # torch.distributed raises it; what follows fails as well
+            # torch.distributed raises RuntimeError; what follows fails as well
+            except (RuntimeError, MemoryError) as error:
                 log.error("pages of a rank: %s", error)

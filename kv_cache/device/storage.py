@@ -155,6 +155,11 @@ class KVCache(CacheLayers):
         """Bytes of a page in each layer, all planes together."""
         return [sum(map(_page_bytes, planes)) for planes in self.planes]
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether more is to be written than there is time for: never, since a device queues it itself."""
+        return False
+
     def read_layer(self, layer: int, pages: Index, heads: range | None = None) -> Callable[[], Bytes]:
         """Start to copy some pages of a layer to the host; the function returned waits for the bytes.
 

@@ -179,23 +179,25 @@ class PageReads:
                 if self._is_closing:
                     return
                 lookup, ended = self._queue.popleft()
-            if not lookup.has_ended:
-                self._look(lookup)
-            self._end(lookup)
+            self._end(lookup, is_late=not lookup.has_ended and self._look(lookup))
             ended(lookup)
 
-    def _look(self, lookup: Lookup) -> None:
+    def _look(self, lookup: Lookup) -> bool:
+        """Read until nothing more is sought or the lookup's time is over; return whether it is."""
         # States, which may be larger by far than pages, are asked for one at a time
         at_once = max(1, READ_BYTES // min((each for each in self._page_bytes if each), default=READ_BYTES))
         while pages := lookup.next(at_once):
+            if time.monotonic() >= lookup.until_s:
+                return True
             entries = self._read([lookup.key(page) for page in pages])
             if entries is None:
-                return
+                return False
             contents = [self._content(lookup, page, entry) for page, entry in zip(pages, entries)]
             with self._changed:
                 if lookup.has_ended:
-                    return
+                    return False
                 lookup.take(pages, contents)
+        return False
 
     def _read(self, keys: Sequence[bytes]) -> list[bytes | None] | None:
         """Return the entries of these keys, or None if the store fails."""

@@ -20,7 +20,6 @@ from models.config import NORM_EPS, DecoderConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear, SplitLinear, parameter
 from models.ops.reference import Ops
-from models.parallel.group import Group
 from models.step_inputs import StepInputs
 
 
@@ -34,7 +33,6 @@ class Indexer(nn.Module):
         name: str,
         ops: Ops,
         attention: SparseAttention,
-        group: Group,
     ) -> None:
         super().__init__()
         index, latent = config.index_of(layer), config.latent
@@ -43,7 +41,6 @@ class Indexer(nn.Module):
         assert latent.query_rank is not None, "an indexer reads compressed queries"
         self.layer, self.index, self.rope_dim = layer, index, latent.rope_dim
         self.ops, self.attention = ops, attention
-        attention.ranks = group
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
         forms = [config.form(f"{name}self_attn.{each}") for each in ("indexer.wk", "indexer.wq_b")]
         widths = index.head_dim, index.num_heads

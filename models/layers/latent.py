@@ -114,10 +114,12 @@ class LatentSelfAttention(nn.Module):
                 ops, latent.query_rank, sum(queries), False, dtype, device, forms[1], outputs
             )
             self.qkv.in_parts = self.query_up.in_parts = self.joins
+        if isinstance(attention, SparseAttention):  # also where each layer shares the choice of others
+            attention.ranks = group
         self.indexer: Indexer | None = None
         if config.index_of(layer) is not None:
             assert isinstance(attention, SparseAttention), "the device's operators are those of the model"
-            self.indexer = Indexer(config, layer, name, ops, attention, group)
+            self.indexer = Indexer(config, layer, name, ops, attention)
         self.latent_norm = parameter(latent.rank, dtype=dtype, device=device)
         ups = heads * latent.nope_dim, heads * latent.value_dim
         self.up = UpProjection(ops, latent.rank, ups, heads, dtype, device, form("kv_b_proj"))

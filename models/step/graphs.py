@@ -190,7 +190,8 @@ class DecodeGraphs:
         self._num_inputs, self._turn = max(2, stages), 0
         # The tokens that the step before chose [N], then what this step is sent, so that one gather reads
         # either
-        self._first_sent = -(-max(slots.num_slots, self.sizes[-1]) // ALIGNED) * ALIGNED
+        most_tokens = max(rows * width for rows, width in self._all())
+        self._first_sent = -(-max(slots.num_slots, most_tokens) // ALIGNED) * ALIGNED
         sent = max(num_values(*step, slots.max_pages, *self._further(step[1])) for step in self._all())
         self._table = torch.zeros(self._first_sent + sent, dtype=torch.int32, device=attention.device)
         self._held: Tensor | None = None  # the tokens with which the table begins
@@ -235,7 +236,7 @@ class DecodeGraphs:
         pool = self.device.graph_pool_handle()
         # Before a capture, its step runs once with padding only, in more rows than the null page may have
         # places
-        scratch = self.cache.scratch(self.sizes[-1])
+        scratch = self.cache.scratch(max(rows * width for rows, width in self._all()))
         # A capture that cannot begin leaves its own stream
         with self.device.stream(self.device.current_stream()):
             for step in sorted(self._all(), key=math.prod, reverse=True):

@@ -248,7 +248,8 @@ def _loaded(
         captured_sizes(attention, *_captured(recipe), most_layers, joins=joins, most_decodes=most_decodes)
     recurrence = None if config.recurrent is None else machine.recurrence(config.recurrent.state_dtype)
     decoder = Decoder(config, ops, attention, group, share, stages, recurrence)
-    decoder.least_divided = recipe.parallel.least_divided_tokens
+    # Ranks' parts are added up in another order where rows are divided
+    decoder.least_divided = 0 if recipe.device.batch_invariant else recipe.parallel.least_divided_tokens
     if recipe.model.weights == "random":
         weights.random(decoder, recipe.model.seed)
     else:

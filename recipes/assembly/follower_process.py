@@ -118,6 +118,10 @@ def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> N
             group = join(BACKENDS[recipe.device.kind], store, rank, recipe.parallel.ranks, wait_s)
             beats.inside = lambda: group.inside
             built = assemble(recipe, group, tell=tell)
+            tier = None
+            if recipe.cache.tier is not None:
+                own = tier_of_rank(recipe, built.runner, built.memory, group)
+                tier = FollowersTier(own, lambda answer: beats.answer(answer.line))
             decoder = built.runner.decoder
             beats.inside = lambda: decoder.group.inside or decoder.stages.inside
             gc.collect()
@@ -125,10 +129,6 @@ def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> N
         except Exception as error:
             beats.end(str(error))
             raise
-        tier = None
-        if recipe.cache.tier is not None:
-            own = tier_of_rank(recipe, built.runner, built.memory, group)
-            tier = FollowersTier(own, lambda answer: beats.answer(answer.line))
         scheduler = built.engine.scheduler
         overlap = recipe.scheduler.overlap or scheduler.depth > 1
         apply = built.runner.cache.apply

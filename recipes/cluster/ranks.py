@@ -46,6 +46,8 @@ from recipes.cluster.rank_process import (
 from recipes.machine import start
 from recipes.schema.recipe import Recipe
 
+log = logging.getLogger(__name__)
+
 LOST = 70  # the status of a process that ends because a rank is lost
 # A rank's silence and a step may last this long, unless server.step_timeout_s says otherwise.
 SHORTEST_LIMIT_S = 20.0
@@ -278,6 +280,7 @@ def watched(listeners: Listeners) -> Iterator[None]:
         listeners.check()
         words = str(error)
         if (why := explained(words, 0, end_of_log(os.getpid()))) != words:
+            log.error("%s", one_line(why))
             raise RankLost(one_line(why)) from error
         raise
     finally:

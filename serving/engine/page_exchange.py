@@ -161,7 +161,7 @@ class PageFetches:
         """Write the bytes that have arrived to their pages, and give up transfers that are late."""
         num_left, num_empty = MOST_WRITTEN_BYTES, 0
         # One message of each source in turn, so that none starves.
-        while num_left > 0 and num_empty < len(self._turns):
+        while num_left > 0 and num_empty < len(self._turns) and not self._cache.is_behind:
             source = self._turns[0]
             self._turns.rotate(-1)
             try:
@@ -172,7 +172,7 @@ class PageFetches:
             num_empty = 0
             came.connection.handled(came.num_held)
             num_left -= max(_HEARD_BYTES, self._hear(came))
-        if num_left <= 0:
+        if num_left <= 0 or self._cache.is_behind:
             self._wake.ring()  # more messages may be waiting
         now_s = self._engine.clock()
         for fetch in [each for each in self._fetches.values() if now_s >= each.until_s]:

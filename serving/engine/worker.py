@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -107,17 +108,24 @@ class TimedRunner:
 class AdapterLoads:
     """Lets all ranks read an adapter, each its own part, and put it into its place between two steps.
 
-    An adapter that one rank cannot read, or does not read in time, is put into no rank's place. `leave` is
-    told of each place whose adapter another is about to replace.
+    An adapter that one rank cannot read, or does not read in time, is put into no rank's place. One is asked
+    for after the other, since ranks read them so, and each has its own time. `leave` is told of each place
+    whose adapter another is about to replace.
     """
 
     def __init__(self, questions: RankQuestions, leave: Callable[[int], None]) -> None:
         self._questions, self._leave = questions, leave
         self._num_begun = 0
+        self._waiting: deque[PutAdapter] = deque()  # the first one is being read
         self._done: list[AdapterPut] = []
 
     def begin(self, message: PutAdapter) -> None:
-        """Begin to read an adapter."""
+        """Begin to read an adapter, or let it wait for those before it."""
+        self._waiting.append(message)
+        if len(self._waiting) == 1:
+            self._ask(message)
+
+    def _ask(self, message: PutAdapter) -> None:
         self._num_begun += 1
         name = f"{message.number} {message.digest} {self._num_begun}"
         body = msgspec.msgpack.encode(AdapterAsked(message.number, message.folder, message.digest))
@@ -133,6 +141,9 @@ class AdapterLoads:
             self._leave(message.number)
         self._questions.decide(ADAPTER, settled.name, is_agreed=not settled.problem)
         self._done.append(AdapterPut(message.number, message.digest, settled.problem))
+        self._waiting.popleft()
+        if self._waiting:
+            self._ask(self._waiting[0])
 
 
 BEAT_S = 0.25  # interval between beats

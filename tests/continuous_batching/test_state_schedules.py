@@ -419,3 +419,16 @@ def resumed_beside_its_own_answer(seed: int) -> bool:
     expected = searched(prompt.tolist(), request.params, frozenset())
     assert [list(each.tokens) for each in request.hypotheses] == [each[0] for each in expected]
     return True
+
+
+def test_a_page_that_a_trial_and_a_checkpoint_hold_is_freed_once() -> None:
+    """As in a row that is kept where its chunk ends, which lies in an answer that it goes on from."""
+    group, first, second = StateGroup(1, 64, 2, PagePool(3), None, 16, 0), np.array([0]), np.array([1])
+    group.grow(first, group.missing(first, np.array([128])))
+    group.keep(0, 128)
+    group.try_to_keep(first, np.array([128]))
+    group.grow(first, group.missing(first, np.array([129])))
+    assert group.pool.num_free == 0
+    group.grow(second, group.missing(second, np.array([64])))
+    assert sorted(group.table[:, 0].tolist()) == [1, 2]
+    assert group.pool.holders[1:].tolist() == [1, 1], "both rows have a state of their own, and nothing else"

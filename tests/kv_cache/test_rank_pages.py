@@ -17,7 +17,7 @@ from attention.reference import Attention
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Observer
 from devices.shapes import AttentionShape
-from kv_cache.device.rank_pages import RankPages, held_by
+from kv_cache.device.rank_pages import MOST_QUEUED, RankPages, held_by
 from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.exchange.shares import Held, Shares, layers_of
 from kv_cache.pages import Index, PageCopy
@@ -153,6 +153,28 @@ def test_the_order_within_a_page_is_that_of_attention(kind: type[Attention], pag
                 assert torch.equal(plane[4], plane[1])
                 assert plane[4].any()
         ranks.close()
+
+
+def test_a_leader_does_not_wait_for_what_it_has_queued() -> None:
+    """Its own parts come when it has computed a batch, which is after it has asked for all of these."""
+    planes, shares = whole(LAYERS, 2, columns=False), tensor(2, 2)
+    caches = [cache_of(each, planes, columns=False, filled=True) for each in shares]
+    ways = {(a, b): SimpleQueue[torch.Tensor]() for a in range(2) for b in range(2)}
+    holds = [held_by(cache, share, [2] * LAYERS) for cache, share in zip(caches, shares)]
+    due, told = list[Callable[[], None]](), Observer()
+    leader = RankPages(caches[0], Links(0, ways), holds, due.append)
+    follower = RankPages(caches[1], Links(1, ways), holds)
+    leader.moves = told
+    waits = [leader.read_layer(0, np.array([1])) for _ in range(2 * MOST_QUEUED + 4)]
+    assert not leader.is_behind
+    for action in due:
+        action()
+    for _ in waits:
+        follower.move(0, np.array([1]), True)
+    one = cache_of(tensor(1, 2)[0], planes, columns=False, filled=True)
+    assert all(np.array_equal(wait(), one.read_layer(0, np.array([1]))()) for wait in waits)
+    leader.close()
+    follower.close()
 
 
 def test_where_a_batch_is_computed_later_the_leaders_pages_are_read_and_written_after_it() -> None:

@@ -76,6 +76,7 @@ def test_the_first_of_the_best_tokens_is_chosen(own: Rowwise, dtype: torch.dtype
         logits[4, 0] = torch.inf
         tokens, finite = own.greedy(logits)
         right, is_finite = Ops().greedy(logits)
+        assert tokens[3] == size - 1, "a rank with another part of the row is told of the NaN"
         assert finite.tolist() == is_finite.tolist()
         usable = finite & (logits.float().amax(-1, keepdim=True) == logits.float()).sum(-1).ge(1)
         first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)

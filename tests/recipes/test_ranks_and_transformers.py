@@ -131,7 +131,7 @@ def test_answers_over_ranks_are_those_of_transformers(
     ("name", "way", "kind"),
     [
         ("v32", "TP 2", "cpu"),
-        ("glm_5_shared", "PP 2", "cpu"),
+        ("glm_5_pattern", "TP 2 x PP 2", "cpu"),  # each layer of the second stage shares a choice
         pytest.param("glm_5_shared", "PP 2", "npu", marks=pytest.mark.npu),
     ],
 )

@@ -128,7 +128,7 @@ void gated(Gate gate, const void* x_, void* y_, long rows, long width, float slo
         }
 }
 
-// The first token of each row's largest logit; a row with a NaN is not finite.
+// The first token of each row's largest logit, or of a NaN, with which a row is not finite.
 template <Kind KIND>
 void best(const void* logits_, long stride, int64_t* tokens, bool* finite, long rows, long size, int num_threads) {
     typedef typename Stored<KIND>::Item Item;
@@ -160,6 +160,8 @@ void best(const void* logits_, long stride, int64_t* tokens, bool* finite, long 
             if (found) break;
         }
         while (token < size - 1 && !(widen_some<KIND>(own + token, 1)[0] == top)) token++;
+        if (has_nan)
+            for (token = 0; widen_some<KIND>(own + token, 1)[0] == widen_some<KIND>(own + token, 1)[0];) token++;
         tokens[r] = token;
         finite[r] = !has_nan && std::isfinite(top);
     }

@@ -38,11 +38,11 @@ class Rowwise:
         """Compute Ops.rms_norm."""
         if not _is_read(x, weight):
             return self._plain.rms_norm(x, weight, eps)
-        x = x.contiguous()
+        x, weight = x.contiguous(), weight.contiguous()
         y = torch.empty_like(x)
         width = x.shape[-1]
         self._norm(
-            *(x.data_ptr(), None, weight.contiguous().data_ptr(), y.data_ptr(), None),
+            *(x.data_ptr(), None, weight.data_ptr(), y.data_ptr(), None),
             *(x.numel() // width, width, eps, KINDS[x.dtype], torch.get_num_threads()),
         )
         return y
@@ -51,11 +51,11 @@ class Rowwise:
         """Compute Ops.add_rms_norm."""
         if not _is_read(x, residual, weight):
             return self._plain.add_rms_norm(x, residual, weight, eps)
-        x, residual = x.contiguous(), residual.contiguous()
+        x, residual, weight = (each.contiguous() for each in (x, residual, weight))
         y, total = torch.empty_like(x), torch.empty_like(x)
         width = x.shape[-1]
         self._norm(
-            *(each.data_ptr() for each in (x, residual, weight.contiguous(), y, total)),
+            *(each.data_ptr() for each in (x, residual, weight, y, total)),
             *(x.numel() // width, width, eps, KINDS[x.dtype], torch.get_num_threads()),
         )
         return y, total
