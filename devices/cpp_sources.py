@@ -60,7 +60,13 @@ def compiled_source(source: Path) -> ctypes.CDLL | str:
     if openmp is not None:  # the library's own team computes, not a second one beside it
         ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
     try:
-        return ctypes.CDLL(str(_library(source)))
+        library = _library(source)
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError:  # it was torn when the machine lost its power
+            log.warning("%s cannot be loaded, and is compiled again", library)
+            library.unlink()
+            return ctypes.CDLL(str(_library(source)))
     except (OSError, subprocess.SubprocessError) as error:
         return f"{source.name} cannot be compiled: {_last_line(error)}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import shutil
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from continuous_batching.request import Request, SamplingParams
+from devices import cpp_sources
 from devices.cpp_sources import KINDS, missing_for_sources
 from models.ops.cpu import products as module
 from models.ops.cpu.ops import CpuOps
@@ -138,12 +140,25 @@ def test_it_is_compiled_once_for_all_starts(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", compiler(tmp_path))
+    load = ctypes.CDLL
+
+    def opened(name: str, **options: int) -> ctypes.CDLL:
+        """This process has loaded the file of that name before, and would be given it unread."""
+        if name.endswith(".so") and Path(name).read_bytes() == b"half of it":
+            raise OSError(f"{name}: file too short")
+        return load(name, **options)
+
+    monkeypatch.setattr(cpp_sources.ctypes, "CDLL", opened)
     counts = []
-    for _ in range(2):
+    for is_torn in (False, False, True):
         products.cache_clear()
+        if is_torn:
+            (kept,) = (tmp_path / "continuous_batching/products").iterdir()
+            kept.unlink()
+            kept.write_bytes(b"half of it")
         assert isinstance(products(), Products)
         counts.append(len((tmp_path / "runs").read_text().splitlines()))
-    assert counts == [3, 4], "its version, the compilation and the link, and then its version"
+    assert counts == [3, 4, 8], "its version, the compilation and the link; its version; that, and all again"
     assert [each.suffix for each in (tmp_path / "continuous_batching/products").iterdir()] == [".so"]
 
 
