@@ -74,8 +74,8 @@ class PartTimes:
         """Wrap a linear likewise, and count its operations too."""
         timed = self.of(part, linear)
 
-        def counted(x: torch.Tensor) -> Any:
-            y = timed(x)
+        def counted(x: torch.Tensor, *more: Any) -> Any:
+            y = timed(x, *more)
             outputs = y if isinstance(y, tuple) else (y,)
             self._step_multiplied += 2 * x.shape[-1] * sum(each.numel() for each in outputs)
             return y

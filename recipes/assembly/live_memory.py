@@ -15,6 +15,7 @@ import hashlib
 import os
 import stat
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -65,7 +66,9 @@ class LiveMemory:
     def __init__(
         self, recipe: Recipe, engine: Engine, runner: ModelRunner, memory: MemoryPlan, rank: int = 0
     ) -> None:
-        self._recipe, self._engine, self._runner, self._memory = recipe, engine, runner, memory
+        # The engine holds this in its questions, and is to be freed with whoever holds it last
+        self._engine: Engine = weakref.proxy(engine)
+        self._recipe, self._runner, self._memory = recipe, runner, memory
         self._rank = rank
         self._own_head: Mtp | None = None  # a head that is read from the model's own checkpoint
         if isinstance(runner.drafter, Drafter) and isinstance(runner.drafter.decoder, Mtp):

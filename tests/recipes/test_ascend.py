@@ -213,6 +213,8 @@ for path in sys.argv[1:]:
     changes = [*SMALL, f"parallel.tensor={tensor}", "parallel.context=1"]
     if recipe.model.quantization == "w4a16":  # the tiny model is not packed
         changes.append("model.quantization=auto")
+    if recipe.speculation.kind == "mtp":  # nor has it such a layer
+        changes.append("speculation.kind=none")
     llm = LLM(path, *changes)
     (output,) = llm.generate("348+275=", SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
     print(output.outputs[0].text, flush=True)
