@@ -108,7 +108,7 @@ def test_choosing_from_a_long_prompt() -> None:
         metadata = planned(attention, batch, table)
         query, weights = torch.ones(longest, 16, 32), torch.ones(longest, 16)
         with PeakBytes() as peak:
-            attention.choose(query, weights, planes[2], metadata)
+            attention.choose(query, weights, attention.index_pages(planes), metadata)
         assert STEP_BYTES + peak.most <= estimate(recipe, config)
         peaks.append(peak.most)
     assert peaks[1] < 2.5 * peaks[0], "twice the context: its square would take four times as much"
