@@ -129,7 +129,7 @@ def test_control_tokens_in_a_document_are_text(asked: httpx.Client) -> None:
         ),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n is -1", "top_n"),
         ("/rerank", {"query": "a", "documents": ["b" * 9999]}, "maximum context length", "documents"),
-        ("/rerank", {"query": "a", "documents": ["b"] * 1025}, "query and documents ask for 1025", None),
+        ("/rerank", {"query": "a", "documents": ["b"] * 1025}, "query and documents asked for 1025", None),
     ],
 )
 def test_what_cannot_be_scored_is_refused(
