@@ -67,7 +67,7 @@ def test_the_server_fetches_nothing() -> None:
         path for path in RUNTIME if name(path).startswith(("serving/", "continuous_batching/", "models/"))
     ]
     found = {name(path) for path in served if clients.search(path.read_text(encoding="utf-8"))}
-    # to the collector that the command line names; a client of the server; incoming connections and their options;
+    # to the collector that the command line names; a client of the server; incoming connections;
     # connections that the ranks of an engine have made already; the replicas that a router's operator names
     ours = {"serving/metrics/traces.py", "serving/terminal_view.py", "serving/router/server.py"}
     ours |= {f"serving/router/{each}.py" for each in ("upstream", "membership")}
