@@ -22,7 +22,7 @@ from devices.cpu_threads import loaded_library
 
 log = logging.getLogger(__name__)
 
-HEADERS = tuple(Path(__file__).parent.glob("*.h"))  # which the sources include
+HEADERS = tuple(Path(__file__).parent.glob("*.h"))  # The sources include them.
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Kind of the sources
 COMPILE_S = 120.0  # limit of the compiler, which takes 3 s where it is alone
 
@@ -97,7 +97,7 @@ def _library(source: Path) -> Path:
     handle, for_all = tempfile.mkstemp(prefix=f".{name}.", dir=kept)
     os.close(handle)
     shutil.copyfile(made / name, for_all)
-    Path(for_all).replace(kept / name)  # in one move, since other processes may compile it as well
+    Path(for_all).replace(kept / name)  # Other processes may compile it as well: one move
     shutil.rmtree(made)
     return kept / name
 

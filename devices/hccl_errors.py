@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-MOST_LOG_BYTES = 2**18  # of the end of a process's log
+MOST_LOG_BYTES = 2**18  # The end of a process's log is read, up to so many
 _UNMADE = "EI0006"  # links that are made; the log has their tables, also of those that were made again
 _CODES = ("EI0002", _UNMADE, "107020")
 # | 192.0.2.199(7) | 16666 | 192.0.3.198(3) | 0 | client | time out | DISABLE |

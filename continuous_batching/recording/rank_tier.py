@@ -78,7 +78,7 @@ class FollowersTier:
     def __init__(self, tier: TierOfARank, answer: Callable[[RankAnswer], None]) -> None:
         self._tier, self._answer = tier, answer
         self._num_begun = 0
-        self._lookups: dict[str, tuple[Request, Lookup]] = {}  # by the request that waits for it
+        self._lookups: dict[str, tuple[Request, Lookup]] = {}  # Keyed by the request that waits for it
 
     def look_up(self, request: Request, sought: Sought, is_waiting: Callable[[Request], bool]) -> None:
         """Start a lookup for a request that waits for all ranks' lookups, and forget those of lost ones."""
