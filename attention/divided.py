@@ -57,7 +57,7 @@ class Gathered:
 
     rows: Tensor  # int64, rows of the packed query
     pages: Tensor  # int64 [P]: the pages of these requests, one after the other
-    metadata: AttentionMetadata  # for it the gathered pages are the cache
+    metadata: AttentionMetadata  # The gathered pages are its cache.
 
 
 @dataclass(frozen=True)

@@ -343,7 +343,7 @@ class AscendProduct:
                 f" only for queries in bfloat16: set model.dtype to bfloat16, {plain}"
             )
         if shape.latent is not None:
-            return  # whose own operators have other limits
+            return  # Operators of latents have limits of their own.
         if shape.page_size % INT8_PAGE_STEP or not 0 < shape.page_size <= MOST_INT8_PAGE:
             raise ValueError(
                 f"cache.page_size is {shape.page_size}, and cache.dtype is int8; attention of the {self.name}"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Least rows of a step, for each tensor rank, for which the ranks divide rows of sparse attention. With fewer,
-# as in decodes, it takes longer to exchange them than to choose for all of them and attend by a rank's heads
+# Least rows of a step, for each tensor rank, for which the ranks divide rows of sparse attention. To exchange
+# fewer, as decodes have, takes longer than to choose for all of them and attend by a rank's own heads.
 DIVIDED_ROWS = 16
 LATENT_TILE = 128  # numbers of a latent in int8 that share a scale
 LATENT_SCALE_BYTES = 4  # bytes of such a scale, a float32

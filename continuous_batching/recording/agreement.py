@@ -232,12 +232,6 @@ class Agreement:
             ]
             return tuple(self._settled(*key, self._open.pop(key).answers) for key in over)
 
-    @property
-    def next_s(self) -> float | None:
-        """When the next open question's time is over, or None where none is open."""
-        with self._lock:
-            return min((each.until_s for each in self._open.values()), default=None)
-
     def _settled(self, topic: str, name: str, answers: Mapping[str, RankAnswer]) -> Settled:
         ordered = {rank: answers[rank] for rank in self._names if rank in answers}
         return Settled(topic, name, ordered, tuple(rank for rank in self._names if rank not in answers))

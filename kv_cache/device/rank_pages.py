@@ -96,7 +96,7 @@ class HeldLayer(msgspec.Struct, frozen=True, array_like=True):
 
     layout: Annotated[str, Meta(max_length=2**12)]
     planes: Annotated[tuple[tuple[int, int], ...], Meta(min_length=1, max_length=2**4)]  # runs, bytes a head
-    num_heads: Annotated[int, Meta(ge=1, le=MOST_HEADS)]  # of all ranks
+    num_heads: Annotated[int, Meta(ge=1, le=MOST_HEADS)]  # The heads of all ranks count.
 
 
 class RankHolds(msgspec.Struct, frozen=True, array_like=True):

@@ -169,7 +169,7 @@ def sums_latents(machine: Npu) -> Found:
     """
     from attention.npu.latent_attention import FusedLatentAttention
 
-    npu, page = torch.get_device_module("npu"), PAGE // 8  # that of each of eight ranks
+    npu, page = torch.get_device_module("npu"), PAGE // 8  # Each of eight ranks holds an eighth of a page.
     config = replace(decoder_config(DEEPSEEK), num_heads=16 if machine.asked.virtual else 64)
     shape, stops = shape_of(page, config), np.array([300, 1, 2 * page, 77])
     fused = FusedLatentAttention(shape, machine.device, machine.product)

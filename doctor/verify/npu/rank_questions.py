@@ -109,7 +109,7 @@ def _dispatched(recipe: Recipe, group: Group, *, has_shared: bool) -> Found:
         for side, (outputs, inputs) in enumerate(((2 * inner, hidden), (hidden, inner)))
     ]
     packed, router = ops.pack_experts(*linears), drawn(config.num_experts, hidden, seed=10**6).float()
-    part = max(16, inner // world.size)  # of a shared expert as large as the others
+    part = max(16, inner // world.size)  # The shared expert is as large as the others.
     shapes = ((2 * part, hidden), (hidden, part)) if has_shared else ()
     shared = [
         drawn(*shape, seed=2 * 10**6 + 2 * group.rank + side).div_(shape[1] ** 0.5)
