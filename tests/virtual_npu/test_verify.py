@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.each_of import each_of
 from tests.thorough import cases
 from virtual_npu.contract import Conditions
 from virtual_npu.operators import operator as contract_of
@@ -31,7 +32,7 @@ def by_reference(operator: str, arguments: Mapping[str, Any], product: Product =
 
 @pytest.mark.npu
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("operator", MAKERS)
+@each_of("operator", MAKERS)
 def test_a_device_computes_what_the_contract_says(operator: str) -> None:
     verdict = verify(operator, on_device, "npu:0", 2, seed=0)
     assert verdict.is_right, verdict.first_fault
@@ -43,14 +44,14 @@ def scaled(operator: str, arguments: Mapping[str, Any]) -> Any:
     return [each * 1.1 for each in ([results] if isinstance(results, torch.Tensor) else results)]
 
 
-@pytest.mark.parametrize(("product", "operator"), CASES, ids=[f"{each.name}-{name}" for each, name in CASES])
+@each_of("product, operator", CASES)
 def test_the_contract_lets_an_engines_calls_through(product: Product, operator: str) -> None:
-    verdict = verify(operator, partial(by_reference, product=product), "cpu", cases(8, 60), 0, product)
+    verdict = verify(operator, partial(by_reference, product=product), "cpu", cases(4, 60), 0, product)
     assert verdict.is_right, verdict.first_fault
     assert verdict.worst == 0
 
 
-@pytest.mark.parametrize("operator", ["npu_rms_norm", "npu_fused_infer_attention_score", "npu_quant_matmul"])
+@each_of("operator", ["npu_rms_norm", "npu_fused_infer_attention_score", "npu_quant_matmul"])
 def test_a_wrong_result_shows(operator: str) -> None:
     verdict = verify(operator, scaled, "cpu", 2, seed=5)
     assert verdict.num_right == 0
