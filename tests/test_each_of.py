@@ -27,6 +27,8 @@ def test_every_case_runs_and_all_that_fail_are_named(tmp_path: object) -> None:
     assert said.count("would hide the rest") == 1
 
 
-def test_a_table_without_a_case_is_no_test() -> None:
+def test_a_table_all_of_which_skips_is_skipped_and_one_without_a_case_is_none() -> None:
+    with pytest.raises(pytest.skip.Exception, match="no device"):
+        each_of("number", [1, 2])(lambda number: pytest.skip("no device"))()
     with pytest.raises(AssertionError, match="there is no case"):
-        each_of("number", [])(lambda number: None)()
+        each_of("number", [])
