@@ -23,6 +23,7 @@ from virtual_npu.verify import PACKER, in_words, main, on_device, product_of, ve
 ROOT = Path(__file__).resolve().parents[2]
 
 
+NUM_GROUPED = cases(14, 60)
 CASES = [(product, operator) for product in PRODUCTS.values() for operator in makers(product)]
 
 
@@ -96,7 +97,7 @@ def test_a_seed_draws_one_call() -> None:
 def test_grouped_products_of_int8_with_4_and_with_8_bits_are_drawn() -> None:
     """And those of 4 bits without their bias are found wrong, as by an operator that adds nothing."""
     seen, calls = set[tuple[torch.dtype, bool]](), 0
-    for seed in range(60):
+    for seed in range(NUM_GROUPED):
         call = sample_call("npu_grouped_matmul", seed).arguments
         if call["x"][0].dtype == torch.int8:
             seen.add((call["weight"][0].dtype, call["output_dtype"] == torch.int32))
@@ -108,7 +109,8 @@ def test_grouped_products_of_int8_with_4_and_with_8_bits_are_drawn() -> None:
             arguments = {**arguments, "bias": [0 * arguments["bias"][0]]}
         return by_reference(operator, arguments)
 
-    assert verify("npu_grouped_matmul", without_bias, "cpu", 60, 0).num_right == 60 - calls
+    verdict = verify("npu_grouped_matmul", without_bias, "cpu", NUM_GROUPED, 0)
+    assert verdict.num_right == NUM_GROUPED - calls
 
 
 def test_what_the_engine_calls_is_tried() -> None:
