@@ -100,5 +100,6 @@ def recount_windows(scheduler: Scheduler) -> None:
             assert np.array_equal(
                 group.host.holders[1:], [left[page] for page in range(1, group.host.num_pages)]
             )
-    free = np.setdiff1d(np.arange(slots.num_slots), slots.busy)
+    free = np.ones(slots.num_slots, bool)
+    free[slots.busy] = False
     assert not any(group.stop[free].any() or group.table[free].any() for group in tables.groups)
