@@ -49,6 +49,11 @@ class WholePages(Protocol):
         ...
 
     @property
+    def are_states(self) -> list[bool]:
+        """Whether a page of each layer is the whole state of a request."""
+        ...
+
+    @property
     def is_behind(self) -> bool:
         """Whether so much waits to be written that nothing more is to be."""
         ...
@@ -97,6 +102,7 @@ class HeldLayer(msgspec.Struct, frozen=True, array_like=True):
     layout: Annotated[str, Meta(max_length=2**12)]
     planes: Annotated[tuple[tuple[int, int], ...], Meta(min_length=1, max_length=2**4)]  # runs, bytes a head
     num_heads: Annotated[int, Meta(ge=1, le=MOST_HEADS)]  # The heads of all ranks count.
+    holds_state: bool = False
 
 
 class RankHolds(msgspec.Struct, frozen=True, array_like=True):
@@ -169,6 +175,11 @@ class RankPages:
     def layer_bytes(self) -> list[int]:
         """See `WholePages.layer_bytes`."""
         return [sum(runs * width for runs, width in each.planes) * each.num_heads for each in self._layers]
+
+    @property
+    def are_states(self) -> list[bool]:
+        """See `WholePages.are_states`."""
+        return [each.holds_state for each in self._layers]
 
     @property
     def is_behind(self) -> bool:

@@ -174,9 +174,11 @@ def check_states(recipe: Recipe, config: DecoderConfig) -> None:
     server, scheduler = recipe.server, recipe.scheduler
     drafts = recipe.speculation.max_tokens if recipe.speculation.kind != "none" else 0
     most_drafts = drafts if drafts > MOST_DRAFTS else None
+    has_ranks = recipe.parallel.tensor * recipe.parallel.pipeline > 1
+    problem = "several ranks do not exchange them with other engines"
     refused = (
-        ("server.pages_at", server.pages_at, "its states are not sent to other engines"),
-        ("server.prompt_replicas", server.prompt_replicas, "its states are not fetched from other engines"),
+        ("server.pages_at", has_ranks and server.pages_at, problem),
+        ("server.prompt_replicas", has_ranks and server.prompt_replicas, problem),
         ("speculation.max_tokens", most_drafts, f"at most {MOST_DRAFTS} drafts follow one"),
     )
     for name, value, problem in refused:
