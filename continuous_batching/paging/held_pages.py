@@ -119,7 +119,7 @@ class HeldPages:
         arrival = self._arriving.pop(name, None)
         if arrival is None:
             return
-        pages = arrival.pages
+        pages, states = arrival.pages, self._tables.states
         if not is_whole:
             self._counters.missed_pages += len(arrival.filled)
         else:
@@ -132,10 +132,9 @@ class HeldPages:
             self._prefix.share(standing[doubles])
             self._prefix.release(arrival.filled[doubles])
             pages = np.concatenate([pages[: arrival.num_found], standing])
-        states = self._tables.states
-        if states is not None:
-            if is_whole and self._prefix.is_cached(pages[-1:]).all():
+            if states is not None and self._prefix.is_cached(pages[-1:]).all():
                 states.lay_beside(int(pages[-1]), int(arrival.state[0]))
+        if states is not None:
             states.release(arrival.state)
         self._prefix.release(pages)
         self._pin()

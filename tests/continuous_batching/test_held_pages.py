@@ -354,6 +354,31 @@ def test_states_come_and_are_leased_with_the_pages_before_them() -> None:
     assert min(counts.values()) >= 3, counts
 
 
+def test_a_state_that_is_gone_comes_with_the_page_before_it() -> None:
+    """It is found once it has come whole, and not before, though its pages are found all the while."""
+    engine = engine_of(40, NUM_SLOTS + 2)
+    prompt = np.random.default_rng(1).integers(0, VOCAB_SIZE, 70)
+    first, again = (Request(name, prompt, SamplingParams(max_tokens=2, seed=0)) for name in "ab")
+    engine.add(first)
+    run_out(engine)
+    states = states_of(engine)
+    engine.scheduler.tables.evict(states.num_idle, states.number)
+    for is_whole in (False, True):
+        assert expect(engine, again)
+        arrival = engine.arriving_pages("b")
+        assert (arrival.num_found, len(arrival.filled), len(arrival.state)) == (3, 1, 1)
+        if is_whole:
+            fill(engine, again)
+        engine.pages_arrived("b", is_whole=is_whole)
+        recount(engine.scheduler)
+        again.page_keys = engine.scheduler.page_keys(again)
+        assert len(engine.scheduler.lifecycle.find(again)) == 4 * is_whole
+    engine.add(again)
+    run_out(engine)
+    assert again.num_cached_tokens == 64
+    check(first, again)
+
+
 def test_a_replay_tells_where_pages_are_not_found_again() -> None:
     engine, memory = make(), Memory()
     engine.observer = Recorder({}, memory)

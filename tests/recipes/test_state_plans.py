@@ -176,10 +176,6 @@ def _weights_of_mixers(config: DecoderConfig) -> int:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (
-            ["server.pages_at=tcp://127.0.0.1:1", "parallel.tensor=2", "speculation.kind=none"],
-            "server.pages_at.* several ranks do not exchange them with other engines",
-        ),
         (["speculation.kind=ngram", "speculation.max_tokens=8"], "at most 7 drafts follow one"),
         (
             ["scheduler.chunk_tokens=48"],
