@@ -340,6 +340,8 @@ def test_states_come_and_are_leased_with_the_pages_before_them() -> None:
 
         engine.scheduler.lifecycle.held.give_way = give_way  # type: ignore[method-assign]
         requests, _ = crowd(seed, engine, 200)
+        for each in requests:
+            engine.release_pages(each.id)
         check(*requests)
         counters, states = engine.scheduler.counters, states_of(engine)
         counts["arrived"] += counters.arrived_pages > 0

@@ -6,7 +6,8 @@ states that decay slowly, so that one which is missing or stands elsewhere shows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from serving.engine import page_exchange
 from tests.models.families import VOCABULARY, make
+from tests.models.mtp_layers import target_beside
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.serving.page_pair import HERE, Link, Pair, cache_of
 from tests.serving.test_pages_beside import served_alone
 
 PAGE = 16
+PathOf = Callable[[str], Path]  # of a checkpoint, by its name in VARIANTS
 VARIANTS = {each.name: each for each in RECURRENT_VARIANTS}
 
 
@@ -40,9 +43,9 @@ def engine(path: Path, **keys: Any) -> BuiltEngine:
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def path_of(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
     folder = tmp_path_factory.mktemp("checkpoints")
-    return {name: make(VARIANTS[name], folder)[1] for name in ("qwen3_5", "qwen3_next", "kimi_linear")}
+    return cache(lambda name: make(VARIANTS[name], folder)[1])
 
 
 def pair_of(path: Path, prompts: dict[str, Any] | None = None, **options: Any) -> Pair:
@@ -93,13 +96,17 @@ def states_of(pair: Pair, asked: Sequence[Request]) -> list[list[bytes]]:
 
 @pytest.mark.parametrize(
     ("name", "transport"),
-    [("qwen3_5", "tcp"), ("qwen3_next", "shared_memory"), ("kimi_linear", "tcp")],
+    [
+        ("qwen3_5", "tcp"),
+        pytest.param("qwen3_next", "shared_memory", marks=pytest.mark.slow),
+        pytest.param("kimi_linear", "tcp", marks=pytest.mark.slow),
+    ],
 )
-def test_the_state_comes_with_the_pages_before_it(name: str, transport: str, paths: dict[str, Path]) -> None:
+def test_the_state_comes_with_the_pages_before_it(name: str, transport: str, path_of: PathOf) -> None:
     """Also where a beginning is here already, where its state was evicted, and for a prompt without any."""
     lengths = 190, 150, 129, 71, 64
-    want = served_alone(engine(paths[name]), requests(*lengths))
-    pair = pair_of(paths[name], transport=transport)
+    want = served_alone(engine(path_of(name)), requests(*lengths))
+    pair = pair_of(path_of(name), transport=transport)
     asked = requests(*lengths)
     assert [pair.serve([each])[0] for each in asked] == want
     counters = pair.answers.scheduler.counters
@@ -130,12 +137,13 @@ def once_more(built: Sequence[BuiltEngine], **options: Any) -> Pair:
     return Pair(built=(built[0], built[1]), most_part_bytes=1 << 14, window_bytes=1 << 20, **options)
 
 
+@pytest.mark.slow
 def test_a_transfer_that_fails_at_any_message_is_a_miss(
-    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    path_of: PathOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut before each message, within it, changed or lost, of layers with a state or without one."""
     monkeypatch.setattr(prompt_source, "LOST_S", 0.0)
-    path = paths["qwen3_5"]
+    path = path_of("qwen3_5")
     built = engine(path), engine(path)
     want = served_alone(built[1], requests(150))
     way = Link("none", 0, "pass")
@@ -163,11 +171,11 @@ def test_a_transfer_that_fails_at_any_message_is_a_miss(
 
 
 def test_a_state_is_kept_until_there_is_room_to_read_it(
-    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    path_of: PathOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On its lease, which gives way to who runs; then the prompt is computed where it is needed."""
     monkeypatch.setattr(page_exchange, "MOST_UNSENT_BYTES", 1)
-    built = engine(paths["qwen3_5"]), engine(paths["qwen3_5"])
+    built = engine(path_of("qwen3_5")), engine(path_of("qwen3_5"))
     want = served_alone(built[1], requests(150))
     for gives_way in (False, True):
         pair = once_more(built)
@@ -187,8 +195,8 @@ def test_a_state_is_kept_until_there_is_room_to_read_it(
         pair.close()
 
 
-def test_a_prompt_for_others_leaves_its_state_for_the_next_turn(paths: dict[str, Path]) -> None:
-    pair = pair_of(paths["qwen3_5"])
+def test_a_prompt_for_others_leaves_its_state_for_the_next_turn(path_of: PathOf) -> None:
+    pair = pair_of(path_of("qwen3_5"))
     first, second = requests(130, 200, opening=130)
     pair.serve([first])
     pair.settle()
@@ -201,11 +209,31 @@ def test_a_prompt_for_others_leaves_its_state_for_the_next_turn(paths: dict[str,
     pair.close()
 
 
+@pytest.mark.slow
+def test_a_layer_that_drafts_finds_what_it_keeps_beside_the_state(tmp_path: Path) -> None:
+    """It makes the guesses of one engine; the states have room for what drafts leave beside them."""
+    keys = {"speculation.kind": "mtp", "speculation.max_tokens": 3, "speculation.adaptive": "fixed"}
+    _, path = target_beside("qwen3_next", tmp_path)
+    plain = engine(path, **keys)
+    want = served_alone(plain, requests(150, 190))
+    drafted = plain.engine.scheduler.counters
+    built = engine(path, **keys), plain
+    pair = once_more(built)
+    before = drafted.draft_tokens, drafted.accepted_tokens
+    asked = requests(150, 190)
+    assert [pair.serve([each])[0] for each in asked] == want
+    assert [each.num_cached_tokens for each in asked] == [usable(each) for each in asked]
+    assert (drafted.draft_tokens, drafted.accepted_tokens) == tuple(2 * each for each in before)
+    assert before[1] > 0
+    pair.settle()
+    pair.close()
+
+
 def test_engines_that_keep_other_states_exchange_nothing(
-    paths: dict[str, Path], caplog: pytest.LogCaptureFixture
+    path_of: PathOf, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = pair_of(paths["qwen3_5"], {"cache.state_dtype": "float16"})
-    assert pair.serve(requests(150)) == served_alone(engine(paths["qwen3_5"]), requests(150))
+    pair = pair_of(path_of("qwen3_5"), {"cache.state_dtype": "float16"})
+    assert pair.serve(requests(150)) == served_alone(engine(path_of("qwen3_5")), requests(150))
     assert "a page of layer 0 is float16" in caplog.text
     assert pair.answers.scheduler.counters.arrived_pages == 0
     pair.settle()
