@@ -59,6 +59,8 @@ class Checkpoints:
         whether or not it could start behind them.
         """
         slots, size = self._slots, self._slots.page_size
+        if self._shares and slots.requests[row].leases_pages:  # another engine goes on from its very end
+            self.want(row, self.usable(int(slots.num_shareable[row])) * size)
         if not self._shares or not len(keys):
             return
         if slots.num_computed[row] and not slots.requests[row].num_preemptions:

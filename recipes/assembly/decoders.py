@@ -171,7 +171,9 @@ def layers_of(decoder: Decoder | Head) -> list[LayerPages]:
             )
         else:  # one function for all layers that make equal planes
             new = made.setdefault(state, partial(new_states, state, device=attention.device))
-            layers.append(LayerPages(new, 1 + len(config.window_groups), holds_state=True))
+            assert config.recurrent is not None, "a layer keeps a state by the sizes of its attention"
+            group, heads = 1 + len(config.window_groups), config.recurrent.num_key_heads
+            layers.append(LayerPages(new, group, heads, holds_state=True))
     if isinstance(config, HeadConfig):
         shape, dtype = (config.num_kept, config.hidden_size), TORCH_DTYPES[config.dtype]
         layers.append(
