@@ -227,15 +227,28 @@ class RankPages:
     def move(self, layer: int, pages: Index, to_leader: bool) -> None:
         """Send the leader this rank's part of some pages of a layer, or receive it from there.
 
-        A part that is received is written when this returns; sending is only begun.
+        A part that is received is written when this returns; sending is only begun. Raises ValueError for a
+        layer that the model does not have, or pages that this rank does not have.
         """
         rank = self._links.rank
+        self._check(layer, pages)
         for _, heads in [each for each in self._parts(layer, to_leader=to_leader) if each[0] == rank]:
             if to_leader:
                 self._reads.do(partial(self._send, self._read(layer, pages, heads)))
             else:
                 part = self._received(layer, len(pages), heads, 0)
                 self._write(layer, pages, part, heads)
+
+    def _check(self, layer: int, pages: Index) -> None:
+        if layer >= len(self._layers):
+            raise ValueError(f"the leader moves pages of layer {layer}, and there are {len(self._layers)}")
+        if layer not in self._own:
+            return
+        there = len(self._cache.of(self._own[layer][0])[0])
+        if len(pages) > there or (len(pages) and not 0 <= pages.min() <= pages.max() < there):
+            raise ValueError(
+                f"the leader moves {len(pages)} pages of layer {layer} that are not among {there}"
+            )
 
     def _send(self, wait: Callable[[], Bytes]) -> None:
         self._links.send(torch.from_numpy(wait()), 0)

@@ -237,6 +237,22 @@ def test_a_leader_does_not_wait_for_what_it_has_queued() -> None:
     follower.close()
 
 
+def test_pages_that_a_rank_does_not_have_are_refused() -> None:
+    """Of what a leader says that is no leader of this model."""
+    shares, planes = tensor(2, 2), whole(LAYERS, 2, columns=False)
+    caches = [cache_of(each, planes, columns=False, filled=True) for each in shares]
+    ranks = Ranks(caches, shares, 2)
+    follower = ranks.parts[1]
+    there = len(caches[1].of(0)[0])
+    for layer, pages in ((LAYERS, [1]), (2**53, [1]), (0, [there]), (0, [-1]), (0, [1] * (there + 1))):
+        for to_leader in (True, False):
+            with pytest.raises(ValueError, match="the leader moves"):
+                follower.move(layer, np.array(pages), to_leader)
+    one = cache_of(tensor(1, 2)[0], planes, columns=False, filled=True)
+    assert np.array_equal(ranks.read(0, np.array([there - 1])), one.read_layer(0, np.array([there - 1]))())
+    ranks.close()
+
+
 def test_where_a_batch_is_computed_later_the_leaders_pages_are_read_and_written_after_it() -> None:
     planes = whole(LAYERS, 1, columns=False)
     share = stages(1, 1)[0]
