@@ -210,7 +210,6 @@ def check_invariance(recipe: Recipe, config: DecoderConfig) -> None:
         ("model", config.query_growth is not None, "queries that grow with their position"),
         ("model", "dynamic" in kinds, "a rotary embedding that depends on the length"),
         ("model.quantization", config.quantization is not None, "quantized weights"),
-        ("cache.dtype", recipe.cache.dtype == "int8", "int8 pages"),
         ("adapters.most", bool(recipe.adapters.most), "adapters"),
         ("parallel", recipe.parallel.tensor * recipe.parallel.pipeline > 1, "several ranks"),
     )

@@ -166,9 +166,10 @@ class CacheSection:
 
     page_size: int = key("tokens in a page", default=16, least=1, most=1024)
     dtype: Literal["auto", "int8"] = key(
-        "type of keys and values; int8: half the bytes of 16 bits, and a scale for each token and head, where"
-        " `device.attention` is reference; on npu, where it is fused, with a checkpoint's scales for each"
-        " channel alone (C8), or sparse attention; auto: as `model.dtype`",
+        "type of keys and values; int8: half the bytes of 16 bits, and a scale for each token and head; cuda:"
+        " where `device.attention` is reference; cpu: there too, or where there is a C++ compiler; npu: where"
+        " it is fused, with a checkpoint's scales for each channel alone (C8), or sparse attention; auto: as"
+        " `model.dtype`",
         default="auto",
     )
     num_pages: int | None = key(
