@@ -37,8 +37,8 @@ class SlotPool:
         self.page_table = np.zeros((num_slots, self.max_pages), dtype=np.int32)
         # The page tables of the groups of windows, which own them (`kv_cache/groups.py`)
         self.window_tables: tuple[NDArray[np.int32], ...] = ()
-        # [N, 1] the page of each row's recurrent states, of the group that owns it; None if there are none
-        self.state_table: NDArray[np.int32] | None = None
+        # [N] the page of each row's recurrent states, of the group that owns it; None if there are none
+        self.state_pages: NDArray[np.int32] | None = None
         self.number = self._integers()  # order of arrival
         self.priority = self._integers()
         self.adapter = np.zeros(num_slots, dtype=np.int32)  # number of its adapter on the device; 0: none
