@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import colorsys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,31 +152,23 @@ def save_speculation(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     plt.close(figure)
 
 
-def save_simulated(
-    path: Path, size: tuple[float, float], count: int, draw: Callable[[Sequence[Axes]], object]
-) -> None:
-    """Draw simulated figures over `count` pairs of axes, side by side, and say that they are simulated."""
+def save_bars(path: Path, names: Sequence[str], panels: Sequence[Panel]) -> None:
+    """Draw simulated figures, a bar for each name in each panel, and say that they are simulated."""
     with mpl.rc_context(PLAIN):
-        figure, axes = plt.subplots(1, count, figsize=size, squeeze=False)
-        draw(axes[0].tolist())
+        size = (2.5 * len(panels), 0.9 + 0.3 * len(names))
+        figure, all_axes = plt.subplots(1, len(panels), figsize=size, squeeze=False)
+        for axes, (heading, values, form) in zip(all_axes[0], panels):
+            shown = axes.barh(names, values, color="#35608d", height=0.65)
+            axes.bar_label(shown, [form.format(value) for value in values], padding=2, fontsize=7)
+            axes.set_title(heading)
+            axes.margins(x=0.25)
+            axes.grid(axis="y", visible=False)
+            axes.invert_yaxis()
+            axes.tick_params(labelleft=axes is all_axes[0, 0])  # the names stand at the left
         figure.suptitle("SIMULATED", x=0.01, ha="left", fontsize=7)
-        figure.tight_layout(rect=(0, 0, 1, 0.97 if figure.legends else 1))
+        figure.tight_layout(rect=(0, 0, 1, 0.97))
         figure.savefig(path, dpi=100, metadata={"Software": None} if path.suffix == ".png" else None)
         plt.close(figure)
-
-
-def draw_bars(all_axes: Sequence[Axes], names: Sequence[str], panels: Sequence[Panel], *, log: bool) -> None:
-    """Draw a bar for each name in each panel; the names stand at the left."""
-    for axes, (heading, values, form) in zip(all_axes, panels):
-        shown = axes.barh(names, values, color="#35608d", height=0.65)
-        axes.bar_label(shown, [form.format(value) for value in values], padding=2, fontsize=7)
-        axes.set_title(heading)
-        axes.margins(x=0.25)
-        axes.grid(axis="y", visible=False)
-        axes.invert_yaxis()
-        axes.tick_params(labelleft=axes is all_axes[0])
-        if log:
-            axes.set_xscale("log")
 
 
 class PlainLogFormatter(LogFormatter):
@@ -190,24 +182,3 @@ def show_plain_numbers(axis: Axis) -> None:
     """Label a logarithmic axis by numbers, also between powers of ten where it is short."""
     axis.set_major_formatter(PlainLogFormatter())
     axis.set_minor_formatter(PlainLogFormatter(minor_thresholds=(1.5, 0.5)))
-
-
-def draw_lines(
-    all_axes: Sequence[Axes],
-    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
-    *,
-    log: bool,
-) -> None:
-    """Draw in each panel, by its heading, a line for each name: values over offered rates."""
-    for axes, (heading, lines) in zip(all_axes, panels.items()):
-        for name, (rates, values) in lines.items():
-            axes.plot(rates, values, marker=".", label=name)
-        axes.set_xlabel("requests/s offered")
-        axes.set_title(heading)
-        if log:
-            axes.set_yscale("log")
-            show_plain_numbers(axes.yaxis)
-    handles, names = all_axes[0].get_legend_handles_labels()
-    figure = all_axes[0].get_figure()
-    assert figure is not None, "axes are in a figure"
-    figure.legend(handles, names, loc="upper right", ncols=len(names), frameon=False)

@@ -221,16 +221,13 @@ def run_routes(options: argparse.Namespace) -> Result:
     """Compare the routes, and draw them where that is asked for."""
     result = compare(options, None)
     if options.plot is not None:
-        from benchmark.charts import draw_bars, save_simulated  # matplotlib takes a second to load
+        from benchmark.charts import save_bars  # matplotlib takes a second to load
 
         ways = result["ways"]
         panels = [
             (heading, [figure(each, name) for each in ways.values()], form) for name, heading, form in PANELS
         ]
-        size, names = (10, 0.9 + 0.3 * len(ways)), [*ways]
-        save_simulated(
-            options.plot, size, len(panels), lambda axes: draw_bars(axes, names, panels, log=False)
-        )
+        save_bars(options.plot, [*ways], panels)
     return result
 
 
