@@ -52,18 +52,8 @@ def bars(timeline: Timeline) -> dict[tuple[int, str, bool], list[Bar]]:
     return drawn
 
 
-def accepted(timeline: Timeline) -> dict[int, list[Bar]]:
-    """Return the steps in which drafts of a row were accepted, by row."""
-    drawn: dict[int, list[Bar]] = {}
-    for step in timeline.steps:
-        for row, count in zip(step.rows, step.num_accepted):
-            if count:
-                drawn.setdefault(row, []).append((step.start_s, step.end_s - step.start_s))
-    return drawn
-
-
 def draw_slots(axes: Axes, timeline: Timeline, origin_s: float, title: str) -> None:
-    """Draw one row for each slot: a colour for each request, a white line where drafts were accepted."""
+    """Draw one row for each slot: a colour for each request."""
     numbers: dict[str, int] = {}
     for (row, request_id, decode), stretches in bars(timeline).items():
         number = numbers.setdefault(request_id, len(numbers))
@@ -73,43 +63,12 @@ def draw_slots(axes: Axes, timeline: Timeline, origin_s: float, title: str) -> N
             facecolors=request_colour(number, decode=decode),
             edgecolors="none",
         )
-    for row, stretches in accepted(timeline).items():
-        axes.broken_barh(
-            [(start - origin_s, width) for start, width in stretches],
-            (row - 0.08, 0.16),
-            facecolors="white",
-            edgecolors="none",
-        )
     axes.set_title(title, loc="left")
     axes.set_ylabel("slot")
     last = max((row for row, *_ in bars(timeline)), default=0)
     axes.set_ylim(last + 0.5, -0.5)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(left=0)
-
-
-def draw_pages(axes: Axes, timeline: Timeline, origin_s: float, num_pages: int) -> None:
-    """Draw the share of pages that rows hold, step by step."""
-    times_s = [step.end_s - origin_s for step in timeline.steps]
-    axes.step(times_s, [step.held_pages / num_pages for step in timeline.steps], where="post")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("pages in use, share")
-    axes.set_xlabel("seconds since the first arrival")
-
-
-def save_run(path: Path, timeline: Timeline, origin_s: float, num_pages: int) -> None:
-    """Draw one run: slots over time, and below them pages."""
-    figure, (above, below) = plt.subplots(
-        2, 1, sharex=True, figsize=(12, 6.5), gridspec_kw={"height_ratios": [3, 1]}
-    )
-    title = "prompts dark, answers light"
-    if accepted(timeline):
-        title += ", white where drafts were right"
-    draw_slots(above, timeline, origin_s, title)
-    draw_pages(below, timeline, origin_s, num_pages)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def save_slots(path: Path, runs: list[tuple[str, Timeline, float]]) -> None:
@@ -127,26 +86,6 @@ def save_slots(path: Path, runs: list[tuple[str, Timeline, float]]) -> None:
     all_axes[0, 0].legend(
         handles=shades, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0.3
     )
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def save_speculation(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Draw one field for each text: gain over plain decoding by requests at once, one line for each kind."""
-    texts = list(dict.fromkeys(row["text"] for row in rows))
-    figure, fields = plt.subplots(1, len(texts), sharey=True, figsize=(4.2 * len(texts), 4), squeeze=False)
-    for axes, text in zip(fields[0], texts):
-        of_text = [row for row in rows if row["text"] == text]
-        for kind in dict.fromkeys(row["kind"] for row in of_text):
-            points = [(row["slots"], row["times_plain"]) for row in of_text if row["kind"] == kind]
-            axes.plot(*zip(*points), marker="o", label=kind)
-        axes.axhline(0.98, color="grey", linestyle=":")
-        axes.set_xscale("log", base=2)
-        axes.set_title(f"{text} text", loc="left")
-        axes.set_xlabel("requests at once")
-    fields[0, 0].set_ylabel("tokens a second, times plain")
-    fields[0, -1].legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

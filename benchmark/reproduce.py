@@ -163,7 +163,7 @@ class Experiment:
         def series(case: Case) -> str:
             return case.label.partition(", ")[0]
 
-        rates = {series(case): [] for case in self.cases}
+        rates: dict[str, list[float]] = {series(case): [] for case in self.cases}
         for case in self.cases:
             rates[series(case)].append(case.offered.rate_per_s)
         kept = [
@@ -299,7 +299,7 @@ def run(case: Case) -> Result:
     overrides = [*KEYS, *case.keys]
     deployment = Deployment(place(read(RECIPE, overrides, None).recipe, DEVICE, NUM_DEVICES))
     totals, own = deployment.serve(case.offered.trace(), None, records=True)
-    figures, records = totals.figures(), totals.records or []
+    figures, records = deployment.figures(totals, own), totals.records or []
     figures["itl_ms"]["max"] = round(1e3 * totals.itl.most_s, 3)
     good = sum(map(is_good, records))
     return with_verdict(
@@ -308,13 +308,7 @@ def run(case: Case) -> Result:
             "case": case.label,
             "recipe": RECIPE,
             "overrides": overrides,
-            **deployment.placement.facts(),
-            "devices": deployment.num_devices,
-            "slots": deployment.num_slots,
-            "max_tokens_per_step": 1,
-            "warm_up_counted": 0,
             **figures,
-            **own,
             "goodput": {"ttft": TTFT_MS, "tpot": TPOT_MS},
             "request_goodput": round(good / figures["duration_s"], 4),
             "records": records,

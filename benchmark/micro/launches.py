@@ -281,7 +281,7 @@ def draft_steps(drafter: Drafter, built: BuiltEngine, machine: Npu) -> Iterator[
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Count the steps of the recipe that the options name."""
     recipe = load(options.recipe, options.overrides, options.profile)
-    return {"recipe": options.recipe, **measure(recipe)}
+    return measure(recipe)
 
 
 def print_table(result: Mapping[str, Any]) -> None:

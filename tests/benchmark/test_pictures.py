@@ -59,15 +59,7 @@ def of_a_report(_: Path) -> None:
 def of_runs(folder: Path) -> None:
     from benchmark import charts
 
-    charts.save_run(folder / "run.png", timeline(16), 0.0, 40)
     charts.save_slots(folder / "slots.png", [(name, timeline(16), 0.0) for name in ("static", "continuous")])
-    rows = [
-        {"text": text, "kind": kind, "slots": slots, "times_plain": 1 + slots / 10}
-        for text in ("code", "prose")
-        for kind in ("ngram", "eagle")
-        for slots in (1, 2, 4, 8)
-    ]
-    charts.save_speculation(folder / "speculation.png", rows)
 
 
 def of_simulations(folder: Path) -> None:
@@ -88,7 +80,7 @@ def test_every_picture_can_be_read(
     monkeypatch.setattr(plt, "close", figures.append)
     try:
         draw(tmp_path)
-        assert len(figures) == {of_a_report: 9, of_runs: 3, of_simulations: 1}[draw]
+        assert len(figures) == {of_a_report: 9, of_runs: 1, of_simulations: 1}[draw]
         for figure in figures:
             figure.canvas.draw()
             for axes in figure.axes:
