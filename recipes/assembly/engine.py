@@ -38,7 +38,7 @@ from models.step.graphs import captured_sizes
 from models.step.runner import ModelRunner, RowSampler
 from models.step.stage_runner import StageRunner
 from models.step.warm_up import capture, largest_step_bytes, warm_up
-from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, operators_of
+from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, kept_weights, operators_of
 from recipes.assembly.families import WITH_MTP, overridden_fields, share_of, unknown_fields, unread_layers
 from recipes.assembly.live_memory import LiveMemory
 from recipes.assembly.memory_plan import MemoryPlan, report
@@ -257,7 +257,8 @@ def _loaded(
         weights.random(decoder, recipe.model.seed)
     else:
         assert recipe.model.path is not None, "a checkpoint has a path"
-        weights.load(decoder, recipe.model.path, tell)
+        kept = kept_weights(recipe, config, share, "decoder", tell)
+        weights.load(decoder, recipe.model.path, tell, kept)
     return decoder
 
 
