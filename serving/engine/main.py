@@ -108,8 +108,8 @@ def _profiler(recipe: Recipe) -> StepProfiler | None:
     return None if folder is None else StepProfiler(Path(folder), "cpu" if device.virtual else device.kind)
 
 
-def main(argv: list[str]) -> int:
-    """Build the engine and serve; returns 2 for a recipe that cannot be used."""
+def _asked(argv: list[str]) -> argparse.Namespace:
+    """Read the command line, and let this process log and be ended as an engine."""
     options = argparse.ArgumentParser(prog="python -m serving.engine.main")
     options.add_argument("socket")
     add_recipe(options)
@@ -117,6 +117,12 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # these signals are for the server, which ends this process
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
+    return asked
+
+
+def main(argv: list[str]) -> int:
+    """Build the engine and serve; returns 2 for a recipe that cannot be used."""
+    asked = _asked(argv)
     gc.disable()  # What is imported stays: a collection would visit 300,000 objects and find no garbage
     from borders.files import in_one_line
     from borders.start_report import paced
@@ -142,12 +148,8 @@ def main(argv: list[str]) -> int:
     socket = _connected(asked.socket)
     try:
         recipe = load(asked.recipe, asked.overrides, asked.profile)
-        built = build(
-            recipe,
-            tell=paced(lambda doing: socket.send(encode(Starting(doing)))),
-            learned=learned,
-            spares=spares,
-        )
+        tell = paced(lambda doing: socket.send(encode(Starting(doing))))
+        built = build(recipe, tell=tell, learned=learned, spares=spares)
         processors = KnownProcessors.of(recipe, built.config.vocab_size)
         pages = exchange_of(recipe, built)
     except (ValueError, OSError) as error:
