@@ -1,0 +1,277 @@
+"""Start servers and their engines as forks of a process that has imported what takes seconds to import.
+
+A server costs three seconds of a processor before it answers, of which two and a half are imports. `start`
+runs a command of this project in a fork of one process that each test run keeps for it. The server's own
+engine is such a fork, too, and a child of the server as usual: the server learns its end from the system, and
+it ends with its standard input. Only `python -m` is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import platform
+import resource
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from recipes.schema.recipe import ROOT
+
+# None of them starts a thread, which a fork would not have
+COSTLY = (
+    "torch",
+    "jsonschema",
+    "serving.server",
+    "scripts.serve",
+    "scripts.route",
+    "recipes.assembly.engine",
+    "serving.engine.main",
+    "serving.engine.worker",
+    "serving.engine.page_exchange",
+    "serving.own_processors",
+)
+ENGINE = "serving.engine.main"
+_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
+_CLONE_PARENT = 0x8000
+IS_POSSIBLE = sys.platform == "linux" and _CLONE is not None and sys.version_info < (3, 14)
+_LONGEST_REQUEST = 1 << 17
+
+
+class Process:
+    """A child of this process, with what tests use of subprocess.Popen."""
+
+    def __init__(self, pid: int, stderr: Any) -> None:
+        self.pid, self.stderr = pid, stderr
+        self.returncode: int | None = None
+        self._ended = os.pidfd_open(pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit status, negative for a signal."""
+        if self.returncode is None:
+            if not select.select([self._ended], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            os.close(self._ended)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Return its exit status, or None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+
+def start(
+    module: str, arguments: Sequence[str], environment: dict[str, str], limits: dict[int, int]
+) -> Process:
+    """Run `python -m MODULE ARGUMENT ...` in a fork under limits of the system; its stderr is a pipe."""
+    reader, writer = os.pipe()
+    os.set_inheritable(reader, False)
+    try:
+        files = {1: 1, 2: writer}
+        pid = ask(_source(), module, arguments, environment, files, limits=limits)
+    finally:
+        os.close(writer)
+    return Process(pid, os.fdopen(reader, encoding="utf-8", errors="replace"))
+
+
+@functools.cache
+def _source() -> socket.socket:
+    """Return the connection to the process of which all are forks; it ends with this one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+def ask(
+    source: socket.socket,
+    module: str,
+    arguments: Sequence[str],
+    environment: dict[str, str],
+    files: dict[int, int],
+    *,
+    leads_session: bool = False,
+    limits: dict[int, int] | None = None,
+) -> int:
+    """Have a module run by a fork of the process at `source`, with these files, and return its id."""
+    request = {
+        "module": module,
+        "arguments": [*arguments],
+        "environment": environment,
+        "files": [*files],
+        "leads_session": leads_session,
+        "limits": [*(limits or {}).items()],
+    }
+    socket.send_fds(source, [json.dumps(request).encode()], [*files.values()])
+    return int(source.recv(64))
+
+
+def answer(source: socket.socket) -> None:
+    """Fork for each request until the other end has closed; return also in each fork, once it has ended."""
+    while True:
+        data, files, _, _ = socket.recv_fds(source, _LONGEST_REQUEST, 8)
+        if not data:
+            return
+        if (pid := _forked_beside()) == 0:
+            source.close()
+            run(json.loads(data), files)
+            return
+        for each in files:
+            os.close(each)
+        source.send(str(pid).encode())
+
+
+def _forked_beside() -> int:
+    """Fork as os.fork does, but make the new process a child of this one's parent, which can wait for it."""
+    api = ctypes.pythonapi
+    api.PyOS_BeforeFork()
+    pid = int(ctypes.PyDLL(None).syscall(_CLONE, _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0))
+    if pid == 0:
+        api.PyOS_AfterFork_Child()
+    else:
+        api.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError("the process cannot be cloned")
+    return pid
+
+
+def run(request: dict[str, Any], files: list[int]) -> None:
+    """Run the module as `python -m` does."""
+    if request["leads_session"]:
+        os.setsid()
+    for number, each in zip(request["files"], files, strict=True):
+        os.dup2(each, number)
+    for each in files:
+        os.close(each)
+    for name, most in request["limits"]:
+        resource.setrlimit(name, (most, most))
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = [request["module"], *request["arguments"]]
+    if request["module"] != ENGINE:
+        asyncio.create_subprocess_exec = _Engines(_nest()).start  # type: ignore[assignment]  # only for engines
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+
+
+def _nest() -> socket.socket:
+    """Return the connection to a child of this process, of which its engines are forks."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        answer(theirs)
+        os._exit(0)
+    theirs.close()
+    return ours
+
+
+class _Engines:
+    """Start a server's engines as forks."""
+
+    def __init__(self, nest: socket.socket) -> None:
+        self._nest = nest
+        self._executes = asyncio.create_subprocess_exec
+
+    async def start(self, *command: str, **options: Any) -> Any:
+        if command[1:3] != ("-m", ENGINE):
+            return await self._executes(*command, **options)
+        (their_input, our_input), (our_log, their_log) = os.pipe(), os.pipe()
+        files = {0: their_input, 2: their_log}
+        pid = ask(self._nest, ENGINE, command[3:], dict(os.environ), files, leads_session=True)
+        for each in files.values():
+            os.close(each)
+        process = _Engine(pid, _Input(our_input))
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(process.stderr), os.fdopen(our_log, "rb", 0)
+        )
+        return process
+
+
+class _Input:
+    """Standard input of an engine, of which only few bytes are ever written."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._pipe = os.fdopen(descriptor, "wb", 0)
+
+    def write(self, data: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.write(data)
+
+    def close(self) -> None:
+        self._pipe.close()
+
+
+class _Engine:
+    """A child of this process, as asyncio has it."""
+
+    def __init__(self, pid: int, stdin: _Input) -> None:
+        self.pid, self.stdin = pid, stdin
+        self.stderr = asyncio.StreamReader()
+        self.returncode: int | None = None
+        self._loop = asyncio.get_running_loop()
+        self._has_ended = asyncio.Event()
+        self._pidfd = os.pidfd_open(pid)
+        self._loop.add_reader(self._pidfd, self._end)
+
+    def _end(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self._has_ended.set()
+
+    async def wait(self) -> int:
+        await self._has_ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def main() -> None:
+    """Import, and answer at the socket that is the argument."""
+    with socket.socket(fileno=int(sys.argv[1])) as source:
+        for name in COSTLY:
+            importlib.import_module(name)
+        gc.collect()
+        gc.freeze()
+        assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
+        answer(source)
+
+
+if __name__ == "__main__":
+    main()
