@@ -1,9 +1,9 @@
 """Start servers and their engines as forks of a process that has imported what takes seconds to import.
 
 A server costs three seconds of a processor before it answers, of which two and a half are imports. `start`
-runs a command of this project in a fork of one process that each test run keeps for it. The server's own
-engine is such a fork, too, and a child of the server as usual: the server learns its end from the system, and
-it ends with its standard input. Only `python -m` is left out.
+runs a command of this project in a fork of one process that each test run keeps for it. The server's
+engine is such a fork, too, and a child of the server as usual, and so are the engine's further ranks: each
+learns from the system that another has ended. Only `python -m` is left out.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
+from recipes.cluster import rank_process
+from recipes.cluster.rank_process import FOLLOWER
 from recipes.schema.recipe import ROOT
+from serving.engine.process import SPARE
 
 # None of them starts a thread, which a fork would not have
 COSTLY = (
@@ -42,8 +46,8 @@ COSTLY = (
     "serving.engine.worker",
     "serving.engine.page_exchange",
     "serving.own_processors",
+    FOLLOWER,
 )
-ENGINE = "serving.engine.main"
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 _CLONE_PARENT = 0x8000
 IS_POSSIBLE = sys.platform == "linux" and _CLONE is not None and sys.version_info < (3, 14)
@@ -53,8 +57,8 @@ _LONGEST_REQUEST = 1 << 17
 class Process:
     """A child of this process, with what tests use of subprocess.Popen."""
 
-    def __init__(self, pid: int, stderr: Any) -> None:
-        self.pid, self.stderr = pid, stderr
+    def __init__(self, pid: int, *, stderr: IO[str] | None = None, stdin: IO[bytes] | None = None) -> None:
+        self.pid, self.stderr, self.stdin = pid, stderr, stdin
         self.returncode: int | None = None
         self._ended = os.pidfd_open(pid)
 
@@ -98,7 +102,7 @@ def start(
         pid = ask(_source(), module, arguments, environment, files, limits=limits)
     finally:
         os.close(writer)
-    return Process(pid, os.fdopen(reader, encoding="utf-8", errors="replace"))
+    return Process(pid, stderr=os.fdopen(reader, encoding="utf-8", errors="replace"))
 
 
 @functools.cache
@@ -181,10 +185,14 @@ def run(request: dict[str, Any], files: list[int]) -> None:
         resource.setrlimit(name, (most, most))
     os.environ.clear()
     os.environ.update(request["environment"])
-    sys.argv = [request["module"], *request["arguments"]]
-    if request["module"] != ENGINE:
-        asyncio.create_subprocess_exec = _Engines(_nest()).start  # type: ignore[assignment]  # only for engines
-    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    module, arguments = request["module"], request["arguments"]
+    Path("/proc/self/comm").write_text(module.rpartition(".")[2])  # by which tests find it
+    sys.argv = [module, *arguments]
+    if module.startswith("scripts."):
+        asyncio.create_subprocess_exec = Engines(_nest()).start  # type: ignore[assignment]  # only for engines
+    elif any(each.startswith("parallel.") for each in arguments):
+        vars(rank_process)["subprocess"] = Ranks(_nest())
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _nest() -> socket.socket:
@@ -198,19 +206,20 @@ def _nest() -> socket.socket:
     return ours
 
 
-class _Engines:
-    """Start a server's engines as forks."""
+class Engines:
+    """Start a server's engines as forks of the process at `nest`, by default that of all servers."""
 
-    def __init__(self, nest: socket.socket) -> None:
-        self._nest = nest
+    def __init__(self, nest: socket.socket | None = None) -> None:
+        self._nest = nest or _source()
         self._executes = asyncio.create_subprocess_exec
 
     async def start(self, *command: str, **options: Any) -> Any:
-        if command[1:3] != ("-m", ENGINE):
+        """Stand in for asyncio.create_subprocess_exec; a spare process is to take its time to import."""
+        if command[1] != "-m" or command[2] == SPARE:
             return await self._executes(*command, **options)
         (their_input, our_input), (our_log, their_log) = os.pipe(), os.pipe()
         files = {0: their_input, 2: their_log}
-        pid = ask(self._nest, ENGINE, command[3:], dict(os.environ), files, leads_session=True)
+        pid = ask(self._nest, command[2], command[3:], dict(os.environ), files, leads_session=True)
         for each in files.values():
             os.close(each)
         process = _Engine(pid, _Input(our_input))
@@ -218,6 +227,22 @@ class _Engines:
             lambda: asyncio.StreamReaderProtocol(process.stderr), os.fdopen(our_log, "rb", 0)
         )
         return process
+
+
+class Ranks:
+    """Start an engine's further ranks as forks; it stands in for the module subprocess."""
+
+    PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
+
+    def __init__(self, nest: socket.socket) -> None:
+        self._nest = nest
+
+    def Popen(self, command: list[str], *, env: dict[str, str], **_: Any) -> Process:
+        """Start a rank, which is told its recipe by its standard input."""
+        theirs, ours = os.pipe()
+        pid = ask(self._nest, command[2], command[3:], env, {0: theirs})
+        os.close(theirs)
+        return Process(pid, stdin=os.fdopen(ours, "wb"))
 
 
 class _Input:
