@@ -40,8 +40,9 @@ class Served:
         self._server = SignalFreeServer(configuration(app, 1000))
         self._thread = threading.Thread(target=self._run)
         self._patch = pytest.MonkeyPatch()
-        if "server.spare_engine=false" in overrides and warm.IS_POSSIBLE:
-            self._patch.setattr(asyncio, "create_subprocess_exec", warm.Engines().start)
+        self.engines = warm.Engines() if warm.IS_POSSIBLE else None
+        if self.engines is not None:
+            self._patch.setattr(asyncio, "create_subprocess_exec", self.engines.start)
 
     def __enter__(self) -> Served:
         os.environ["OMP_NUM_THREADS"] = "1"

@@ -27,9 +27,8 @@ TINY = "recipes/tiny/cpu.yaml"
 class Server:
     """`scripts.serve` on the tiny model, until it is closed; `log` is what it has said.
 
-    It is a fork of a process that has done the imports (see `warm`), unless it is to be fresh or keeps a
-    spare engine. Without a spare engine, whose imports take longer than most tests, unless
-    its arguments ask for one.
+    It is a fork of a process that has done the imports (see `warm`), unless it is to be fresh. It has no
+    spare engine, unless its arguments ask for one.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Server:
         command = [verb, *options, "--port", str(port)]
         variables = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
         self.process: subprocess.Popen[str] | warm.Process
-        if is_fresh or "server.spare_engine=true" in options or not warm.IS_POSSIBLE:
+        if is_fresh or not warm.IS_POSSIBLE:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *command],
                 cwd=ROOT,

@@ -210,12 +210,13 @@ class Engines:
     """Start a server's engines as forks of the process at `nest`, by default that of all servers."""
 
     def __init__(self, nest: socket.socket | None = None) -> None:
+        self.forks_spares = True
         self._nest = nest or _source()
         self._executes = asyncio.create_subprocess_exec
 
     async def start(self, *command: str, **options: Any) -> Any:
-        """Stand in for asyncio.create_subprocess_exec; a spare process is to take its time to import."""
-        if command[1] != "-m" or command[2] == SPARE:
+        """Stand in for asyncio.create_subprocess_exec."""
+        if command[1] != "-m" or (command[2] == SPARE and not self.forks_spares):
             return await self._executes(*command, **options)
         (their_input, our_input), (our_log, their_log) = os.pipe(), os.pipe()
         files = {0: their_input, 2: their_log}
