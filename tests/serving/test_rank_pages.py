@@ -7,8 +7,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -16,12 +14,16 @@ from typing import Any
 import pytest
 
 from continuous_batching.request import Request
-from recipes.schema.recipe import ROOT
 from tests.patience import PATIENCE_S
+from tests.serving import warm
 from tests.serving.page_pair import alone, prompts
 from tests.serving.test_lost_ranks import followers, wait_for_end
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_order]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.in_order,
+    pytest.mark.skipif(not warm.IS_POSSIBLE, reason="processes cannot be forked beside this one"),
+]
 
 
 def free_port() -> int:
@@ -36,13 +38,8 @@ class RankEngine:
         self.ranks, self.endpoint = ranks, endpoint
         asked = f"server.prompt_replicas=[{','.join(sources)}]"
         options = (*ranks.split(), f"server.pages_at={endpoint}", asked, *more)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.serving.rank_engine", *options],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        variables = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process = warm.start_speaking("tests.serving.rank_engine", options, variables)
 
     def said(self) -> dict[str, Any]:
         """The next line that it prints; empty if it has ended."""
@@ -61,8 +58,9 @@ class RankEngine:
         self.process.stdin.flush()
 
     def close(self) -> int:
-        self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(PATIENCE_S)
 
     def kill(self) -> None:
         if self.process.poll() is None:

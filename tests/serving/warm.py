@@ -57,8 +57,15 @@ _LONGEST_REQUEST = 1 << 17
 class Process:
     """A child of this process, with what tests use of subprocess.Popen."""
 
-    def __init__(self, pid: int, *, stderr: IO[str] | None = None, stdin: IO[bytes] | None = None) -> None:
-        self.pid, self.stderr, self.stdin = pid, stderr, stdin
+    def __init__(
+        self,
+        pid: int,
+        *,
+        stderr: IO[str] | None = None,
+        stdin: IO[bytes] | None = None,
+        stdout: IO[bytes] | None = None,
+    ) -> None:
+        self.pid, self.stderr, self.stdin, self.stdout = pid, stderr, stdin, stdout
         self.returncode: int | None = None
         self._ended = os.pidfd_open(pid)
 
@@ -96,13 +103,23 @@ def start(
 ) -> Process:
     """Run `python -m MODULE ARGUMENT ...` in a fork under limits of the system; its stderr is a pipe."""
     reader, writer = os.pipe()
-    os.set_inheritable(reader, False)
     try:
         files = {1: 1, 2: writer}
         pid = ask(_source(), module, arguments, environment, files, limits=limits)
     finally:
         os.close(writer)
     return Process(pid, stderr=os.fdopen(reader, encoding="utf-8", errors="replace"))
+
+
+def start_speaking(module: str, arguments: Sequence[str], environment: dict[str, str]) -> Process:
+    """Run `python -m MODULE ARGUMENT ...` in a fork; its standard input and output are pipes."""
+    (their_input, our_input), (our_output, their_output) = os.pipe(), os.pipe()
+    try:
+        pid = ask(_source(), module, arguments, environment, {0: their_input, 1: their_output})
+    finally:
+        os.close(their_input)
+        os.close(their_output)
+    return Process(pid, stdin=os.fdopen(our_input, "wb"), stdout=os.fdopen(our_output, "rb"))
 
 
 @functools.cache
