@@ -209,6 +209,8 @@ def run(request: dict[str, Any], files: list[int]) -> None:
         asyncio.create_subprocess_exec = Engines(_nest()).start  # type: ignore[assignment]  # only for engines
     elif any(each.startswith("parallel.") for each in arguments):
         vars(rank_process)["subprocess"] = Ranks(_nest())
+    for name in (module, *arguments[:1]):  # and the module that a spare process goes on as
+        sys.modules.pop(name, None)  # else runpy warns that it is there, in the log
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
