@@ -40,7 +40,7 @@ class Served:
         self._server = SignalFreeServer(configuration(app, 1000))
         self._thread = threading.Thread(target=self._run)
         self._patch = pytest.MonkeyPatch()
-        self.engines = warm.Engines() if warm.IS_POSSIBLE else None
+        self.engines = warm.Engines() if warm.is_possible() else None
         if self.engines is not None:
             self._patch.setattr(asyncio, "create_subprocess_exec", self.engines.start)
 

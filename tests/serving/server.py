@@ -51,7 +51,7 @@ class Server:
         command = [verb, *options, "--port", str(port)]
         variables = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
         self.process: subprocess.Popen[str] | warm.Process
-        if is_fresh or not warm.IS_POSSIBLE:
+        if is_fresh or not warm.is_possible():
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *command],
                 cwd=ROOT,

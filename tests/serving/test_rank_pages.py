@@ -19,11 +19,7 @@ from tests.serving import warm
 from tests.serving.page_pair import alone, prompts
 from tests.serving.test_lost_ranks import followers, wait_for_end
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.in_order,
-    pytest.mark.skipif(not warm.IS_POSSIBLE, reason="processes cannot be forked beside this one"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.in_order]
 
 
 def free_port() -> int:
@@ -79,6 +75,8 @@ def opened() -> Iterator[ExitStack]:
 
 def test_engines_of_any_ranks_have_prompts_computed_by_each_other(opened: ExitStack) -> None:
     """1 to 2, 2 to 1, 2 to 4 and 4 to 2 ranks of two key-value heads, and 2 stages to 1; ranks are killed."""
+    if not warm.is_possible():
+        pytest.skip("no process can be forked beside this one")
     one, two, four, stages = (f"tcp://127.0.0.1:{free_port()}" for _ in range(4))
     engines = {
         one: RankEngine("parallel.tensor=1", one, [two, stages], "server.page_wait_s=300"),

@@ -50,8 +50,8 @@ COSTLY = (
 )
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 _CLONE_PARENT = 0x8000
-IS_POSSIBLE = sys.platform == "linux" and _CLONE is not None and sys.version_info < (3, 14)
 _LONGEST_REQUEST = 1 << 17
+READY = b"ready"
 
 
 class Process:
@@ -122,12 +122,24 @@ def start_speaking(module: str, arguments: Sequence[str], environment: dict[str,
     return Process(pid, stdin=os.fdopen(our_input, "wb"), stdout=os.fdopen(our_output, "rb"))
 
 
-@functools.cache
+def is_possible() -> bool:
+    """Whether processes can be forked here; a device's driver may start threads when torch is imported."""
+    return sys.platform == "linux" and _CLONE is not None and _first()[1]
+
+
 def _source() -> socket.socket:
-    """Return the connection to the process of which all are forks; it ends with this one."""
+    return _first()[0]
+
+
+@functools.cache
+def _first() -> tuple[socket.socket, bool]:
+    """Start the process of which all are forks, which ends with this one; return whether it can be forked."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", __name__, str(theirs.fileno())]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+    )
     theirs.close()
 
     def end() -> None:
@@ -135,7 +147,7 @@ def _source() -> socket.socket:
         process.wait()
 
     atexit.register(end)
-    return ours
+    return ours, ours.recv(64) == READY
 
 
 def ask(
@@ -314,8 +326,9 @@ def main() -> None:
             importlib.import_module(name)
         gc.collect()
         gc.freeze()
-        assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
-        answer(source)
+        if len(os.listdir("/proc/self/task")) == 1:  # a fork would lack the other threads
+            source.send(READY)
+            answer(source)
 
 
 if __name__ == "__main__":
