@@ -216,8 +216,8 @@ class SlotPool:
 
     def state_of(self, row: int) -> Index:
         """Return the page of a row's recurrent states; empty if there are none."""
-        table = self.state_table
-        return np.empty(0, dtype=np.int64) if table is None else table[row].astype(np.int64)
+        pages = self.state_pages
+        return np.empty(0, dtype=np.int64) if pages is None else pages[row : row + 1].astype(np.int64)
 
     def inputs(self, batch: Batch) -> PackedTokens:
         """Return what the forward pass of this batch reads, and where its keys and values go."""

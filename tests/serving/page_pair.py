@@ -182,13 +182,19 @@ def alone(requests: Sequence[Request], attention: str = "fused") -> list[list[in
     """The answers of one engine that computes everything itself, one request after the other."""
     found = []
     for each in requests:
-        engine = device.make(attention)
-        request = Request(each.id, each.prompt, each.params)
-        engine.add(request)
-        while engine.has_work:
-            engine.step()
-        found.append(request.answer.tolist())
+        key = attention, each.prompt.tobytes(), repr(each.params)
+        if key not in _ALONE:  # many tests ask for the same prompts
+            engine = device.make(attention)
+            request = Request(each.id, each.prompt, each.params)
+            engine.add(request)
+            while engine.has_work:
+                engine.step()
+            _ALONE[key] = request.answer.tolist()
+        found.append(_ALONE[key])
     return found
+
+
+_ALONE: dict[tuple[str, bytes, str], list[int]] = {}
 
 
 class Listener:
