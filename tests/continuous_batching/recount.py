@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from continuous_batching import inspection
 from continuous_batching.scheduling.scheduler import Scheduler
 from kv_cache.pages import NULL_PAGE
 from tests.continuous_batching.windows import recount_windows
@@ -42,6 +43,8 @@ def recount(scheduler: Scheduler) -> None:
         assert np.array_equal(host.holders[1:], [left[page] for page in range(1, host.num_pages)])
 
     recount_windows(scheduler)
+    if scheduler.tables.states is not None:
+        assert not inspection.recount(scheduler).wrong_pages
 
     # rows
     busy = slots.busy

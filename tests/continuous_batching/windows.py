@@ -61,9 +61,11 @@ def drawn_groups(
 
 
 def recount_windows(scheduler: Scheduler) -> None:
-    """Assert who holds the pages of each group, and what lies beside the entries of the prefix cache."""
+    """Assert who holds the pages of each window, and what lies beside the entries of the prefix cache."""
     slots, prefix, tables = scheduler.slots, scheduler.prefix, scheduler.tables
     for group in tables.groups[1:]:
+        if group.is_of_rows:
+            continue
         assert isinstance(group, WindowGroup)
         pool, size = group.pool, group.page_size
         holders: Counter[int] = Counter({0: 1})

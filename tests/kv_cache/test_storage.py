@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +27,20 @@ def test_page_bytes_are_what_is_allocated() -> None:
     allocated = sum(tensor.nbytes for tensor in cache.tensors)
     assert allocated == 7 * sum(cache.layer_bytes) == 7 * 3 * 2 * 16 * 2 * 8 * 2
     assert not any(tensor.any() for tensor in cache.tensors)
+
+
+def test_a_cpu_is_given_the_memory_of_zeros_as_they_are_written() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident_bytes()
+    made = storage.zeros((2**20, 512), torch.bfloat16, torch.device("cpu"))
+    assert resident_bytes() - before < 2**28
+    made[5] = 1
+    assert made.nbytes == 2**30
+    assert float(made[:10].float().sum()) == 512
+    with pytest.raises(RuntimeError, match="cannot be mapped"):
+        storage.zeros((2**60,), torch.int8, torch.device("cpu"))
 
 
 def numbered(num_pages: int, num_host_pages: int = 0, head_dim: int = 2) -> KVCache:

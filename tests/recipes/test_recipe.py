@@ -45,8 +45,8 @@ def made(**changes: Any) -> Recipe:
         ),
         ({"device__kind": "cuda", "device__compile": True}, "device.compile: read only where"),
         (
-            {"cache__dtype": "int8"},
-            "cache.dtype: only plain torch reads int8 keys and values here, and device.attention is fused;"
+            {"cache__dtype": "int8", "device__kind": "cuda"},
+            "cache.dtype: only plain torch reads int8 keys and values on cuda, and device.attention is fused;"
             " set device.attention to reference, or this to auto",
         ),
         (

@@ -48,7 +48,7 @@ from tests.serving.call_templates import (
 from tests.serving.conftest import write_settings
 from tests.thorough import cases
 
-NUM_TURNS = cases(60, 1000)
+NUM_TURNS = cases(20, 1000)
 # The end of all calls, which models forget
 CLOSINGS = {
     "mistral": "]",
