@@ -159,6 +159,11 @@ class KVCache(CacheLayers):
         return [sum(map(_page_bytes, planes)) for planes in self.planes]
 
     @property
+    def are_states(self) -> list[bool]:
+        """Whether a page of each layer is the whole state of a request."""
+        return [each.holds_state for each in self.layers]
+
+    @property
     def is_behind(self) -> bool:
         """Whether more is to be written than there is time for: never, since a device queues it itself."""
         return False
