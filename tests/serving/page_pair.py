@@ -155,8 +155,11 @@ class Pair:
         )
         for engine in engines:
             scheduler = engine.scheduler
-            assert not len(scheduler.lifecycle.held.pages)
+            held, states = scheduler.lifecycle.held, scheduler.tables.states
+            assert not len(held.pages)
+            assert not len(held.states)
             assert scheduler.pool.num_held == scheduler.prefix.num_idle
+            assert states is None or states.pool.num_held == states.num_idle
             recount(scheduler)
 
 

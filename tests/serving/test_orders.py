@@ -355,7 +355,18 @@ def test_all_ranks_change_or_none_does(root: Path, right: dict[str, list[str]], 
         refused = client.post("/update_weights", json={"path": headless.name})
         assert (refused.status_code, name in refused.text) == (400, True), refused.text
         is_wholly("old")
-        update(client, path="new", version="new")
+        if ranks == "parallel.tensor=2":
+            data = (root / "new" / SINGLE).read_bytes()
+            digest = hashlib.sha256(data).hexdigest()
+            with segment(data[: len(data) // 2], len(data)) as name:
+                half = client.post("/update_weights", json={"shared_memory": name, "sha256": digest})
+            assert (half.status_code, "fill it before the request" in half.text) == (400, True), half.text
+            is_wholly("old")
+            with segment(data) as name:
+                put = update(client, shared_memory=name, sha256=digest)
+            assert put["weights_version"] == f"w_{digest[:16]}"
+        else:
+            update(client, path="new", version="new")
         is_wholly("new")
         if ranks == "parallel.tensor=2":
             slept = client.post("/sleep").json()

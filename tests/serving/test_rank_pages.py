@@ -9,11 +9,16 @@ import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from continuous_batching.request import Request
+from kv_cache.states import GRID
+from tests.models.families import VOCABULARY, make
+from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.patience import PATIENCE_S
 from tests.serving import warm
 from tests.serving.page_pair import alone, prompts
@@ -122,3 +127,31 @@ def _lose_a_rank(losing: RankEngine, asked: RankEngine, request: Request, source
     asked.begin("lost", request.prompt.tolist(), source)
     os.kill(rank, signal.SIGKILL)
     wait_for_end(rank)
+
+
+def test_ranks_exchange_the_states_that_they_divide(opened: ExitStack, tmp_path: Path) -> None:
+    """1 to 2 ranks and 2 to 1, of two key heads; the states decay slowly, so that a wrong part shows."""
+    path = make(next(each for each in RECURRENT_VARIANTS if each.name == "qwen3_5"), tmp_path)[1]
+    keys = (
+        *("model.config=null", f"model.path={path}", "model.weights=checkpoint", "cache.page_size=16"),
+        *("cache.num_pages=40", f"scheduler.max_batch_tokens={GRID + 2}", "scheduler.max_request_tokens=200"),
+    )
+    one, two = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    engines = {
+        one: RankEngine("parallel.tensor=1", one, [two], "server.page_wait_s=300", *keys),
+        two: RankEngine("parallel.tensor=2", two, [one], "server.page_wait_s=300", *keys),
+    }
+    for engine in engines.values():
+        opened.callback(engine.kill)
+    for engine in engines.values():
+        assert engine.said(), "it did not begin"
+    random = np.random.default_rng(2)
+    for number, (source, target) in enumerate([(one, two), (two, one)]):
+        prompt = random.integers(1, VOCABULARY, 150).tolist()
+        engines[target].begin(f"r{number}", prompt, source)
+        found = engines[target].said()
+        assert (found["cached"], found["missed"], found["held"]) == (2 * GRID, 0, 0)
+        engines[source].begin(f"s{number}", prompt)
+        assert engines[source].said()["answer"] == found["answer"]
+    for engine in engines.values():
+        assert engine.close() == 0

@@ -17,7 +17,6 @@ import gc
 import importlib
 import json
 import os
-import platform
 import resource
 import runpy
 import select
@@ -25,7 +24,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -48,8 +48,8 @@ COSTLY = (
     "serving.own_processors",
     FOLLOWER,
 )
-_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
-_CLONE_PARENT = 0x8000
+_PR_SET_CHILD_SUBREAPER = 36
+_ASKING = threading.Lock()  # answers come in the order of the requests
 _LONGEST_REQUEST = 1 << 17
 READY = b"ready"
 
@@ -124,7 +124,7 @@ def start_speaking(module: str, arguments: Sequence[str], environment: dict[str,
 
 def is_possible() -> bool:
     """Whether processes can be forked here; a device's driver may start threads when torch is imported."""
-    return sys.platform == "linux" and _CLONE is not None and _first()[1]
+    return sys.platform == "linux" and _first()[1]
 
 
 def _source() -> socket.socket:
@@ -169,8 +169,9 @@ def ask(
         "leads_session": leads_session,
         "limits": [*(limits or {}).items()],
     }
-    socket.send_fds(source, [json.dumps(request).encode()], [*files.values()])
-    return int(source.recv(64))
+    with _ASKING, _adopting():
+        socket.send_fds(source, [json.dumps(request).encode()], [*files.values()])
+        return int(source.recv(64))
 
 
 def answer(source: socket.socket) -> None:
@@ -189,17 +190,30 @@ def answer(source: socket.socket) -> None:
 
 
 def _forked_beside() -> int:
-    """Fork as os.fork does, but make the new process a child of this one's parent, which can wait for it."""
-    api = ctypes.pythonapi
-    api.PyOS_BeforeFork()
-    pid = int(ctypes.PyDLL(None).syscall(_CLONE, _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0))
-    if pid == 0:
-        api.PyOS_AfterFork_Child()
-    else:
-        api.PyOS_AfterFork_Parent()
-    if pid < 0:
-        raise OSError("the process cannot be cloned")
-    return pid
+    """Fork a process whose parent is not this one but the nearest that adopts processes: who asks for it."""
+    reader, writer = os.pipe()
+    if (between := os.fork()) == 0:
+        if (pid := os.fork()) == 0:
+            os.close(reader)
+            os.close(writer)
+            return 0
+        os.write(writer, str(pid).encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(between, 0)
+    with os.fdopen(reader, "rb") as told:
+        return int(told.read())
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Let this process become the parent of processes whose own parent, below it, ends meanwhile."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def run(request: dict[str, Any], files: list[int]) -> None:
