@@ -214,6 +214,11 @@ class SlotPool:
         """Return a copy of a row's pages, in the order of its tokens."""
         return self.page_table[row, : self.num_pages[row]].astype(np.int64)
 
+    def state_of(self, row: int) -> Index:
+        """Return the page of a row's recurrent states; empty if there are none."""
+        pages = self.state_pages
+        return np.empty(0, dtype=np.int64) if pages is None else pages[row : row + 1].astype(np.int64)
+
     def inputs(self, batch: Batch) -> PackedTokens:
         """Return what the forward pass of this batch reads, and where its keys and values go."""
         if batch.is_one_token_each:  # the arrays are not copied, because they are only read

@@ -331,6 +331,26 @@ class StateGroup(BesideGroup):
             self.told(True, entries[list(new)])
         return np.array(list(new), dtype=np.int64), np.array(list(new.values()), dtype=np.int64)
 
+    def share(self, pages: Index) -> None:
+        """Give held states one more holder, which is no row."""
+        self._share(pages)
+
+    def release(self, pages: Index) -> None:
+        """Remove the hold of one that is no row."""
+        self._release(pages)
+
+    def lay_beside(self, entry: int, page: int) -> None:
+        """Let a held state be found beside an entry, unless one lies there.
+
+        It was computed elsewhere, and nothing is known of what goes on from it.
+        """
+        if self.beside[entry]:
+            return
+        self.pool.share(np.array([page]))
+        self.beside[entry], self._entry_of[page] = page, entry
+        self.changes += 1
+        self.told(True, np.array([entry]))
+
     def end_behind(self, entry: int) -> End | None:
         """Return what is known of the state behind an entry, if it is one of an end."""
         return self._ends.get(int(self.beside[entry]))

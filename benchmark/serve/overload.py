@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
 
 from benchmark.options import markdown
 from benchmark.processes import ServerProcess, started
-from benchmark.serve.client import Events
+from benchmark.serve.client import chunks
 from benchmark.workloads.synthetic import lengths
 
 _PATH = "/v1/completions"
@@ -91,12 +90,12 @@ class PatientClient:
                 found.num_failed += 1
                 return 0.0
             found.num_accepted += 1
-            events, num_tokens, is_done = Events(), 0, False
-            async for received in response.content.iter_any():
-                for data in events.feed(received):
-                    is_done |= data == b"[DONE]"
-                    if b'"usage":{' in data:
-                        num_tokens = msgspec.json.decode(data)["usage"]["completion_tokens"]
+            num_tokens, is_done = 0, False
+            async for _, chunk in chunks(response):
+                if chunk is None:
+                    is_done = True
+                elif chunk.usage is not None:
+                    num_tokens = chunk.usage.completion_tokens or 0
             found.num_whole += is_done and num_tokens == body["max_tokens"] * body["n"]
             return 0.0
 

@@ -62,6 +62,8 @@ class Checkpoints:
         """
         slots, size = self._slots, self._slots.page_size
         self._group.open(row)
+        if self._shares and slots.requests[row].leases_pages:  # another engine goes on from its very end
+            self.want(row, self.usable(int(slots.num_shareable[row])) * size)
         if not self._shares or not len(keys):
             return
         self.answers(row)

@@ -28,11 +28,11 @@ from tests.thorough import THOROUGH, cases
 
 Pair = tuple[Kind, Way]
 
-NUM_REQUESTS, NUM_NEW, LONGEST = cases((14, 32, 150), (32, 48, 300))
-PAGE_SIZE, NUM_PAGES, NUM_SLOTS, BATCH_TOKENS = cases((8, 48, 14, 32), (16, 70, 12, 96))
+NUM_REQUESTS, NUM_NEW, LONGEST = cases((10, 16, 120), (32, 48, 300))
+PAGE_SIZE, NUM_PAGES, NUM_SLOTS, BATCH_TOKENS = cases((8, 30, 10, 24), (16, 70, 12, 96))
 NUM_OPENINGS = cases(1, 3)
 NUM_LONG = 4 * (NUM_REQUESTS - 2) // 5  # the others are short, and open alike
-NUM_GENERATED = cases(4, NUM_REQUESTS)  # by transformers itself, a token at a time
+NUM_GENERATED = cases(2, NUM_REQUESTS)  # by transformers itself, a token at a time
 BY_LENGTH = ("dynamic", "longrope")  # ropes that turn the same token otherwise once a request is longer
 FAST = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen2_window_from", "qwen3", "qwen3_layer_types")
 FAST += (

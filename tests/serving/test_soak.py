@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.serving.server import TINY, Server, started
+from tests.serving.server import TINY, Server
 
 NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "6000"))
 NUM_AT_ONCE = 64
@@ -101,7 +101,8 @@ async def soak(server: Server) -> tuple[list[int], list[list[int]]]:
 def test_memory_does_not_grow_with_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert NUM_WARM >= 3000, "SOAK_REQUESTS: 6000 is the least"
     monkeypatch.setenv(*NO_KERNELS_KEPT)
-    server = started([TINY, "server.max_requests=4096", "cache.num_pages=256"])
+    # Fresh, since what a fork has in common with others is no memory of its own
+    server = Server(TINY, "server.max_requests=4096", "cache.num_pages=256", is_fresh=True).ready()
     try:
         counts, readings = asyncio.run(soak(server))
     finally:
