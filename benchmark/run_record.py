@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,7 +46,7 @@ class StepRecord:
     num_waiting: int
     num_ended: int
     num_sampled: int = 0
-    counters: Counters = field(default_factory=Counters)  # the engine's counters after this step
+    hit_tokens: int = 0  # by the engine's counter after this step
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Timeline:
                 num_waiting=len(engine.scheduler.waiting) + seen - num_running,
                 num_ended=len(step.finished),
                 num_sampled=len(step.owners),
-                counters=replace(engine.scheduler.counters),
+                hit_tokens=engine.scheduler.counters.hit_tokens,
             )
         )
         # A beam search samples for each of its beams, but its answer grows by one token. Other requests may
@@ -111,7 +111,7 @@ def readings(timeline: Timeline, origin_s: float, num_pages: int) -> dict[str, o
     for number in sorted({*range(0, len(steps), every), len(steps) - 1}) if steps else []:
         step = steps[number]
         usage = (step.num_running, step.num_waiting, round(step.held_pages / num_pages, 4))
-        hits = step.counters.hit_tokens - before.hit_tokens
+        hits = step.hit_tokens - before.hit_tokens
         rows.append([round(step.end_s - origin_s, 6), *usage, *sums[number], hits])
     return {"columns": list(COLUMNS), "readings": rows}
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmark.options import markdown
 from benchmark.processes import ServerProcess, started
@@ -124,7 +125,7 @@ async def load(server: ServerProcess, options: argparse.Namespace) -> dict[str, 
         left = await _left(http)
     took_ms = [float(each) for each in server.said(_REFUSED)]
     later = np.array(held[len(held) // 2 :])
-    growth = np.polyfit(later[:, 0] / 60, later[:, 1:] / 2**10, 1)[0] if len(later) > 1 else np.zeros(2)
+    growth = [steady_slope(later[:, 0] / 60, each / 2**10) for each in later[:, 1:].T]
     return {
         "clients": options.times * options.accepted,
         "accepted": found.num_accepted,
@@ -136,11 +137,22 @@ async def load(server: ServerProcess, options: argparse.Namespace) -> dict[str, 
         "refusal_most_ms": max(took_ms, default=0.0),
         "refusal_client_p99_ms": _percentile([1e3 * each for each in found.refusal_s], 99),
         "server_mib": round(later[-1, 1] / 2**10, 1),
-        "server_growth_mib_per_min": round(float(growth[0]), 2),
+        "server_growth_mib_per_min": round(growth[0], 2),
         "engine_mib": round(later[-1, 2] / 2**10, 1),
-        "engine_growth_mib_per_min": round(float(growth[1]), 2),
+        "engine_growth_mib_per_min": round(growth[1], 2),
         "left": left,
     }
+
+
+def steady_slope(at: NDArray[np.float64], memory: NDArray[np.float64]) -> float:
+    """Return the growth of memory by the median over all pairs of readings (Theil and Sen).
+
+    A leak raises every pair. A heap that meets its largest batch raises only the pairs around that moment.
+    """
+    first, second = np.triu_indices(len(at), 1)
+    return (
+        float(np.median((memory[second] - memory[first]) / (at[second] - at[first]))) if len(first) else 0.0
+    )
 
 
 async def _left(http: aiohttp.ClientSession) -> int:

@@ -149,7 +149,7 @@ class Checkpoints:
             return
         rows, positions = rows[at], positions[at]
         beyond = positions % self.every
-        if np.count_nonzero(beyond):  # accepted drafts and recomputed answers may leave out ends of pages
+        if any(beyond.tolist()):  # accepted drafts and recomputed answers may leave out ends of pages
             self._due[rows] = positions - beyond + self.every
             rows, positions = rows[beyond == 0], positions[beyond == 0]
         self._due[rows] = positions + self.every

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from borders.framing import framed
-from continuous_batching.recording.agreement import PreparedWork
+from continuous_batching.recording.agreement import Agreement, PreparedWork, RankAnswer
 from continuous_batching.recording.format import (
     BEGIN,
     Fetched,
@@ -46,7 +46,10 @@ def test_beats_that_no_rank_sends_make_it_lost() -> None:
         beat(4, "", "compiling"),
         LAST_WORDS + b"no memory",
         beat(2**62, "broadcast", ""),
+        RankAnswer("weights", "1", 3, "no room").line,
     ]
+    agreement = Agreement(["rank 0", "rank 1"])
+    agreement.expect("weights", "1", float("inf"))
     for _ in range(FEW):
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -56,7 +59,7 @@ def test_beats_that_no_rank_sends_make_it_lost() -> None:
             words = ""
             try:
                 for _ in range(4):
-                    rank.take(mutator.data(mutator.one_of(said) + b"\n"), 0.0)
+                    rank.take(mutator.data(mutator.one_of(said) + b"\n"), 0.0, agreement.answered)
             except RankLost as lost:
                 words = str(lost)
             assert words.isprintable()
@@ -67,6 +70,7 @@ def test_beats_that_no_rank_sends_make_it_lost() -> None:
                 assert len(words) < 10_000
             assert 0 <= rank.step < 2**63
             assert len(rank._rest) < 10_000
+    assert not agreement.take(0.0), "rank 0 has not answered, whatever rank 1 said"
 
 
 def test_a_percent_of_any_length_is_read() -> None:
@@ -121,7 +125,7 @@ def test_what_ranks_agree_on_and_move_is_refused_where_no_leader_says_it(bodies:
         Fetched("a", 0, 1),
     ]
     trees = [msgspec.msgpack.decode(msgspec.msgpack.encode(each)) for each in said]
-    for _ in range(FEW):
+    for _ in range(cases(100, 10_000)):
         inserted = [encoded(each, msgspec.msgpack.encode) for each in trees[: mutator.random.randint(1, 4)]]
         inserted.append(encoded(mutator.message(mutator.one_of(trees)), msgspec.msgpack.encode))
         at = mutator.random.choice([1, mutator.random.randrange(1, len(bodies))])

@@ -24,8 +24,8 @@ from recipes.schema.recipe import ROOT
 
 Way = Literal["eager", "captured", "disturbed", "own_type"]
 
-NUM_NEW, LONGEST = 16, 150
-NUM_SLOTS = 10  # of which a 950, which holds four graphs, captures some sizes only
+NUM_NEW, LONGEST = 16, 130
+NUM_SLOTS = 7  # of which a 950, which holds four graphs, captures some sizes only
 PAGE_SIZE = {"310P": 64}  # the smallest that its attention takes; elsewhere, as elsewhere in the tests
 OWN_TYPE = {"310P": "float16", "910": "float16"}  # elsewhere bfloat16
 # What happens, a letter each: r a replay, p a preemption, s a swap-in, c a compaction, z a resize, a a step
@@ -80,7 +80,7 @@ def settings(product: str, run: Run) -> list[str]:
         "device.compile": "auto",
         "device.graphs": 0 if run["way"] == "eager" else NUM_SLOTS,
         "cache.page_size": size,
-        "cache.num_pages": 1 + (5 * pages_of_one // 2 if disturbed else NUM_SLOTS * pages_of_one),
+        "cache.num_pages": 1 + (2 * pages_of_one if disturbed else NUM_SLOTS * pages_of_one),
         "cache.memory_gib": "null",
         "scheduler.num_slots": NUM_SLOTS,
         "scheduler.max_batch_tokens": 96,
@@ -123,7 +123,7 @@ def serve(engine: Engine, requests: list[Request], *, resizes: bool = False) -> 
         happened += [letter for letter, was, is_ in zip("psc", before, after) if is_ > was]
         before = after
         if resizes and random.random() < 0.07:  # each captures all sizes anew
-            engine.resize(int(random.integers(most_pages // 2, most_pages + 1)), "running")
+            engine.resize(int(random.integers(most_pages // 2 + 1, most_pages + 1)), "running")
             happened.append("z")
     return "".join(happened)
 

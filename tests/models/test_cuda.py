@@ -77,7 +77,7 @@ def built(checkpoint: Path, *overrides: str) -> Engine:
         "model.dtype=float32",
         "device.compile=false",
         "cache.page_size=8",
-        "cache.num_pages=8",
+        "cache.num_pages=7",
         "cache.memory_gib=null",
         "scheduler.num_slots=3",
         "scheduler.max_batch_tokens=16",
@@ -86,14 +86,14 @@ def built(checkpoint: Path, *overrides: str) -> Engine:
 
 
 def requests(count: int, logprobs: int | None = None) -> list[Request]:
-    rng = np.random.default_rng(3)
+    rng = np.random.default_rng(4)
     opening = rng.integers(0, VOCABULARY, 16)
     made = []
     for number in range(count):
         prompt = np.concatenate(
-            [opening[: 16 * (number % 2)], rng.integers(0, VOCABULARY, int(rng.integers(1, 20)))]
+            [opening[: 16 * (number % 2)], rng.integers(0, VOCABULARY, int(rng.integers(1, 14)))]
         )
-        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=logprobs)
+        params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=logprobs)
         made.append(Request(str(number), prompt, params))
     return made
 
@@ -106,16 +106,15 @@ def serve(engine: Engine, requests: list[Request]) -> list[Request]:
     return requests
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_cpu(engine: Build) -> None:
     on_cuda = engine("device.kind=cuda")
     ours = serve(on_cuda, requests(4))
     expected = serve(engine("device.attention=reference", "device.threads=1"), requests(4))
     assert [request.answer.tolist() for request in ours] == [request.answer.tolist() for request in expected]
-    assert on_cuda.scheduler.counters.preemptions, "the pool was too large to force preemptions"
-    more = engine("device.kind=cuda", "cache.num_pages=20")
-    again = serve(more, requests(4))
-    assert [request.answer.tolist() for request in again] == [request.answer.tolist() for request in expected]
-    assert more.scheduler.counters.hit_tokens, "no prefix was shared"
+    counters = on_cuda.scheduler.counters
+    assert counters.preemptions, "the pool was too large to force preemptions"
+    assert counters.hit_tokens, "no prefix was shared"
 
 
 @pytest.mark.slow
@@ -123,13 +122,15 @@ def test_a_request_gets_the_same_bits_alone_and_among_others(
     engine: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     multiply_rows_alone(monkeypatch)
-    together = serve(engine("device.kind=cuda", "device.batch_invariant=true"), requests(4, logprobs=2))
+    crowded = engine("device.kind=cuda", "device.batch_invariant=true")
+    together = serve(crowded, requests(4, logprobs=2))
     number = 3  # it came late, was cut otherwise, and shared its beginning
     alone = serve(
         engine("device.kind=cuda", "device.batch_invariant=true"), [requests(4, logprobs=2)[number]]
     )
     assert together[number].answer.tolist() == alone[0].answer.tolist()
     assert together[number].logprobs == alone[0].logprobs
+    assert crowded.scheduler.counters.hit_tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -174,6 +175,7 @@ def test_log_probabilities_in_bfloat16_are_near_those_of_the_cpu(graphs: int, en
         )
 
 
+@pytest.mark.slow
 def test_keys_and_values_by_scales_of_the_checkpoint_give_the_cpus_tokens(tmp_path: Path) -> None:
     """As msModelSlim's C8 has them; pages in int8 are read by plain torch on both devices."""
     _, path = described("qwen3", tmp_path, lambda _: "FLOAT", form={"has_cache_scales": True})

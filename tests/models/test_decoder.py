@@ -137,6 +137,7 @@ def test_logprobs_are_those_of_transformers(variant: Variant, pair: Pair, checkp
     assert {(row, length - 1) for row, length in enumerate(LENGTHS)} <= set(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", on_each("reference", "fused")[:2])  # of the CPU, which rounds as it does
 def test_bfloat16_is_as_near_to_transformers_as_its_own_float32(pair: Pair, checkpoints: Path) -> None:
     """Of mixtures a rounding may choose other experts, and Gemma rounds norms with their 1, as NPUs take

@@ -256,6 +256,7 @@ def tiny_requests(engine: Engine, count: int) -> list[Request]:
     return made
 
 
+@pytest.mark.slow
 def test_as_many_drafts_are_right_as_the_probabilities_say() -> None:
     recipe = ROOT / "recipes/tiny/cpu.yaml"
     engine = build(load(recipe, [*TINY_SETTINGS, *CPU, *WITH_DRAFTS])).engine

@@ -33,6 +33,7 @@ from tests.models.product_runs import HAPPENED, NUM_NEW, AskedRequest, Run, outc
 from tests.models.tensor_rank import STOPS, built, empty, logits_of, table
 from tests.models.test_random_shares import together
 from tests.models.test_weights import bare
+from tests.thorough import cases
 
 
 def everywhere(kind: str) -> Types:
@@ -138,17 +139,23 @@ def test_answers_are_those_of_the_arithmetic(
     assert_answers(name, types, tmp_path, **more)
 
 
+ON_AN_NPU = (
+    ("qwen3", everywhere("W8A8_DYNAMIC")),
+    ("qwen3", everywhere("W8A8")),
+    ("llama_biased", everywhere("W8A8")),
+    ("qwen3_moe", QWEN3_MOE),
+    ("qwen3_moe", kimi),
+    ("llama_biased", everywhere("W8A16")),
+)
+
+
 @pytest.mark.npu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    ("name", "types"),
+    ("name", "types", "dtype"),
     [
-        ("qwen3", everywhere("W8A8_DYNAMIC")),
-        ("qwen3", everywhere("W8A8")),
-        ("llama_biased", everywhere("W8A8")),
-        ("qwen3_moe", QWEN3_MOE),
-        ("qwen3_moe", kimi),
-        ("llama_biased", everywhere("W8A16")),
+        (*case, dtype)
+        for number, case in enumerate(ON_AN_NPU)
+        for dtype in cases([("bfloat16", "float16")[number % 2]], ["bfloat16", "float16"])
     ],
 )
 def test_an_npu_answers_so_within_its_rounding(name: str, types: Types, dtype: Any, tmp_path: Path) -> None:
@@ -337,12 +344,12 @@ def test_pages_in_int8_are_copied_and_moved_as_others_are(tmp_path: Path) -> Non
     answers, random = [], np.random.default_rng(3)
     opening = random.integers(0, VOCABULARY, 70).tolist()
     while len(asked) < 6:
-        prompt = opening + random.integers(0, VOCABULARY, int(random.integers(1, 80))).tolist()
+        prompt = opening + random.integers(0, VOCABULARY, int(random.integers(1, 60))).tolist()
         tokens, logprobs = generated(model, prompt, NUM_NEW)
         if float(logprobs.topk(2).values.diff().abs().min()) > 0.05:
             asked.append(AskedRequest(prompt=prompt, seed=None))
             answers.append(tokens)
-    keys = {"cache.dtype": "int8", "cache.page_size": "32", "cache.num_pages": "14"}
+    keys = {"cache.dtype": "int8", "cache.page_size": "32", "cache.num_pages": "13"}
     found = outcome_of("910B", Run(path=str(path), way="disturbed", more=keys, requests=asked))
     assert (found["refused"], found["answers"]) == (None, answers)
     assert set(found["happened"]) == set(HAPPENED["disturbed"])

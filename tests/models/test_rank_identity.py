@@ -1,27 +1,35 @@
 """Engines of two ranks give the tokens that transformers gives each request alone.
 
-Two ranks divide each layer or, of mixtures, hold whole experts each. Prompts are chunked, beginnings shared,
-and the pool is so small that requests are preempted, in float32. With THOROUGH=1 all checkpoints are served
-instead of seven, and one of each family on virtual NPUs.
+Two ranks divide each layer or, of mixtures, hold whole experts each; or divide each page of the cache; or the
+heads of states, or half of the layers. Prompts are chunked, beginnings shared, and the pool is so small that
+requests are preempted, in float32. With THOROUGH=1 all checkpoints are served, and one of each family on
+virtual NPUs. The same two processes serve all engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from kv_cache.states import GRID
 from recipes.cluster.in_ranks import in_ranks
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import stand_in_alone
-from tests.models.families import VARIANTS, Variant, generated, make, wide
+from tests.models.families import VARIANTS, Variant, followed, generated, make, wide
+from tests.models.families import VOCABULARY as STATE_VOCABULARY
 from tests.models.latent_variants import LATENT_VARIANTS
+from tests.models.mtp_layers import target_of
 from tests.models.rank_engines import Asked, Served, serve_all
+from tests.models.recurrent_variants import RECURRENT_VARIANTS
+from tests.models.test_identity import BY_LENGTH
 from tests.thorough import THOROUGH, cases
 
 # A test waits for the two processes that serve all engines of its module
@@ -52,6 +60,8 @@ EXPERTS = "parallel.expert=2", "parallel.least_divided_tokens=5"
 WAYS: dict[str, tuple[str, ...]] = {"TP 2": (), "EP 2": EXPERTS}
 CPU = ("device.compile=false", "device.threads=1")
 NPU = ("device.kind=npu", "device.virtual=true", "device.virtual_fp32=true", "device.compile=false")
+REFERENCE = "device.attention=reference"
+GUESSES = ("speculation.kind=mtp", "speculation.max_tokens=3")
 PLAIN = ("gemma2",)  # whose capped scores no fused attention of an NPU takes, nor any graph
 
 
@@ -97,6 +107,7 @@ FEW = Crowd(8, 20, 10, 6, page_size=2, num_pages=21, num_slots=4, batch_tokens=8
 MANY = Crowd(32, 300, 200, 48, page_size=16, num_pages=70, num_slots=12, batch_tokens=96)
 ON_NPUS = Crowd(16, 150, 70, 16, page_size=16, num_pages=26, num_slots=8, batch_tokens=32)
 ON_CPUS = cases(FEW, MANY)
+LONGER = Crowd(8, 40, 20, 16, page_size=4, num_pages=22, num_slots=4, batch_tokens=24)
 # What ranks divide otherwise; test_tensor_parallel.py has the logits of one of each family
 DIVIDED = (
     *("llama_biased", "mistral_window", "qwen2_yarn", "gemma2", "mixtral_window", "gpt_oss_half"),
@@ -112,78 +123,147 @@ def ways_of(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(name, way) for name in names for way in (of_mixtures if name in mixtures else ("TP 2",))]
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """By checkpoint and way, what each rank said; by checkpoint, what transformers says of each prompt."""
-
-    ranks: dict[tuple[str, str], list[Served]]
-    expected: dict[str, list[tuple[list[int], torch.Tensor]]]
-
-
-def found_by(crowd: Crowd, names: tuple[str, ...], folder: Path, *, on_npus: bool) -> Found:
-    """Two processes serve these checkpoints in all ways, one engine after the other."""
-    asked, expected, prompts = {}, {}, crowd.prompts()
-    device = NPU if on_npus else CPU
-    for name in names:
-        model, path = make(variant_of(name, on_npus=on_npus), folder)
-        expected[name] = [generated(model, prompt, crowd.num_new) for prompt in prompts]
-        settings = [f"model.path={path}", *crowd.settings, *device]
-        if on_npus:
-            plain, captured = "device.attention=reference", f"device.graphs={crowd.num_slots}"
-            settings.append(plain if name in PLAIN else captured)
-        for _, way in ways_of([name]):
-            asked[name, way] = Asked(f"{name} {way}", (*settings, *WAYS[way]), prompts, crowd.num_new)
-    world = load(ROOT / "recipes/any/cpu.yaml", [*device, f"model.path={folder}", "parallel.tensor=2"])
-    ranks = in_ranks(world, serve_all, [*asked.values()], folder)
-    return Found({cell: [rank[each.name] for rank in ranks] for cell, each in asked.items()}, expected)
-
-
 def variant_of(name: str, *, on_npus: bool) -> Variant:
     variant = replace(ALL[name], options=ALL[name].options | EVEN.get(name, {}))
     variant = wide(variant) if on_npus else variant
     return replace(variant, options=variant.options | {"vocab_size": VOCABULARY})
 
 
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """An engine: its checkpoint, how its recipe differs, and the prompts that it answers."""
+
+    checkpoint: Callable[[Path], tuple[Any, Path]]
+    settings: tuple[str, ...]
+    prompts: list[list[int]]
+    num_new: int
+    near: float = 1e-4  # log-probabilities of transformers
+
+
+def of_crowd(crowd: Crowd, name: str, *more: str, on_npus: bool = False, **options: Any) -> Asking:
+    """An engine that a crowd asks."""
+    variant = variant_of(name, on_npus=on_npus)
+    variant = replace(variant, options=variant.options | options)
+    return Asking(partial(make, variant), (*crowd.settings, *more), crowd.prompts(), crowd.num_new)
+
+
+def with_states(name: str, *more: str) -> Asking:
+    """An engine of a model whose layers keep states; prompts go on from states of others, and are swapped."""
+    random = np.random.default_rng(5)
+    opening = random.integers(0, STATE_VOCABULARY, 2 * GRID).tolist()
+    tails = [random.integers(0, STATE_VOCABULARY, count).tolist() for count in (9, 30, 1, 60, 100, 2)]
+    settings = (
+        *("model.dtype=float32", "cache.page_size=16", "cache.num_pages=17", "cache.memory_gib=null"),
+        *("cache.host_gib=0.01", "scheduler.num_slots=4", "scheduler.max_request_tokens=220"),
+        f"scheduler.max_batch_tokens={GRID + 4}",
+    )
+    prompts = [opening + tail for tail in tails[:4]] + [*tails[4:], opening + tails[0]]
+    (variant,) = (each for each in RECURRENT_VARIANTS if each.name == name)
+    return Asking(partial(make, variant), (*settings, *more), prompts, 16, near=1e-3)
+
+
+def with_guesses(crowd: Crowd, *more: str) -> Asking:
+    """An engine whose checkpoint has a layer that predicts further tokens."""
+    settings = (*crowd.settings, *GUESSES, *more)
+    return Asking(partial(target_of, "glm4_moe_lite"), settings, crowd.prompts(), crowd.num_new)
+
+
+PAGES_2 = "parallel.context=2"
+Cell = tuple[str, str]  # what is served, and how two ranks divide it
+SERVED: dict[Cell, Asking] = {
+    **{(name, way): of_crowd(ON_CPUS, name, *WAYS[way]) for name, way in ways_of(NAMES)},
+    ("latents", "pages"): of_crowd(LONGER, "deepseek_v3", PAGES_2),
+    ("one head", "pages"): of_crowd(LONGER, "qwen2_yarn", PAGES_2, REFERENCE, num_key_value_heads=1),
+    ("guesses", "pages"): with_guesses(LONGER, PAGES_2),
+    ("qwen3_5", "states, TP 2"): with_states("qwen3_5"),
+    ("qwen3_next", "states, EP 2"): with_states("qwen3_next", "parallel.expert=2"),
+    ("kimi_linear", "states, TP 2"): with_states("kimi_linear", "parallel.least_divided_tokens=8"),
+    ("qwen3_5", "states, PP 2"): with_states("qwen3_5", "parallel.pipeline=2"),
+}
+ON_NPU: dict[Cell, Asking] = {
+    (name, way): of_crowd(
+        ON_NPUS,
+        name,
+        *WAYS[way],
+        REFERENCE if name in PLAIN else f"device.graphs={ON_NPUS.num_slots}",
+        on_npus=True,
+    )
+    for name, way in ways_of(ONE_A_FAMILY)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The model that transformers makes of each checkpoint, and what each rank said."""
+
+    models: dict[Cell, Any]
+    ranks: dict[Cell, list[Served]]
+
+
+def found_by(asking: dict[Cell, Asking], folder: Path, *device: str) -> Found:
+    """Two processes serve all of these, one engine after the other."""
+    models, asked = {}, []
+    for number, (cell, each) in enumerate(asking.items()):
+        models[cell], path = each.checkpoint(folder / str(number))
+        settings = (f"model.path={path}", *each.settings, *device)
+        asked.append(Asked(" ".join(cell), settings, each.prompts, each.num_new))
+    world = load(ROOT / "recipes/any/cpu.yaml", [*device, f"model.path={folder}", "parallel.tensor=2"])
+    ranks = in_ranks(world, serve_all, asked, folder)
+    return Found(models, {cell: [rank[" ".join(cell)] for rank in ranks] for cell in asking})
+
+
 @pytest.fixture(scope="module")
 def on_cpus(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return found_by(ON_CPUS, NAMES, tmp_path_factory.mktemp("cpus"), on_npus=False)
+    return found_by(SERVED, tmp_path_factory.mktemp("cpus"), *CPU)
 
 
 @pytest.fixture(scope="module")
 def on_npus(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return found_by(ON_NPUS, ONE_A_FAMILY, tmp_path_factory.mktemp("npus"), on_npus=True)
+    return found_by(ON_NPU, tmp_path_factory.mktemp("npus"), *NPU)
 
 
 def test_there_is_one_of_each_family() -> None:
     assert {ALL[name].family for name in ONE_A_FAMILY} == {each.family for each in ALL.values()}
 
 
-@pytest.mark.parametrize(("name", "way"), ways_of(NAMES))
-def test_two_ranks_answer_as_transformers_does(name: str, way: str, on_cpus: Found) -> None:
-    check(on_cpus, name, way, ON_CPUS)
+@pytest.mark.parametrize("cell", SERVED, ids=" ".join)
+def test_two_ranks_answer_as_transformers_does(cell: Cell, on_cpus: Found) -> None:
+    check(on_cpus, cell, SERVED[cell])
 
 
 @pytest.mark.npu
 @stand_in_alone
 @pytest.mark.skipif(not THOROUGH, reason="THOROUGH=1 asks for it")
-@pytest.mark.parametrize(("name", "way"), ways_of(ONE_A_FAMILY))
-def test_so_two_virtual_npus_do(name: str, way: str, on_npus: Found) -> None:
-    check(on_npus, name, way, ON_NPUS)
-    for rank in on_npus.ranks[name, way]:
-        assert (rank.happened["replays"] > 0) == (name not in PLAIN)
+@pytest.mark.parametrize("cell", ON_NPU, ids=" ".join)
+def test_so_two_virtual_npus_do(cell: Cell, on_npus: Found) -> None:
+    check(on_npus, cell, ON_NPU[cell])
+    for rank in on_npus.ranks[cell]:
+        assert (rank.happened["replays"] > 0) == (cell[0] not in PLAIN)
 
 
-def check(found: Found, name: str, way: str, crowd: Crowd) -> None:
-    leader, follower = found.ranks[name, way]
-    print(name, way, leader.happened)
-    tokens, logprobs = zip(*found.expected[name])
-    assert leader.answers == list(tokens)
+def check(found: Found, cell: Cell, asking: Asking) -> None:
+    leader, follower = found.ranks[cell]
+    print(cell, leader.happened)
+    told = expected(found.models[cell], asking, leader.answers)
+    assert leader.answers == [tokens for tokens, _ in told]
     ours = torch.tensor(leader.logprobs)  # [prompts, num_new, 1 + NUM_TOP, 2]
-    theirs = torch.stack(logprobs).gather(2, ours[..., 0].long())
-    torch.testing.assert_close(ours[..., 1], theirs, rtol=0, atol=1e-4)
-    assert leader.logits == follower.logits, "ranks have the same logits, to the bit"
-    assert len(leader.logits) >= crowd.num_new
-    assert leader.happened["preemptions"] >= 2, "the pool was too large to force preemptions"
+    theirs = torch.stack([logprobs for _, logprobs in told]).gather(2, ours[..., 0].long())
+    torch.testing.assert_close(ours[..., 1], theirs, rtol=0, atol=asking.near)
+    if "PP 2" not in cell[1]:  # where the second rank alone has logits
+        assert leader.logits == follower.logits, "ranks have the same logits, to the bit"
+        assert len(leader.logits) >= asking.num_new or cell[0] == "guesses"
+    assert leader.happened["preemptions"] >= 1, "the pool was too large to force preemptions"
     assert leader.happened["hit_tokens"] > 0, "no prefix was shared"
-    assert leader.happened["chunks"] > crowd.num_prompts, "hardly a prompt was cut"
+    assert leader.happened["chunks"] > 0 or cell[0] == "guesses", "no prompt was cut"
     assert follower.happened.items() <= leader.happened.items()
+
+
+def expected(model: Any, asking: Asking, answers: list[list[int]]) -> list[tuple[list[int], torch.Tensor]]:
+    """Transformers' tokens and log-probabilities for each prompt alone."""
+    by_length = any(kind in repr(model.config.rope_parameters) for kind in BY_LENGTH)
+    return [
+        generated(model, prompt, asking.num_new)
+        if by_length
+        else followed(model, prompt, answer, asking.num_new)
+        for prompt, answer in zip(asking.prompts, answers, strict=True)
+    ]

@@ -340,9 +340,18 @@ def main() -> None:
             importlib.import_module(name)
         gc.collect()
         gc.freeze()
-        if len(os.listdir("/proc/self/task")) == 1:  # a fork would lack the other threads
+        if len(os.listdir("/proc/self/task")) == 1 and _can_be_waited_for():  # a fork lacks other threads
             source.send(READY)
             answer(source)
+
+
+def _can_be_waited_for() -> bool:
+    """Whether the system, and a container's rules, let processes be waited for beside others."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
 
 
 if __name__ == "__main__":
