@@ -24,6 +24,7 @@ from attention.reference import AttentionMetadata, Span
 from attention.sparse import SparseAttention
 from devices.int8 import quantize_rows
 from devices.shapes import AttentionShape, latent_row_bytes, latent_tile
+from kv_cache.device.storage import zeros
 
 ROPE_TYPE, INDEX_SCALE = torch.bfloat16, torch.float16
 
@@ -38,15 +39,15 @@ class Int8SparseAttention(SparseAttention):
     def new_planes(self, count: int) -> tuple[Tensor, ...]:
         """Return `count` pages of zeros for the rows of a layer, and for its index keys and their scales."""
         page = count, self.shape.page_size, 1
-        keys = torch.zeros(*page, self.index.head_dim, dtype=torch.int8, device=self.device)
-        scales = torch.zeros(*page, 1, dtype=INDEX_SCALE, device=self.device)
+        keys = zeros((*page, self.index.head_dim), torch.int8, self.device)
+        scales = zeros((*page, 1), INDEX_SCALE, self.device)
         return *self.new_shared_planes(count), keys, scales
 
     def new_shared_planes(self, count: int) -> tuple[Tensor, ...]:
         """Return the plane of a layer without an indexer of its own: rows."""
         width = latent_row_bytes(self.shape.head_dim, self.latent.rope_dim)
         page = count, self.shape.page_size, 1
-        return (torch.zeros(*page, width, dtype=torch.int8, device=self.device),)
+        return (zeros((*page, width), torch.int8, self.device),)
 
     def pages_of(self, planes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the rows, which hold latents and rope keys alike."""

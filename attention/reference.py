@@ -21,6 +21,7 @@ from torch import Tensor
 from attention.int8_pages import packed, packed_units, row_bytes, unpacked
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
+from kv_cache.device.storage import zeros
 from kv_cache.device.transfer import to_device
 
 # Query positions computed at a time, because the scores of a long prompt grow with its square
@@ -127,8 +128,8 @@ class Attention:
         shape = self.shape
         page = (count, shape.page_size, shape.num_kv_heads)
         if shape.int8_pages:
-            return torch.zeros(*page, row_bytes(width), dtype=torch.int8, device=self.device)
-        return torch.zeros(*page, width, dtype=shape.dtype, device=self.device)
+            return zeros((*page, row_bytes(width)), torch.int8, self.device)
+        return zeros((*page, width), shape.dtype, self.device)
 
     def plan(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import colorsys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,18 +52,8 @@ def bars(timeline: Timeline) -> dict[tuple[int, str, bool], list[Bar]]:
     return drawn
 
 
-def accepted(timeline: Timeline) -> dict[int, list[Bar]]:
-    """Return the steps in which drafts of a row were accepted, by row."""
-    drawn: dict[int, list[Bar]] = {}
-    for step in timeline.steps:
-        for row, count in zip(step.rows, step.num_accepted):
-            if count:
-                drawn.setdefault(row, []).append((step.start_s, step.end_s - step.start_s))
-    return drawn
-
-
 def draw_slots(axes: Axes, timeline: Timeline, origin_s: float, title: str) -> None:
-    """Draw one row for each slot: a colour for each request, a white line where drafts were accepted."""
+    """Draw one row for each slot: a colour for each request."""
     numbers: dict[str, int] = {}
     for (row, request_id, decode), stretches in bars(timeline).items():
         number = numbers.setdefault(request_id, len(numbers))
@@ -73,43 +63,12 @@ def draw_slots(axes: Axes, timeline: Timeline, origin_s: float, title: str) -> N
             facecolors=request_colour(number, decode=decode),
             edgecolors="none",
         )
-    for row, stretches in accepted(timeline).items():
-        axes.broken_barh(
-            [(start - origin_s, width) for start, width in stretches],
-            (row - 0.08, 0.16),
-            facecolors="white",
-            edgecolors="none",
-        )
     axes.set_title(title, loc="left")
     axes.set_ylabel("slot")
     last = max((row for row, *_ in bars(timeline)), default=0)
     axes.set_ylim(last + 0.5, -0.5)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(left=0)
-
-
-def draw_pages(axes: Axes, timeline: Timeline, origin_s: float, num_pages: int) -> None:
-    """Draw the share of pages that rows hold, step by step."""
-    times_s = [step.end_s - origin_s for step in timeline.steps]
-    axes.step(times_s, [step.held_pages / num_pages for step in timeline.steps], where="post")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("pages in use, share")
-    axes.set_xlabel("seconds since the first arrival")
-
-
-def save_run(path: Path, timeline: Timeline, origin_s: float, num_pages: int) -> None:
-    """Draw one run: slots over time, and below them pages."""
-    figure, (above, below) = plt.subplots(
-        2, 1, sharex=True, figsize=(12, 6.5), gridspec_kw={"height_ratios": [3, 1]}
-    )
-    title = "prompts dark, answers light"
-    if accepted(timeline):
-        title += ", white where drafts were right"
-    draw_slots(above, timeline, origin_s, title)
-    draw_pages(below, timeline, origin_s, num_pages)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def save_slots(path: Path, runs: list[tuple[str, Timeline, float]]) -> None:
@@ -132,51 +91,23 @@ def save_slots(path: Path, runs: list[tuple[str, Timeline, float]]) -> None:
     plt.close(figure)
 
 
-def save_speculation(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Draw one field for each text: gain over plain decoding by requests at once, one line for each kind."""
-    texts = list(dict.fromkeys(row["text"] for row in rows))
-    figure, fields = plt.subplots(1, len(texts), sharey=True, figsize=(4.2 * len(texts), 4), squeeze=False)
-    for axes, text in zip(fields[0], texts):
-        of_text = [row for row in rows if row["text"] == text]
-        for kind in dict.fromkeys(row["kind"] for row in of_text):
-            points = [(row["slots"], row["times_plain"]) for row in of_text if row["kind"] == kind]
-            axes.plot(*zip(*points), marker="o", label=kind)
-        axes.axhline(0.98, color="grey", linestyle=":")
-        axes.set_xscale("log", base=2)
-        axes.set_title(f"{text} text", loc="left")
-        axes.set_xlabel("requests at once")
-    fields[0, 0].set_ylabel("tokens a second, times plain")
-    fields[0, -1].legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def save_simulated(
-    path: Path, size: tuple[float, float], count: int, draw: Callable[[Sequence[Axes]], object]
-) -> None:
-    """Draw simulated figures over `count` pairs of axes, side by side, and say that they are simulated."""
+def save_bars(path: Path, names: Sequence[str], panels: Sequence[Panel]) -> None:
+    """Draw simulated figures, a bar for each name in each panel, and say that they are simulated."""
     with mpl.rc_context(PLAIN):
-        figure, axes = plt.subplots(1, count, figsize=size, squeeze=False)
-        draw(axes[0].tolist())
+        size = (2.5 * len(panels), 0.9 + 0.3 * len(names))
+        figure, all_axes = plt.subplots(1, len(panels), figsize=size, squeeze=False)
+        for axes, (heading, values, form) in zip(all_axes[0], panels):
+            shown = axes.barh(names, values, color="#35608d", height=0.65)
+            axes.bar_label(shown, [form.format(value) for value in values], padding=2, fontsize=7)
+            axes.set_title(heading)
+            axes.margins(x=0.25)
+            axes.grid(axis="y", visible=False)
+            axes.invert_yaxis()
+            axes.tick_params(labelleft=axes is all_axes[0, 0])  # the names stand at the left
         figure.suptitle("SIMULATED", x=0.01, ha="left", fontsize=7)
-        figure.tight_layout(rect=(0, 0, 1, 0.97 if figure.legends else 1))
+        figure.tight_layout(rect=(0, 0, 1, 0.97))
         figure.savefig(path, dpi=100, metadata={"Software": None} if path.suffix == ".png" else None)
         plt.close(figure)
-
-
-def draw_bars(all_axes: Sequence[Axes], names: Sequence[str], panels: Sequence[Panel], *, log: bool) -> None:
-    """Draw a bar for each name in each panel; the names stand at the left."""
-    for axes, (heading, values, form) in zip(all_axes, panels):
-        shown = axes.barh(names, values, color="#35608d", height=0.65)
-        axes.bar_label(shown, [form.format(value) for value in values], padding=2, fontsize=7)
-        axes.set_title(heading)
-        axes.margins(x=0.25)
-        axes.grid(axis="y", visible=False)
-        axes.invert_yaxis()
-        axes.tick_params(labelleft=axes is all_axes[0])
-        if log:
-            axes.set_xscale("log")
 
 
 class PlainLogFormatter(LogFormatter):
@@ -190,24 +121,3 @@ def show_plain_numbers(axis: Axis) -> None:
     """Label a logarithmic axis by numbers, also between powers of ten where it is short."""
     axis.set_major_formatter(PlainLogFormatter())
     axis.set_minor_formatter(PlainLogFormatter(minor_thresholds=(1.5, 0.5)))
-
-
-def draw_lines(
-    all_axes: Sequence[Axes],
-    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
-    *,
-    log: bool,
-) -> None:
-    """Draw in each panel, by its heading, a line for each name: values over offered rates."""
-    for axes, (heading, lines) in zip(all_axes, panels.items()):
-        for name, (rates, values) in lines.items():
-            axes.plot(rates, values, marker=".", label=name)
-        axes.set_xlabel("requests/s offered")
-        axes.set_title(heading)
-        if log:
-            axes.set_yscale("log")
-            show_plain_numbers(axes.yaxis)
-    handles, names = all_axes[0].get_legend_handles_labels()
-    figure = all_axes[0].get_figure()
-    assert figure is not None, "axes are in a figure"
-    figure.legend(handles, names, loc="upper right", ncols=len(names), frameon=False)

@@ -16,9 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 from recipes.schema.recipe import ROOT
 
@@ -106,14 +107,24 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def serving(
-    name: str, command: Sequence[str], log: Path, timeout_s: float, end_s: float
+    name: str,
+    command: Sequence[str],
+    log: Path,
+    timeout_s: float = START_S,
+    end_s: float = END_S,
+    *,
+    has_ready: bool = True,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[ServerProcess]:
-    """Start a server that people would start so, and yield it once it is ready; it ends with the context."""
-    environment = {key: value for key, value in os.environ.items() if key != "API_KEY"}
-    server = ServerProcess(name, command, log, environment)
+    """Start a server that people would start so, and yield it once it is ready; it ends with the context.
+
+    No key is asked for, and a signal that ends this process ends the server too.
+    """
+    given = {key: value for key, value in os.environ.items() if key != "API_KEY"} | dict(environment)
+    server = ServerProcess(name, command, log, given)
     before = {each: signal.signal(each, _leave) for each in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        server.wait(timeout_s, has_ready=True)
+        server.wait(timeout_s, has_ready=has_ready)
         yield server
     finally:
         server.end(end_s)
@@ -124,15 +135,11 @@ def serving(
 @contextlib.contextmanager
 def started(*command: str, has_ready: bool = True) -> Iterator[ServerProcess]:
     """Start a module as a server with one thread for its tensors, and yield it once it is ready."""
+    whole, one_thread = [sys.executable, "-m", *command], {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="server-") as folder:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        whole = [sys.executable, "-m", *command]
-        server = ServerProcess(command[0], whole, Path(folder) / "server.log", environment)
-        try:
-            server.wait(START_S, has_ready=has_ready)
+        log = Path(folder) / "server.log"
+        with serving(command[0], whole, log, has_ready=has_ready, environment=one_thread) as server:
             yield server
-        finally:
-            server.end(END_S)
 
 
 def _leave(number: int, frame: object) -> None:

@@ -6,15 +6,13 @@ at steps, counters, a record of each request, and what computed.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmark.run_clock import with_wall
 from continuous_batching.counters import Counters
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
@@ -29,11 +27,8 @@ Figures = dict[str, float]
 Result = dict[str, object]
 MOST_READINGS = 500
 DONE = ("stop", "length")
-COLUMNS = (  # columns of a reading: clocks and states of the moment, then sums since the run began
-    *("at_s", "running", "waiting", "kv_usage", "held_pages", "wall_s", "cpu_s"),
-    *("steps", "spans", "tokens", "sampled", "ended", "page_steps", "running_s"),
-    *("prompt_tokens", "hit_tokens", "preemptions"),
-)
+# Columns of a reading: states of the moment, as in a server's metrics, then what the run has counted so far.
+COLUMNS = ("at_s", "running", "waiting", "kv_usage", "tokens", "sampled", "ended", "hit_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +46,7 @@ class StepRecord:
     num_waiting: int
     num_ended: int
     num_sampled: int = 0
-    # Accepted drafts of each span; empty where no span has drafts.
-    num_accepted: list[int] = field(default_factory=list)
-    counters: Counters = field(default_factory=Counters)  # the engine's counters after this step
-    wall_s: float = 0.0  # the wall clock at its end
-    cpu_s: float = 0.0  # processor time of all threads of this process
+    hit_tokens: int = 0  # by the engine's counter after this step
 
 
 @dataclass(slots=True)
@@ -69,9 +60,6 @@ class Timeline:
 
     def record(self, engine: Engine, step: Step) -> None:
         """Record one step; call it before the next step is made."""
-        # This is the wall-clock time of the step's end, however late this call comes.
-        wall_s, now_s = with_wall(engine.clock)
-        wall_s -= now_s - step.end_s
         slots, batch = engine.slots, step.batch
         ids = [slots.requests[row].id for row in batch.slots.tolist()]
         pool, prefix = engine.scheduler.pool, engine.scheduler.prefix
@@ -94,10 +82,7 @@ class Timeline:
                 num_waiting=len(engine.scheduler.waiting) + seen - num_running,
                 num_ended=len(step.finished),
                 num_sampled=len(step.owners),
-                num_accepted=_accepted(step, slots.num_slots),
-                counters=replace(engine.scheduler.counters),
-                wall_s=wall_s,
-                cpu_s=time.process_time(),
+                hit_tokens=engine.scheduler.counters.hit_tokens,
             )
         )
         # A beam search samples for each of its beams, but its answer grows by one token. Other requests may
@@ -112,52 +97,22 @@ class Timeline:
             self.token_times_s.setdefault(request.id, []).append(step.end_s)
 
 
-def _accepted(step: Step, num_slots: int) -> list[int]:
-    """Return the accepted drafts of each span: the tokens that were booked for its row, less one."""
-    if not step.batch.num_drafts:
-        return []
-    booked = np.bincount(step.owners, minlength=num_slots)[step.batch.slots]
-    accepted: list[int] = np.where(step.batch.drafts_by_span, booked - 1, 0).clip(0).tolist()
-    return accepted
-
-
 def readings(timeline: Timeline, origin_s: float, num_pages: int) -> dict[str, object]:
-    """Return usage at the ends of the last step and of others, at most MOST_READINGS plus one in all.
+    """Return what the ends of the last step and of others saw, at most MOST_READINGS plus one in all.
 
-    The form is that of a server's metrics. Beside usage are the clocks of the wall and of the processor, and
-    what was counted up to there, so that each figure of the run, and each time of a request, has a second
-    source.
+    Beside usage stands what was counted up to there, so that the figures of the run and the times of requests
+    have a second source.
     """
     steps, before = timeline.steps, timeline.before
-    counted = [
-        (len(each.rows), sum(each.num_tokens), each.num_sampled, each.num_ended, each.held_pages)
-        for each in steps
-    ]
-    sums = np.cumsum(np.array(counted, np.int64).reshape(-1, 5), axis=0).tolist()
-    running_s = np.cumsum(
-        [step.num_running * (step.end_s - since_s) for step, since_s, _ in _stretches(steps)]
-    )
+    counted = [(sum(each.num_tokens), each.num_sampled, each.num_ended) for each in steps]
+    sums = np.cumsum(np.array(counted, np.int64).reshape(-1, 3), axis=0).tolist()
     every = -(-len(steps) // MOST_READINGS) or 1
     rows = []
     for number in sorted({*range(0, len(steps), every), len(steps) - 1}) if steps else []:
-        step, counters = steps[number], steps[number].counters
-        rows.append(
-            [
-                round(step.end_s - origin_s, 6),
-                step.num_running,
-                step.num_waiting,
-                round(step.held_pages / num_pages, 4),
-                step.held_pages,
-                round(step.wall_s, 6),
-                round(step.cpu_s - steps[0].cpu_s, 6),
-                number + 1,
-                *sums[number],
-                round(float(running_s[number]), 6),
-                counters.prompt_tokens - before.prompt_tokens,
-                counters.hit_tokens - before.hit_tokens,
-                counters.preemptions - before.preemptions,
-            ]
-        )
+        step = steps[number]
+        usage = (step.num_running, step.num_waiting, round(step.held_pages / num_pages, 4))
+        hits = step.hit_tokens - before.hit_tokens
+        rows.append([round(step.end_s - origin_s, 6), *usage, *sums[number], hits])
     return {"columns": list(COLUMNS), "readings": rows}
 
 

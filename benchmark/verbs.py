@@ -76,7 +76,8 @@ class Verb:
 
     `run` and `table` are functions by their module in `benchmark`. `run` takes the parsed options and returns
     a result, which `table` prints, or prints by itself and returns None. A result with a `result` name is
-    completed by that name, the machine and the clocks; where it is `judged`, the gate adds its verdict.
+    completed by that name, the recipe, the machine and the clocks; where it is `judged`, the gate adds its
+    verdict.
     """
 
     name: str
@@ -114,7 +115,6 @@ REQUESTS = "requests, as `generate` reads them"
 TRACE = option("--trace", metavar="FILE.jsonl", help=REQUESTS, required=True)
 RUNS = count("--runs", 1, "counted runs; the median is reported")
 SEED = count("--seed", 0, least=0, most=MOST_SEED)
-PLOT = option("--plot", kinds.picture, "FILE.png", "draw it, too")
 LOAD = (  # what is sent to a server, and where; names are those of `vllm bench serve`
     option("--trace", Path, "FILE.jsonl", REQUESTS, required=True),
     switch("--skip-bad", "report lines that cannot be read, and go on"),
@@ -158,24 +158,23 @@ BENCHMARKS = (
          TRACE,
          table="micro.parts:print_table", result="parts"),
     verb("device --kernels", "products of a CPU's layers beside oneDNN's, by the number of rows",
-         "micro.kernels:run",
+         "micro.cpu:run_products",
          option("--rows", wholes(1, 2**16), "N,N,...", default=[1, 4, 8, 16, 32, 64, 128, 512]),
          count("--repeats", 5, "turns of each; the median is reported"),
-         table="micro.kernels:print_table", result="kernels"),
+         table="micro.cpu:print_products", result="kernels"),
     verb("device --index", "decodes that read what an indexer chose beside decodes that read all, on a CPU",
-         "micro.index:run",
+         "micro.cpu:run_decodes",
          option("--contexts", wholes(2, MOST_TOKENS), "N,N,...", "tokens", [16_384]),
          count("--rows", 1, "decodes of a step", most=2**16),
          count("--repeats", 5, "turns of each; the median is reported"),
-         table="micro.index:print_table", result="index"),
+         table="micro.cpu:print_decodes", result="index"),
     verb("device --launches", "what a decode step asks of an NPU: launches, copies, waits",
          "micro.launches:run",
          table="micro.launches:print_table", result="launches"),
     verb("offline", "throughput and latencies of a trace, on an engine in this process",
          "offline.offline:run",
          TRACE,
-         RUNS,
-         PLOT),
+         RUNS),
     verb("offline --at-once",
          "tokens a second of requests that all come at once, in the terms of `vllm bench throughput`",
          "offline.offline:run_at_once",
@@ -301,11 +300,10 @@ BENCHMARKS = (
          option("--result-dir", kinds.folder, "FOLDER", "a file for each rate, and a page", required=True),
          switch("--share-prefixes", "a rate may find cached what the one before computed"),
          table="", takes_recipe=False),
-    verb("kv", "what pages cost: to find, name, take, copy, and leave half empty",
+    verb("kv", "what pages cost to find, name, publish, evict and take",
          "micro.kv:run",
          option("--page-sizes", wholes(1, 2**16), "N,N,...", default=[16, 128]),
          count("--repeats", 25),
-         count("--requests", 1000, "in the trace of lengths"),
          table="micro.kv:print_table", takes_recipe=False, result="kv", judged=True),
     verb("kv --types", "what keys and values in int8 change in a text's log-probabilities, and in attention",
          "micro.kv:run_types",
@@ -339,7 +337,6 @@ BENCHMARKS = (
          count("--answer", 128, "tokens", 2, MOST_TOKENS),
          count("--most", 4, "drafts of a row in a step", most=64),
          count("--runs", 3),
-         PLOT,
          table="offline.speculation:print_table", result="speculation", judged=True),
     verb("speculation --simulated", "what drafts would bring on a simulated device",
          "offline.speculation:run_simulated",
@@ -429,7 +426,7 @@ SIMULATIONS = (
          *SIMULATED,
          TENSOR,
          option("--dp", engines, "N", "engines behind the router", required=True),
-         PLOT,
+         option("--plot", kinds.picture, "FILE.png", "draw it, too"),
          table="simulate.one_run:print_ways"),
     verb("splits", "who should compute prompts",
          "simulate.one_run:run_splits",
@@ -529,7 +526,8 @@ def run(verb: Verb, options: argparse.Namespace) -> None:
         from recipes.assembly import versions
 
         result = {"machine": versions.describe(), "clock": clock.read(), **result}
-        result = {"benchmark": verb.result, **result}
+        asked = ("recipe", "overrides", "profile") if verb.takes_recipe else ()
+        result = {"benchmark": verb.result, **{name: getattr(options, name) for name in asked}, **result}
     if verb.judged:
         from benchmark.gate.gate import with_verdict
 

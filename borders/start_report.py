@@ -18,6 +18,7 @@ EVERY_S = 5.0  # between two lines
 REDRAW_S = 0.5  # between two states of a terminal's line
 GIB = 2**30
 LOADING, QUANTISING = "loading its weights", "loading and quantising its weights"
+TAKING, KEEPING = "taking its kept weights", "keeping its weights"
 
 
 class StartReport:

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from continuous_batching.batch import NO_BATCH, Batch, Sampled
-from continuous_batching.paging.held_pages import Arrival
+from continuous_batching.paging.held_pages import Arrival, Leased
 from continuous_batching.request import Request
 from continuous_batching.scheduling.admission import HeldBack
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -254,7 +254,7 @@ class Engine:
         self.scheduler.lifecycle.held.arrived(request_id, is_whole=is_whole)
         self.observer.arrived(request_id, is_whole)
 
-    def leased_pages(self, request_id: str) -> Index | None:
+    def leased_pages(self, request_id: str) -> Leased | None:
         """Return the prompt pages held for an ended request, or None if they had to give way.
 
         See `Request.leases_pages`.

@@ -139,7 +139,8 @@ def recount(scheduler: Scheduler) -> Recount:
 
     A server runs this from time to time, and tests run it after each step.
     """
-    busy, held = scheduler.slots.busy, scheduler.lifecycle.held.pages
+    busy, held = scheduler.slots.busy, scheduler.lifecycle.held
     first, *others = scheduler.tables.groups
-    wrong = first.num_wrong(busy, held) + sum(group.num_wrong(busy, EMPTY) for group in others)
+    wrong = first.num_wrong(busy, held.pages)
+    wrong += sum(group.num_wrong(busy, held.states if group.is_of_rows else EMPTY) for group in others)
     return Recount(int((first.users(busy)[1:] > 1).sum()), wrong)

@@ -37,8 +37,8 @@ class SlotPool:
         self.page_table = np.zeros((num_slots, self.max_pages), dtype=np.int32)
         # The page tables of the groups of windows, which own them (`kv_cache/groups.py`)
         self.window_tables: tuple[NDArray[np.int32], ...] = ()
-        # [N, 1] the page of each row's recurrent states, of the group that owns it; None if there are none
-        self.state_table: NDArray[np.int32] | None = None
+        # [N] the page of each row's recurrent states, of the group that owns it; None if there are none
+        self.state_pages: NDArray[np.int32] | None = None
         self.number = self._integers()  # order of arrival
         self.priority = self._integers()
         self.adapter = np.zeros(num_slots, dtype=np.int32)  # number of its adapter on the device; 0: none
@@ -213,6 +213,11 @@ class SlotPool:
     def pages(self, row: int) -> Index:
         """Return a copy of a row's pages, in the order of its tokens."""
         return self.page_table[row, : self.num_pages[row]].astype(np.int64)
+
+    def state_of(self, row: int) -> Index:
+        """Return the page of a row's recurrent states; empty if there are none."""
+        pages = self.state_pages
+        return np.empty(0, dtype=np.int64) if pages is None else pages[row : row + 1].astype(np.int64)
 
     def inputs(self, batch: Batch) -> PackedTokens:
         """Return what the forward pass of this batch reads, and where its keys and values go."""

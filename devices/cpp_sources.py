@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -51,8 +52,11 @@ def processor() -> str:
     return f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability().lower()}-{digest}"
 
 
-def compiled_source(source: Path) -> ctypes.CDLL | str:
-    """Return the library of a source, compiled if it is not kept, or why there is none."""
+def compiled_source(source: Path, *options: str) -> ctypes.CDLL | str:
+    """Return the library of a source, compiled if it is not kept, or why there is none.
+
+    The options are the source's own.
+    """
     missing = missing_for_sources()
     if missing is not None:
         return missing
@@ -60,23 +64,23 @@ def compiled_source(source: Path) -> ctypes.CDLL | str:
     if openmp is not None:  # the library's own team computes, not a second one beside it
         ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
     try:
-        library = _library(source)
+        library = _library(source, options)
         try:
             return ctypes.CDLL(str(library))
         except OSError:  # it was torn when the machine lost its power
             log.warning("%s cannot be loaded, and is compiled again", library)
             library.unlink()
-            return ctypes.CDLL(str(_library(source)))
+            return ctypes.CDLL(str(_library(source, options)))
     except (OSError, subprocess.SubprocessError) as error:
         return f"{source.name} cannot be compiled: {_last_line(error)}"
 
 
-def _library(source: Path) -> Path:
+def _library(source: Path, own: Sequence[str]) -> Path:
     """Return a source compiled for this machine, kept in the user's folder under the name of its content."""
     compiler = os.environ.get("CXX", "g++")
     cpu = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
     options = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", cpu]
-    options += ["-Wno-psabi", f"-I{Path(__file__).parent}"]
+    options += [*own, "-Wno-psabi", f"-I{Path(__file__).parent}"]
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, check=True, timeout=COMPILE_S
     ).stdout

@@ -1,10 +1,11 @@
-// Vectors of float32 as long as the machine's, and numbers that are stored in 16 bits or in 32.
+// Vectors of float32 as long as the machine's, and numbers that are stored in 8 bits, in 16 or in 32.
 //
 // Vectors are the compiler's own, so that one source serves AVX2, AVX-512 and NEON.
 
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -25,7 +26,8 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
-enum Kind { FLOAT32, BFLOAT16, FLOAT16 };  // KINDS of devices/cpp_sources.py
+// KINDS of devices/cpp_sources.py, and int8 pages (attention/cpu/compiled.py), whose scales lie beside the numbers
+enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8 };
 
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
@@ -70,6 +72,22 @@ struct Stored<FLOAT32> {
     typedef float Item;
     static inline Vec widen(const Item* p) { return load(p); }
     static inline void narrow(Item* p, Vec v) { store(p, v); }
+};
+
+template <>
+struct Stored<INT8> {
+    typedef int8_t Item;
+    static inline Vec widen(const Item* p) {
+#if defined(__AVX512F__)
+        return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+        return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+        int32_t four;
+        std::memcpy(&four, p, sizeof four);
+        return (Vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))))));
+#endif
+    }
 };
 
 // e^x to the last bit but one (Cephes, expf); numbers under -87 and -infinity give 0, those over 88 infinity.

@@ -107,6 +107,8 @@ class PageGroup(ABC):
     gives_back = False
     # Whether each row has one page, however many tokens it has, which its steps write anew
     is_of_rows = False
+    # Whether no row is `missing` a page, whatever it computes
+    is_settled = False
 
     def __init__(
         self,

@@ -4,7 +4,8 @@ A page of this group is the state of all recurrent layers of one request. A row 
 state, which stands at the position up to which the row has been computed, and which every step of the row
 writes. A state that a step leaves behind at the end of a page of tokens is a *checkpoint*: once that page is
 published, the checkpoint lies beside its entry of the prefix cache, and a request with the same beginning can
-go on from there. Whoever writes to a state that others hold copies it first.
+go on from there. Whoever writes to a state that others hold copies it first. An answer has a checkpoint on
+trial, in a page of its own, to which the live state is copied at each page end.
 
 What is kept for sharing never stands in the way of what runs: each row needs one state and no more, and a
 pool of one state for each row serves them all. Where none is left to copy to, the cache gives up the state
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from kv_cache.groups import BesideGroup
 from kv_cache.pages import NULL_PAGE, Index, PageCopy, PagePool
+from kv_cache.prefix_index import EMPTY
 
 GRID = 64  # positions at whose multiples spans of prompts may be cut (see attention/recurrent.py)
 
@@ -45,7 +47,7 @@ class End:
 
 
 class StateGroup(BesideGroup):
-    """The states of all layers that keep one; `table` [N, 1] has the live state of each row.
+    """The states of all layers that keep one; `live` [N], the column of `table`, has each row's live state.
 
     A prefix can be resumed from only where a state lies beside its last page. States are kept at the ends of
     every `every_pages` pages, which lie on the grid at which spans end.
@@ -68,24 +70,25 @@ class StateGroup(BesideGroup):
     ) -> None:
         assert pool.num_pages > num_rows, f"{pool.num_pages - 1} states for {num_rows} rows"
         super().__init__(number, page_size, num_rows, 1, pool, host, num_entries, num_host_entries)
+        self.live = self.table[:, 0]
         self.every_pages = math.lcm(page_size, GRID) // page_size
         self._left: dict[int, list[Checkpoint]] = {}  # by row
+        self._num_left = np.zeros(pool.num_pages, dtype=np.int32)  # checkpoints of each page in `_left`
         # [N] the last state that each row has left in its answer, and its position; it is on trial: it gives
         # way first, and is the first to be evicted until a request has found it
         self._trial_page, self._trial_position = np.zeros_like(self.stop), np.zeros_like(self.stop)
-        # Checkpoints of each page that cannot be found yet: those in `_left`, and those on trial
-        self._num_left = np.zeros(pool.num_pages, dtype=np.int32)
         self._ends: dict[int, End] = {}  # by page, or -h of the host's pool
         self._spent: set[int] = set()  # pages that later states cover, which are evicted first
         self.answers_return = False  # whether prompts go on from answers as they were given
         self._is_crowded = False  # whether states are about to be written that checkpoints hold
-        # [N] rows without a state of their own, or that may share it: a step looks at no other
-        self._is_open = np.ones(num_rows, dtype=np.bool_)
+        # [N] rows of requests without a state of their own, or that may share it: a step looks at no other
+        self._is_open = np.zeros(num_rows, dtype=np.bool_)
         self.num_taken = self.num_hits = 0  # checkpoints since the start
 
     @property
     def num_available(self) -> int:
-        return self.pool.num_free + len(self._idle) + len(self._loose())
+        num_trials = int(np.count_nonzero(self._trial_page))
+        return self.pool.num_free + len(self._idle) + num_trials + len(self._loose())
 
     def first_seen(self, positions: Index) -> Index:
         return np.zeros_like(positions)
@@ -100,7 +103,7 @@ class StateGroup(BesideGroup):
     def promised(self, rows: Index, num_tokens: Index) -> Index:
         """See `PageGroup.promised`: rows that share a state will need all but one of its copies."""
         promised = np.ones_like(rows)
-        pages, first = np.unique(self.table[rows, 0], return_index=True)
+        pages, first = np.unique(self.live[rows], return_index=True)
         promised[first[pages != NULL_PAGE]] = 0
         return promised
 
@@ -114,9 +117,10 @@ class StateGroup(BesideGroup):
         at = self._is_open[rows].nonzero()[0]
         if not len(at):
             return missing
-        pages = self.table[rows[at], 0]
+        pages = self.live[rows[at]]
         is_shared, lacks = self.pool.holders[pages] > 1, pages == NULL_PAGE
         self._is_open[rows[at[~(is_shared | lacks)]]] = False
+        self.is_settled = not self._is_open.any()
         missing[at[lacks]] = 1
         shared = is_shared.nonzero()[0]
         if len(shared):
@@ -161,8 +165,9 @@ class StateGroup(BesideGroup):
     ) -> list[PageCopy]:
         growing = rows[counts.nonzero()[0]]
         copies = self._made_free(len(growing))
-        old, new = self.table[growing, 0].astype(np.int64), self.pool.take(len(growing))
-        self.table[growing, 0], self.stop[growing], self._is_open[growing] = new, 1, False
+        old, new = self.live[growing].astype(np.int64), self.pool.take(len(growing))
+        self.live[growing], self.stop[growing], self._is_open[growing] = new, 1, False
+        self.is_settled = not self._is_open.any()
         copied = old != NULL_PAGE
         if copied.any():
             copies.append(PageCopy(old[copied], new[copied], group=self.number))
@@ -175,14 +180,14 @@ class StateGroup(BesideGroup):
         """Let no checkpoint hold the states that these rows are about to write; they have been grown."""
         if not self._is_crowded:
             return
-        pages = self.table[rows, 0]
+        self._is_crowded = False
+        pages = self.live[rows]
         for page in pages[self.pool.holders[pages] > 1].tolist():
             if page in self._entry_of:
                 self._forget(np.array([page]))
             for row, left in list(self._left.items()):
                 for each in [each for each in left if each.page == page]:
                     self._drop(row, each)
-            self._end_trials(np.flatnonzero(self._trial_page == page))
 
     def resumable(
         self, entries: Index, held: int = 0, first_held: int = 0, *, rests: bool = True
@@ -222,7 +227,8 @@ class StateGroup(BesideGroup):
             self.host.release(-source)
             self.counts.promoted_pages += 1
             page = int(target[0])
-        self.table[row, 0], self.stop[row], self._is_open[row] = page, 1, True
+        self.live[row], self.stop[row] = page, 1
+        self.open(row)
         return copies
 
     def to_swap(self, row: int, num_published: int, num_computed: int) -> tuple[int, Index]:
@@ -232,38 +238,50 @@ class StateGroup(BesideGroup):
     def come_back(self, row: int, first: int, host_pages: Index) -> list[PageCopy]:
         copies = self._made_free(1)
         target = self.pool.take(1)
-        self.table[row, 0], self.stop[row] = target[0], 1
+        self.live[row], self.stop[row] = target[0], 1
         self.counts.swapped_in_pages += 1
         return [*copies, PageCopy(host_pages, target, "from_host", group=self.number)]
 
     def keep(self, row: int, position: int, *, is_end: bool = False) -> None:
         """Keep the row's live state, which the next batch leaves at `position`, as a checkpoint."""
-        page = int(self.table[row, 0])
+        page = int(self.live[row])
         self._share(np.array([page]))
-        self._is_open[row] = True
+        self.open(row)
         self._add(row, Checkpoint(position, page, is_end))
 
-    def try_to_keep(self, rows: Index, positions: Index) -> None:
-        """Keep the live states that the next batch leaves in answers of rows, as far as pages are free.
+    def try_to_keep(self, rows: Index, positions: Index) -> list[PageCopy]:
+        """Keep the live states of answers, which stand at these positions, as far as pages are free.
 
-        Each takes the place of the row's last one. Each of these rows is the only one that holds its state.
+        Returns the copies to make before the next batch, which may write these states. Each takes the place
+        of the row's last one.
         """
-        room = self.pool.num_free + (len(self._idle) if self.answers_return else 0)
-        rows, positions = rows[:room], positions[:room]
-        self._end_trials(rows)
-        pages = self.table[rows, 0].astype(np.int64)
-        self.pool.share(pages)
-        self._num_left[pages] += 1
-        self._trial_page[rows], self._trial_position[rows] = pages, positions
-        self._is_open[rows] = True
+        trial, copies = self._trial_page[rows], []
+        if NULL_PAGE in trial.tolist():  # quicker than numpy for so few
+            lacking = (trial == NULL_PAGE).nonzero()[0]
+            short = len(lacking) - self.pool.num_free
+            if short > 0 and self.answers_return:
+                copy = self._evict_idle(min(short, len(self._idle)))
+                copies += [] if copy is None else [copy]
+            having = lacking[: self.pool.num_free]
+            trial[having] = self._trial_page[rows[having]] = self.pool.take(len(having))
+            is_kept = trial != NULL_PAGE
+            rows, positions, trial = rows[is_kept], positions[is_kept], trial[is_kept]
+            if not len(rows):
+                return copies
+        self._trial_position[rows] = positions
+        self.counts.copied_pages += len(rows)
+        return [*copies, PageCopy(self.live[rows].astype(np.int64), trial, group=self.number)]
+
+    def keep_last(self, row: int, position: int) -> None:
+        """Keep the live state of a row that ends, which stands at `position`, in place of its last one."""
+        self._end_trials(np.array([row]))
+        self._trial_page[row], self._trial_position[row] = self.live[row], position
+        self.live[row], self.stop[row] = NULL_PAGE, 0
 
     def _end_trials(self, rows: Index) -> None:
-        rows = rows[self._trial_page[rows] != NULL_PAGE]
-        if len(rows):
-            pages = self._trial_page[rows]
-            self._num_left[pages] -= 1
-            self._trial_page[rows] = NULL_PAGE
-            self._release(pages)
+        pages = self._trial_page[rows]
+        self.pool.release(pages[pages != NULL_PAGE])
+        self._trial_page[rows] = NULL_PAGE
 
     def take_one(self, row: int, position: int, *, is_end: bool = False) -> tuple[int, list[PageCopy]]:
         """Take a page for the state that the next batch leaves at `position` within a span of the row.
@@ -290,7 +308,7 @@ class StateGroup(BesideGroup):
         trial = Checkpoint(int(self._trial_position[row]), int(self._trial_page[row]))
         if trial.page != NULL_PAGE:  # it is among the others from here on
             self._trial_page[row] = NULL_PAGE
-            self._left.setdefault(row, []).append(trial)
+            self._add(row, trial)
         for each in list(self._left.get(row, ())):
             at = each.position // self.page_size - 1 - first
             if not 0 <= at < len(entries):
@@ -312,6 +330,26 @@ class StateGroup(BesideGroup):
             self.changes += 1
             self.told(True, entries[list(new)])
         return np.array(list(new), dtype=np.int64), np.array(list(new.values()), dtype=np.int64)
+
+    def share(self, pages: Index) -> None:
+        """Give held states one more holder, which is no row."""
+        self._share(pages)
+
+    def release(self, pages: Index) -> None:
+        """Remove the hold of one that is no row."""
+        self._release(pages)
+
+    def lay_beside(self, entry: int, page: int) -> None:
+        """Let a held state be found beside an entry, unless one lies there.
+
+        It was computed elsewhere, and nothing is known of what goes on from it.
+        """
+        if self.beside[entry]:
+            return
+        self.pool.share(np.array([page]))
+        self.beside[entry], self._entry_of[page] = page, entry
+        self.changes += 1
+        self.told(True, np.array([entry]))
 
     def end_behind(self, entry: int) -> End | None:
         """Return what is known of the state behind an entry, if it is one of an end."""
@@ -338,28 +376,33 @@ class StateGroup(BesideGroup):
             self._drop(row, each)
         self._end_trials(np.array([row]))
         super().clear(row)
-        self._is_open[row] = True
+        self._is_open[row] = False
 
     def fork(self, source: int, row: int, num_pages: int) -> None:
         super().fork(source, row, num_pages)
-        self._is_open[source] = True
+        self.open(source)
+        self.open(row)
+
+    def open(self, row: int) -> None:
+        """Look at this row in the next step: it has no state, or may share it."""
+        self._is_open[row], self.is_settled = True, False
 
     def evict(self, count: int) -> PageCopy | None:
         """See `PageGroup.evict`: states of running answers go first, those about to be published last."""
-        tried = np.flatnonzero(self._trial_page)
-        loose = tried[np.isin(self._trial_page[tried], self._loose())][:count]
-        before = self.pool.num_free
-        self._end_trials(loose)
-        count -= self.pool.num_free - before  # a checkpoint may hold the page of a trial, too
-        # No page of the host is for what a later state covers
-        spent = [page for page in islice(self._idle, max(0, count)) if page in self._spent]
-        self.counts.evicted_pages += len(spent)
-        self._forget(np.array(spent, dtype=np.int64))
-        count -= len(spent)
+        tried = np.flatnonzero(self._trial_page)[: max(0, count)]
+        self._end_trials(tried)
+        count -= len(tried)
         num_idle = min(count, len(self._idle))
-        copy = super().evict(num_idle) if num_idle else None
+        copy = self._evict_idle(num_idle)
         self._drop_loose(count - num_idle)
         return copy
+
+    def _evict_idle(self, count: int) -> PageCopy | None:
+        # No page of the host is for what a later state covers
+        spent = [page for page in islice(self._idle, count) if page in self._spent]
+        self.counts.evicted_pages += len(spent)
+        self._forget(np.array(spent, dtype=np.int64))
+        return super().evict(count - len(spent)) if count > len(spent) else None
 
     def resize(self, num_pages: int) -> None:
         super().resize(num_pages)
@@ -369,10 +412,13 @@ class StateGroup(BesideGroup):
 
     def users(self, rows: Index) -> Index:
         users: Index = super().users(rows) + self._num_left
+        users[self._trial_page] += 1  # the null page is nobody's
         return users
 
     def _loose(self) -> Index:
-        """Return the pages that only checkpoints hold which cannot be found yet."""
+        """Return the pages that only checkpoints in `_left` hold."""
+        if not self._left:
+            return EMPTY
         pages = np.flatnonzero(self._num_left)
         others = self.pool.holders[pages] - self._num_left[pages]
         near = others == 1
@@ -427,8 +473,9 @@ class StateGroup(BesideGroup):
         target_of = dict(zip(sources.tolist(), targets.tolist()))
         for left in self._left.values():
             left[:] = [replace(each, page=target_of.get(each.page, each.page)) for each in left]
-        for source, target in zip(sources.tolist(), targets.tolist()):
-            self._trial_page[self._trial_page == source] = target
+        moved = np.arange(self.pool.num_pages)
+        moved[sources] = targets
+        self._trial_page[:] = moved[self._trial_page]
         self._num_left[targets] = self._num_left[sources]
         self._num_left[sources] = 0
 

@@ -264,6 +264,21 @@ class RecurrentConfig:
         )
         return LayerState((*kept, *tail))
 
+    def head_runs(self, dtype: DType) -> tuple[tuple[int, int], ...]:
+        """Return how the planes of `state`, one after the other, divide into key heads.
+
+        Each entry is some runs, in each of which the key heads lie one after the other, with so many bytes
+        each; the value heads that a key head serves are its own. They are the same on any number of ranks.
+        """
+        item, values = ITEM_BYTES[dtype], self.num_value_heads // self.num_key_heads
+        channels = ((2, self.key_dim * item), (1, values * self.value_dim * item))  # queries and keys; values
+        state = values * self.value_dim * self.key_dim * ITEM_BYTES[self.state_dtype]
+        kept = ((1, state), *(self.conv_width - 1) * channels)
+        if not self.num_tail:
+            return kept
+        decays = values * (self.key_dim if self.kind == "kimi" else 1) * ITEM_BYTES["float32"]
+        return (*kept, *self.num_tail * channels, (self.num_tail, decays), (self.num_tail, values * item))
+
 
 MLP_ROLES = ("gate_proj", "up_proj", "down_proj")
 

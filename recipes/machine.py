@@ -12,12 +12,13 @@ import platform
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from attention.cpu.compiled import attention_source
+from attention.cpu.compiled import attention_source, stored_dtype
 from attention.int8_sparse import latent_attention
 from attention.recurrent import Recurrence
 from attention.reference import Attention
@@ -98,6 +99,7 @@ class Cpu(Machine):
         super().__init__(asked)
         self.threads = Threads(asked.threads, barriers(), Way.of(learned) if learned else None)
         self._others_compile = True
+        self._must_compile = asked.compile is True and asked.attention != "reference"
 
     @property
     def name(self) -> str:
@@ -113,7 +115,9 @@ class Cpu(Machine):
         What every rank computes for itself, as a router's choice of experts, must come out alike.
         """
         if group.size > 1:
-            self._others_compile = bool(group.least(int(isinstance(self._sources(), Sources)), self.device))
+            compiles = isinstance(self._sources(), Sources)
+            self._others_compile = bool(group.least(int(compiles), self.device))
+            self._must_compile |= compiles and self._others_compile
 
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
         from attention.cpu.attention import CpuAttention
@@ -121,10 +125,10 @@ class Cpu(Machine):
 
         keep_memory()
         self.threads.use(self.threads.patient)
-        found, invariant = self._sources(), self.asked.batch_invariant
+        found, invariant = self._sources(stored_dtype(shape)), self.asked.batch_invariant
         if isinstance(found, str):
             log.info("compile: no, since %s; products are oneDNN's, and the rest is plain torch", found)
-            if invariant or (self.asked.compile is True and self.asked.attention != "reference"):
+            if invariant or self._must_compile:
                 raise self._not_compiled(found, "batch_invariant" if invariant else "compile")
             ops, library = CpuOps(), None
         else:
@@ -167,15 +171,21 @@ class Cpu(Machine):
             value=True,
         )
 
-    def _sources(self) -> Sources | str:
-        """Return what is compiled for this machine, or why nothing is."""
+    def _sources(self, pages: torch.dtype | None = None) -> Sources | str:
+        """Return what is compiled for this machine and pages of a type, if any, or why nothing is."""
         if self.asked.compile is False:
             return "device.compile is false"
         if self.asked.attention == "reference":
             return "device.attention is reference, the plain torch"
         if not self._others_compile:
             return "another rank compiles nothing"
-        own, rows, library = products(), rowwise(), attention_source()
+        with (
+            ThreadPoolExecutor() as pool
+        ):  # at the first start a compiler runs for each, on a core of its own
+            attention = None if pages is None else pool.submit(attention_source, pages)
+            ahead = pool.submit(rowwise)
+            own, rows = products(), ahead.result()
+            library = None if attention is None else attention.result()
         if isinstance(own, str):
             return own
         if isinstance(rows, str):
@@ -189,7 +199,7 @@ class Sources:
 
     products: Products
     rowwise: Rowwise
-    attention: ctypes.CDLL
+    attention: ctypes.CDLL | None  # None: for no pages yet
 
 
 class Accelerator(Machine):

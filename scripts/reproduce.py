@@ -2,7 +2,7 @@
 
     python -m scripts.reproduce --output DIR [--only NAME ...] [--quick] [--jobs N] [--json FILE]
 
-The command writes DIR/reproduced.md and its pictures. Its exit status is 1 if the gate refuses a result.
+The command writes DIR/reproduced.md. Its exit status is 1 if the gate refuses a result.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import os
 from pathlib import Path
 
 from benchmark import options as kinds
-from benchmark.reproduce.cases import reproduce
-from benchmark.reproduce.experiments import experiments
+from benchmark.reproduce import EXPERIMENTS, reproduce
 from recipes.schema import verb
 from recipes.schema.numbers import whole
 
@@ -25,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    names = [each.name for each in experiments()]
+    names = [each.name for each in EXPERIMENTS]
     add = top.add_argument
     add("--output", type=kinds.folder, required=True, metavar="DIR")
     add("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
@@ -42,12 +41,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run, draw and print; raises ValueError or OSError for what cannot be done."""
+    """Run and print; raises ValueError or OSError for what cannot be done."""
     options = parser().parse_args(argv)
-    chosen = [each for each in experiments() if each.name in options.only]
+    chosen = [each for each in EXPERIMENTS if each.name in options.only]
     if options.quick:
         chosen = [each.quick() for each in chosen]
-    flags = [*(["--only", *options.only] if len(chosen) < len(experiments()) else [])]
+    flags = [*(["--only", *options.only] if len(chosen) < len(EXPERIMENTS) else [])]
     flags += ["--quick"] if options.quick else []
     command = " ".join(["python -m scripts.reproduce", *flags, "--output DIR"])
     num_cases, num_refused, path = reproduce(chosen, command, options.output, options.jobs, options.json)

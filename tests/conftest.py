@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
+from tests.each_of import same_numbers
 from tests.thorough import THOROUGH
 
 # The tests' tensors are tiny: a second thread would only wait, and for long on a busy machine
@@ -63,26 +64,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def same_numbers() -> None:
-    """What a test draws from torch without a generator of its own does not hang on the tests before it."""
-    torch = sys.modules.get("torch")
-    if torch is not None:  # where no test file has imported it, none draws from it
-        torch.manual_seed(0)
+def as_if_alone() -> Iterator[None]:
+    """What a test draws, logs and leaves on the virtual NPU does not hang on the tests before it.
 
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """A verb that a test runs in this process sets the level of the log, which is no matter of the next."""
+    A verb that a test runs in this process sets the level of the log. A test that leaves a stream blocked or
+    another one current is the one that fails, not those after it.
+    """
+    same_numbers()
     root = logging.getLogger()
     level = root.level
     yield
     root.setLevel(level)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_on_the_virtual_npu() -> Iterator[None]:
-    """A test that leaves a stream blocked or another one current is the one that fails, not those after."""
-    yield
     stand_in = sys.modules.get("virtual_npu.device")
     if stand_in is None or not stand_in._started:
         return

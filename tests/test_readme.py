@@ -31,6 +31,7 @@ from recipes.schema.keys import table
 from recipes.schema.recipe import ROOT, Recipe
 from serving.text import field_reference
 from tests.device_kinds import stand_in_alone
+from tests.each_of import each_of
 from tests.thorough import THOROUGH
 
 pytestmark = pytest.mark.in_order  # a block may read what an earlier one of its page wrote
@@ -273,7 +274,7 @@ def test_code_is_quoted_as_it_is() -> None:
     assert all(any(content in source for source in sources) for content in quoted)
 
 
-@pytest.mark.parametrize("path", [*PAGES, CHINESE], ids=lambda path: str(path.relative_to(ROOT)))
+@each_of("path", [*PAGES, CHINESE])
 def test_links_lead_somewhere(path: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
         if "://" in link:
@@ -290,7 +291,7 @@ def test_every_page_is_in_the_index() -> None:
     assert not set(DOCS.glob("*.md")) - linked - {DOCS / "README.md"}
 
 
-@pytest.mark.parametrize("path", [*PAGES, CHINESE], ids=lambda path: str(path.relative_to(ROOT)))
+@each_of("path", [*PAGES, CHINESE])
 def test_a_file_that_is_named_exists_unless_it_is_to_come(path: Path) -> None:
     rooms = "|".join(sorted(each.parent.name for each in ROOT.glob("*/__init__.py")))
     name = rf"(?<![\w/.])((?:{rooms})/(?:[\w./-]+\.(?:py|sh|md|yaml|txt)\b|[\w./-]*/))"

@@ -1,19 +1,26 @@
 // Attention over a paged cache whose pages lie as attention/cpu/attention.py arranges them.
 //
-// A tile is W tokens of a page: keys [K, W / S, D, S] and values [K, D / E, W, E], stored in float32, bfloat16 or
-// float16 and widened to float32 in registers, exactly. A query reads its tiles in the order of their tokens, in parts
-// that begin at the same positions of every request, and the parts' softmaxes are joined in their order. What a query
-// computes for a head of finite keys and values thus depends on what it sees alone: its bits are the same in any batch,
-// on any number of threads, and whether it is read alone or among the queries of a prompt.
+// A tile is W tokens of a page: keys [K, W / S, D, S] and values [K, D / E, W, E], stored in float32, bfloat16, float16
+// or int8 and widened to float32 in registers, exactly. In int8, the numbers of each head of a tile are followed by the
+// float32 scales of its W tokens, by which scores and weights are multiplied in place of keys and values. A query reads
+// its tiles in the order of their tokens, in parts that begin at the same positions of every request, and the parts'
+// softmaxes are joined in their order. What a query computes for a head of finite keys and values thus depends on what
+// it sees alone: its bits are the same in any batch, on any number of threads, and whether it is read alone or among
+// the queries of a prompt.
+//
+// PAGES, which the compiler is given, is the kind of the pages' numbers: one type is compiled in a third of the time of
+// all of them, and a process reads one.
 //
 // The query heads that share a head of keys and values are computed together, so that what is read is widened once
 // for all of them, and so are neighbouring queries of a prompt.
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <limits>
+#include <type_traits>
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
@@ -29,6 +36,11 @@ constexpr int MOST_HEADS = 4;  // 8 sums and 2 vectors in 16 registers
 #else
 constexpr int MOST_HEADS = 8;
 #endif
+constexpr Kind KIND = static_cast<Kind>(PAGES);
+typedef Stored<KIND> Numbers;
+typedef Numbers::Item Item;
+typedef std::conditional<KIND == INT8, float, Item>::type NewItem;  // int8 pages are written from float32
+constexpr long SCALES = KIND == INT8 ? sizeof(float) : 0;           // items of a token's scale
 constexpr long PART = 512;      // tokens of a part at most: their scores stay in the first cache
 constexpr long BLOCK = 64;      // rows, of queries and heads, that read a prompt's tiles together
 constexpr long ROOM = 1 << 23;  // numbers that rows' parts take at a time: 32 MiB
@@ -61,37 +73,50 @@ struct Step : Pages {
     long rows, most_tiles;
 };
 
+// Where a head's keys, or values, lie in the tile at an address.
+inline const Item* head_of_tile(const Pages& of, const void* plane, int64_t address, long kv_head) {
+    return static_cast<const Item*>(plane) + (address * of.kv_heads + kv_head) * (of.dim + SCALES) * of.tile;
+}
+
+// The scales of the tokens of a head of int8, which lie behind its numbers.
+inline const float* scales_of(const Pages& of, const Item* head) {
+    return reinterpret_cast<const float*>(head + of.dim * of.tile);
+}
+
 // What lies as far behind `ahead` as what is read lies behind its own beginning is brought into the cache meanwhile.
-template <typename Item>
 inline void fetch(const Item* ahead, long at, int count) {
     for (long i = 0; i < count; i += LINE / sizeof(Item)) __builtin_prefetch(ahead + at + i, 0, 2);
 }
 
 // Scores of N query heads with V vectors of the keys of one tile's head, from token `from` on. [N, W], rows `stride`
 // apart
-template <Kind KIND, int N, int V, bool FETCHES>
-void scored(const Pages& of, const float* query, const typename Stored<KIND>::Item* keys,
-            const typename Stored<KIND>::Item* ahead, long from, float* scores, long stride) {
+template <int N, int V, bool FETCHES>
+void scored(const Pages& of, const float* query, const Item* keys,
+            const Item* ahead, long from, float* scores, long stride) {
     const long first = from / of.key_lanes * of.dim * of.key_lanes + from % of.key_lanes;
     Vec sums[N][V] = {};
     for (long d = 0; d < of.dim; d++) {
         const long at = first + d * of.key_lanes;
         if (FETCHES) fetch(ahead, at, V * LANES);
         Vec key[V];
-        for (int v = 0; v < V; v++) key[v] = Stored<KIND>::widen(keys + at + v * LANES);
+        for (int v = 0; v < V; v++) key[v] = Numbers::widen(keys + at + v * LANES);
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++)
             for (int v = 0; v < V; v++) sums[n][v] += query[n * of.dim + d] * key[v];  // fused multiply-adds
     }
+    Vec scales[V];
+    for (int v = 0; v < V; v++) scales[v] = Vec{} + of.scale;
+    if constexpr (KIND == INT8)
+        for (int v = 0; v < V; v++) scales[v] *= load(scales_of(of, keys) + from + v * LANES);
     for (int n = 0; n < N; n++)
-        for (int v = 0; v < V; v++) store(scores + n * stride + from + v * LANES, sums[n][v] * of.scale);
+        for (int v = 0; v < V; v++) store(scores + n * stride + from + v * LANES, sums[n][v] * scales[v]);
 }
 
 // V vectors of the values of one tile's head, from channel `from` on, weighed by N query heads' weights [N, W], are
 // added to the sums [N, D].
-template <Kind KIND, int N, int V, bool FETCHES>
-void weighed(const Pages& of, const float* weights, long stride, const typename Stored<KIND>::Item* values,
-             const typename Stored<KIND>::Item* ahead, long from, long low, long high, float* sums) {
+template <int N, int V, bool FETCHES>
+void weighed(const Pages& of, const float* weights, long stride, const Item* values,
+             const Item* ahead, long from, long low, long high, float* sums) {
     const long first = from / of.value_lanes * of.tile * of.value_lanes + from % of.value_lanes;
     Vec total[N][V];
     for (int n = 0; n < N; n++)
@@ -100,7 +125,7 @@ void weighed(const Pages& of, const float* weights, long stride, const typename 
         const long at = first + token * of.value_lanes;
         if (FETCHES) fetch(ahead, at, V * LANES);
         Vec value[V];
-        for (int v = 0; v < V; v++) value[v] = Stored<KIND>::widen(values + at + v * LANES);
+        for (int v = 0; v < V; v++) value[v] = Numbers::widen(values + at + v * LANES);
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++)
             for (int v = 0; v < V; v++) total[n][v] += weights[n * stride + token] * value[v];
@@ -130,56 +155,55 @@ float softened(float* scores, long count, float cap, float* peak) {
     return sum;
 }
 
-// Where a head's keys, or values, lie in the tile at an address.
-template <typename Item>
-const Item* head_of_tile(const Pages& of, const void* plane, int64_t address, long kv_head) {
-    return static_cast<const Item*>(plane) + (address * of.kv_heads + kv_head) * of.dim * of.tile;
-}
-
-// The same of the tile that is number i of a row.
-template <typename Item>
-const Item* of_tile(const Step& of, const void* plane, long row, long i, long kv_head) {
-    return head_of_tile<Item>(of, plane, of.address[of.of_row[row * of.most_tiles + i]], kv_head);
+// Where a head's keys, or values, lie in the tile that is number i of a row.
+inline const Item* of_tile(const Step& of, const void* plane, long row, long i, long kv_head) {
+    return head_of_tile(of, plane, of.address[of.of_row[row * of.most_tiles + i]], kv_head);
 }
 
 // Scores of N rows with all keys of one tile's head.
-template <Kind KIND, int N, bool FETCHES>
-void scored_tile(const Pages& of, const float* query, const typename Stored<KIND>::Item* keys,
-                 const typename Stored<KIND>::Item* ahead, float* scores, long stride) {
+template <int N, bool FETCHES>
+void scored_tile(const Pages& of, const float* query, const Item* keys,
+                 const Item* ahead, float* scores, long stride) {
     if (of.key_lanes % (2 * LANES) == 0)
         for (long from = 0; from < of.tile; from += 2 * LANES)
-            scored<KIND, N, 2, FETCHES>(of, query, keys, ahead, from, scores, stride);
+            scored<N, 2, FETCHES>(of, query, keys, ahead, from, scores, stride);
     else
         for (long from = 0; from < of.tile; from += LANES)
-            scored<KIND, N, 1, FETCHES>(of, query, keys, ahead, from, scores, stride);
+            scored<N, 1, FETCHES>(of, query, keys, ahead, from, scores, stride);
 }
 
-// Tokens low .. high of one tile's head of values, weighed by N rows' weights, are added to the sums [N, D].
-template <Kind KIND, int N, bool FETCHES>
-void weighed_tile(const Pages& of, const float* weights, long stride, const typename Stored<KIND>::Item* values,
-                  const typename Stored<KIND>::Item* ahead, long low, long high, float* sums) {
+// Tokens low .. high of one tile's head of values, weighed by N rows' weights, are added to the sums [N, D]. The
+// weights are multiplied by the tokens' scales, in place.
+template <int N, bool FETCHES>
+void weighed_tile(const Pages& of, float* weights, long stride, const Item* values, const Item* ahead, long low,
+                  long high, float* sums) {
+    if constexpr (KIND == INT8)
+        for (int n = 0; n < N; n++)
+            for (long i = 0; i < of.tile; i += LANES) {
+                float* own = weights + n * stride + i;
+                store(own, load(own) * load(scales_of(of, values) + i));
+            }
     if (of.value_lanes % (2 * LANES) == 0)
         for (long from = 0; from < of.dim; from += 2 * LANES)
-            weighed<KIND, N, 2, FETCHES>(of, weights, stride, values, ahead, from, low, high, sums);
+            weighed<N, 2, FETCHES>(of, weights, stride, values, ahead, from, low, high, sums);
     else
         for (long from = 0; from < of.dim; from += LANES)
-            weighed<KIND, N, 1, FETCHES>(of, weights, stride, values, ahead, from, low, high, sums);
+            weighed<N, 1, FETCHES>(of, weights, stride, values, ahead, from, low, high, sums);
 }
 
 // One part of a row: N query heads from `head` on over some of the row's tiles. Returns sums [N, D], the largest
 // scores and the sums of weights.
-template <Kind KIND, int N>
+template <int N>
 void part_of(const Step& of, long row, long head, long first, long last, float* scores, float* sums, float* peaks,
              float* totals) {
-    typedef typename Stored<KIND>::Item Item;
     const long kv_head = head / (of.heads / of.kv_heads);
     const long count = (last - first) * of.tile;
     const float* query = of.query + (row * of.heads + head) * of.dim;
     for (long i = first; i < last; i++) {
         const long j = of.of_row[row * of.most_tiles + i], place = (i - first) * of.tile;
-        const Item* keys = of_tile<Item>(of, of.keys, row, i, kv_head);
-        const Item* ahead = i + 1 < last ? of_tile<Item>(of, of.keys, row, i + 1, kv_head) : of_tile<Item>(of, of.values, row, first, kv_head);
-        scored_tile<KIND, N, true>(of, query, keys, ahead, scores + place, count);
+        const Item* keys = of_tile(of, of.keys, row, i, kv_head);
+        const Item* ahead = i + 1 < last ? of_tile(of, of.keys, row, i + 1, kv_head) : of_tile(of, of.values, row, first, kv_head);
+        scored_tile<N, true>(of, query, keys, ahead, scores + place, count);
         for (int n = 0; n < N; n++) {
             float* own = scores + n * count + place;
             std::fill(own, own + of.low[j], LEAST);
@@ -190,13 +214,12 @@ void part_of(const Step& of, long row, long head, long first, long last, float* 
     std::fill(sums, sums + N * of.dim, 0.0f);
     for (long i = first; i < last; i++) {
         const long j = of.of_row[row * of.most_tiles + i], place = (i - first) * of.tile;
-        const Item* values = of_tile<Item>(of, of.values, row, i, kv_head);
-        const Item* ahead = of_tile<Item>(of, of.values, row, std::min(i + 1, last - 1), kv_head);
-        weighed_tile<KIND, N, true>(of, scores + place, count, values, ahead, of.low[j], of.high[j], sums);
+        const Item* values = of_tile(of, of.values, row, i, kv_head);
+        const Item* ahead = of_tile(of, of.values, row, std::min(i + 1, last - 1), kv_head);
+        weighed_tile<N, true>(of, scores + place, count, values, ahead, of.low[j], of.high[j], sums);
     }
 }
 
-template <Kind KIND>
 void heads_of(const Step& of, long row, long kv_head, long first, long last, float* scores, float* sums, float* peaks,
               float* totals) {
     const long group = of.heads / of.kv_heads;
@@ -204,10 +227,10 @@ void heads_of(const Step& of, long row, long kv_head, long first, long last, flo
     const long end = head + group;
     while (head < end) {
         const long left = std::min<long>(end - head, MOST_HEADS), taken = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        auto* part = part_of<KIND, 1>;
-        if (taken == 8) part = part_of<KIND, 8>;
-        if (taken == 4) part = part_of<KIND, 4>;
-        if (taken == 2) part = part_of<KIND, 2>;
+        auto* part = part_of<1>;
+        if (taken == 8) part = part_of<8>;
+        if (taken == 4) part = part_of<4>;
+        if (taken == 2) part = part_of<2>;
         part(of, row, head, first, last, scores, sums, peaks, totals);
         head += taken;
         sums += taken * of.dim;
@@ -246,7 +269,6 @@ inline long most_parts(const Step& of) { return (of.most_tiles + 2 * tiles_of_pa
 // Numbers that the parts of a row's heads take until they are joined.
 inline long room_of_row(const Step& of) { return most_parts(of) * of.heads * (of.dim + 2); }
 
-template <Kind KIND>
 void attended(const Step& of, float* room, float* all_scores, int num_threads) {
     const long group = of.heads / of.kv_heads, tiles = tiles_of_part(of), parts = most_parts(of);
     const long units = of.rows * of.kv_heads, planes = units * parts * group;
@@ -262,7 +284,7 @@ void attended(const Step& of, float* room, float* all_scores, int num_threads) {
                 long last = std::min((p + 1) * tiles - missing, of.most_tiles);
                 while (last > first && !of.is_tile[row * of.most_tiles + last - 1]) last--;
                 if (last > first)
-                    heads_of<KIND>(of, row, unit % of.kv_heads, first, last, scores, sums + at * of.dim, peaks + at,
+                    heads_of(of, row, unit % of.kv_heads, first, last, scores, sums + at * of.dim, peaks + at,
                                    totals + at);
             }
     }
@@ -285,7 +307,6 @@ void attended(const Step& of, float* room, float* all_scores, int num_threads) {
 
 // Some rows at a time, so that what their parts take is bounded whatever the number of rows; returns false where there
 // is no memory.
-template <Kind KIND>
 bool attended_in_turn(const Step& of, int num_threads) {
     const long at_once = std::max(1L, std::min(of.rows, ROOM / room_of_row(of)));
     float* room = static_cast<float*>(std::malloc(sizeof(float) * at_once * room_of_row(of)));
@@ -300,7 +321,7 @@ bool attended_in_turn(const Step& of, int num_threads) {
         some.of_row += first * of.most_tiles;
         some.is_tile += first * of.most_tiles;
         some.first_tile += first;
-        attended<KIND>(some, room, scores, num_threads);
+        attended(some, room, scores, num_threads);
     }
     std::free(room);
     std::free(scores);
@@ -354,17 +375,16 @@ struct Block {
 };
 
 // Scores of all rows of a block with tiles begin .. end of a part, those that a row does not see being -infinity.
-template <Kind KIND>
 void scores_of(const Block& block, const Room& room, long begin, long end, long stride) {
     constexpr int N = MOST_HEADS;
     const Prompts& of = block.of;
     for (long i = begin; i < end; i++) {
         const long token = i * of.tile;
-        const auto* keys = head_of_tile<typename Stored<KIND>::Item>(of, of.keys, block.address[i], block.kv_head);
+        const auto* keys = head_of_tile(of, of.keys, block.address[i], block.kv_head);
         for (long row = 0; row < room.rows; row += N) {
             float* scores = room.scores + row * stride + (i - begin) * of.tile;
             if (block.high(row + N - 1) <= token) continue;  // and so do the rows' weights end before it
-            scored_tile<KIND, N, false>(of, room.query + row * of.dim, keys, keys, scores, stride);
+            scored_tile<N, false>(of, room.query + row * of.dim, keys, keys, scores, stride);
             for (int n = 0; n < N; n++) {
                 float* own = scores + n * stride;
                 const long low = block.low(row + n) - token, high = block.high(row + n) - token;
@@ -376,12 +396,11 @@ void scores_of(const Block& block, const Room& room, long begin, long end, long 
 }
 
 // Read one part: weights of the rows that see some of it, and the sums of their values, which are joined.
-template <Kind KIND>
 void read_part(const Block& block, const Room& room, Read* reads, long begin, long end) {
     constexpr int N = MOST_HEADS;
     const Prompts& of = block.of;
     const long stride = Room::stride(of), from = begin * of.tile, to = end * of.tile;
-    scores_of<KIND>(block, room, begin, end, stride);
+    scores_of(block, room, begin, end, stride);
     const auto sees = [&](long row) { return block.low(row) < to && block.high(row) > from; };
     for (long row = 0; row < room.rows; row++) {
         const long last = block.high(row / N * N + N - 1);
@@ -396,12 +415,12 @@ void read_part(const Block& block, const Room& room, Read* reads, long begin, lo
     std::fill(room.sums, room.sums + room.rows * of.dim, 0.0f);
     for (long i = begin; i < end; i++) {
         const long token = i * of.tile;
-        const auto* values = head_of_tile<typename Stored<KIND>::Item>(of, of.values, block.address[i], block.kv_head);
+        const auto* values = head_of_tile(of, of.values, block.address[i], block.kv_head);
         for (long row = 0; row < room.rows; row += N) {
             const long low = std::max(block.low(row) - token, 0L);
             const long high = std::min(block.high(row + N - 1) - token, of.tile);
             if (low < high)
-                weighed_tile<KIND, N, false>(of, room.scores + row * stride + (i - begin) * of.tile, stride, values,
+                weighed_tile<N, false>(of, room.scores + row * stride + (i - begin) * of.tile, stride, values,
                                       values, low, high, room.sums + row * of.dim);
         }
     }
@@ -409,7 +428,6 @@ void read_part(const Block& block, const Room& room, Read* reads, long begin, lo
         if (sees(row)) join(reads[row], room.tops[row], room.totals[row], room.sums + row * of.dim, of.dim);
 }
 
-template <Kind KIND>
 void read_block(const Block& block, const Room& room, Read* reads, long first_row) {
     const Prompts& of = block.of;
     for (long row = 0; row < room.rows; row++) {
@@ -421,7 +439,7 @@ void read_block(const Block& block, const Room& room, Read* reads, long first_ro
     const long tiles = tiles_of_part(of), end = (block.last + of.tile) / of.tile;
     for (long begin = block.low(0) / of.tile; begin < end;) {
         const long stop = std::min((begin / tiles + 1) * tiles, end);
-        read_part<KIND>(block, room, reads, begin, stop);
+        read_part(block, room, reads, begin, stop);
         begin = stop;
     }
     for (long row = 0; row < (block.last - block.first + 1) * block.group; row++) {
@@ -433,7 +451,6 @@ void read_block(const Block& block, const Room& room, Read* reads, long first_ro
 }
 
 // Returns false where there is no memory. The longest blocks come first, so that no thread waits for one at the end.
-template <Kind KIND>
 bool prompts_read(const Prompts& of, int num_threads) {
     const long numbers = Room::numbers(of), group = of.heads / of.kv_heads, queries = std::max(1L, BLOCK / group);
     const long rows = Room::rows_of(of);
@@ -448,7 +465,7 @@ bool prompts_read(const Prompts& of, int num_threads) {
             const long first = (blocks - 1 - unit / of.kv_heads) * queries, last = std::min(first + queries, count) - 1;
             const Block block = {of,    of.address + span[3], unit % of.kv_heads, span[1] + first,
                                  span[1] + last, group};
-            read_block<KIND>(block, Room(of, rooms + numbers * thread_number()), reads + rows * thread_number(),
+            read_block(block, Room(of, rooms + numbers * thread_number()), reads + rows * thread_number(),
                              span[0] + first);
         }
     }
@@ -457,22 +474,43 @@ bool prompts_read(const Prompts& of, int num_threads) {
     return has_memory;
 }
 
-// Numbers of the new tokens' heads are written to their places in the tiles.
-template <typename Item>
-void written(const Item* key, const Item* value, Item* keys, Item* values, const int64_t* places, long num_tokens,
-             long key_stride, long value_stride, long kv_heads, long dim, long tile, long key_lanes, long value_lanes) {
-    for (long t = 0; t < num_tokens; t++) {
-        const long address = places[t] / tile, offset = places[t] % tile;
-        for (long k = 0; k < kv_heads; k++) {
-            const long head = (address * kv_heads + k) * dim * tile;
-            const Item *from_key = key + t * key_stride + k * dim, *from_value = value + t * value_stride + k * dim;
-            Item* to = keys + head + offset / key_lanes * dim * key_lanes + offset % key_lanes;
-            for (long d = 0; d < dim; d++) to[d * key_lanes] = from_key[d];
-            for (long d = 0; d < dim; d += value_lanes)
-                std::copy(from_value + d, from_value + d + value_lanes,
-                          values + head + d * tile + offset * value_lanes);
-        }
+// The scale of a head's numbers in int8: that by which they reach 127, or one where they are multiples of scales that
+// their channels have. It is not finite where the head is not.
+inline float scale_of(const float* x, long dim, bool in_units) {
+    float most = 0;
+    bool has_nan = false;
+    for (long d = 0; d < dim; d++) {
+        const float size = std::fabs(x[d]);
+        has_nan |= size != size;
+        most = size > most ? size : most;
     }
+    if (has_nan || (in_units && most > FLT_MAX)) return std::numeric_limits<float>::quiet_NaN();
+    return in_units ? 1.0f : std::max(most / 127, FLT_MIN);  // zeros are not divided by zero
+}
+
+// A number as the pages hold it.
+template <typename New>
+inline Item stored(New x, float scale) {
+    if constexpr (KIND == INT8) {
+        const float number = x / scale;
+        return std::isnan(number) ? 0 : static_cast<Item>(std::rint(std::min(std::max(number, -128.0f), 127.0f)));
+    } else {
+        return x;
+    }
+}
+
+// New tokens' numbers of one head are written to their places in its tile: numbers of keys lie `apart`, and those of
+// values in runs of `run`.
+template <typename New>
+void written(const New* x, Item* head, const Pages& of, long first, long run, long next_run, long apart, long token,
+             bool in_units) {
+    float scale = 1;
+    if constexpr (KIND == INT8) {
+        scale = scale_of(x, of.dim, in_units);
+        reinterpret_cast<float*>(head + of.dim * of.tile)[token] = scale;
+    }
+    for (long d = 0; d < of.dim; d += run)
+        for (long i = 0; i < run; i++) head[first + d / run * next_run + i * apart] = stored(x[d + i], scale);
 }
 
 }  // namespace
@@ -482,43 +520,39 @@ extern "C" {
 // Single queries; returns whether there was memory for it.
 bool decode(const Pages* pages, const float* query, const int64_t* address, const int64_t* of_row, const int32_t* low,
             const int32_t* high, const uint8_t* is_tile, const int64_t* first_tile, float* output, long rows,
-            long most_tiles, int kind, int num_threads) {
+            long most_tiles, int num_threads) {
     Step of;
     static_cast<Pages&>(of) = *pages;
     of.query = query, of.address = address, of.of_row = of_row, of.low = low, of.high = high, of.is_tile = is_tile;
     of.first_tile = first_tile, of.output = output, of.rows = rows, of.most_tiles = most_tiles;
-    if (kind == FLOAT32) return attended_in_turn<FLOAT32>(of, num_threads);
-    if (kind == BFLOAT16) return attended_in_turn<BFLOAT16>(of, num_threads);
-    return attended_in_turn<FLOAT16>(of, num_threads);
+    return attended_in_turn(of, num_threads);
 }
 
 // Spans of prompts, whose own keys and values are in the pages already; returns whether there was memory for it.
 bool extend(const Pages* pages, const float* query, const int64_t* address, const int64_t* spans, float* output,
-            long num_spans, long window, long first_key, int kind, int num_threads) {
+            long num_spans, long window, long first_key, int num_threads) {
     Prompts of;
     static_cast<Pages&>(of) = *pages;
     of.query = query, of.address = address, of.spans = spans, of.output = output;
     of.num_spans = num_spans, of.window = window, of.first_key = first_key;
-    if (kind == FLOAT32) return prompts_read<FLOAT32>(of, num_threads);
-    if (kind == BFLOAT16) return prompts_read<BFLOAT16>(of, num_threads);
-    return prompts_read<FLOAT16>(of, num_threads);
+    return prompts_read(of, num_threads);
 }
 
-// key and value [T, K, D] are of the pages' type, and rows lie as far apart as their strides say; places [T] are those
-// of tokens in the cache, counted over all pages.
+// key and value [T, K, D] are of the pages' type, or float32 where that is int8, and rows lie as far apart as their
+// strides say; places [T] are those of tokens in the cache, counted over all pages.
 void write(const Pages* pages, const void* key, const void* value, const int64_t* places, long num_tokens,
-           long key_stride, long value_stride, int kind) {
+           long key_stride, long value_stride, bool in_units) {
     const Pages& of = *pages;
-    const auto all = [&](auto item) {
-        typedef decltype(item) Item;
-        written<Item>(static_cast<const Item*>(key), static_cast<const Item*>(value),
-                      static_cast<Item*>(const_cast<void*>(of.keys)), static_cast<Item*>(const_cast<void*>(of.values)),
-                      places, num_tokens, key_stride, value_stride, of.kv_heads, of.dim, of.tile, of.key_lanes,
-                      of.value_lanes);
-    };
-    if (kind == FLOAT32)
-        all(0.0f);
-    else
-        all(uint16_t{});
+    const auto *keys = static_cast<const NewItem*>(key), *values = static_cast<const NewItem*>(value);
+    for (long t = 0; t < num_tokens; t++) {
+        const long address = places[t] / of.tile, token = places[t] % of.tile;
+        for (long k = 0; k < of.kv_heads; k++) {
+            const long of_key = token / of.key_lanes * of.dim * of.key_lanes + token % of.key_lanes;
+            written(keys + t * key_stride + k * of.dim, const_cast<Item*>(head_of_tile(of, of.keys, address, k)), of,
+                    of_key, of.dim, 0, of.key_lanes, token, in_units);
+            written(values + t * value_stride + k * of.dim, const_cast<Item*>(head_of_tile(of, of.values, address, k)),
+                    of, token * of.value_lanes, of.value_lanes, of.tile * of.value_lanes, 1, token, in_units);
+        }
+    }
 }
 }

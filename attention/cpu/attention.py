@@ -4,7 +4,8 @@ Decodes are limited by memory bandwidth, so this class arranges a page in its ow
 reads every byte once, in sequence, into whole vectors. A page is B/W tiles; in a tile, keys lie as [K, W/S,
 D, S] and values as [K, D/E, W, E]. For all other code a page is only a unit to copy, move and count. Tile
 addresses are planned in `tiles`. `compiled` reads all spans in C++; where there is no compiler, or a page has
-part vectors, this file does it in plain torch: decodes tile by tile, longer spans by matrix products.
+part vectors, this file does it in plain torch: decodes tile by tile, longer spans by matrix products. In
+int8, the numbers of each head of a tile are followed by the scales of its tokens, and only C++ reads them.
 
 Legend: T tokens of the step, H/K query/kv heads, G = H/K, D head dim, P pages, B tokens a page, N slots,
   W tokens in a tile, S of them in a vector, E dimensions in a vector, R decoding rows, J tiles of all rows,
@@ -24,11 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.cpu.compiled import CompiledAttention, TileShape
+from attention.cpu.compiled import PAGE_KINDS, CompiledAttention, TileShape, stored_dtype
 from attention.cpu.tiles import DecodeTiles, PromptSpan, PromptTiles, QueryChunk
-from attention.reference import Attention, AttentionMetadata, Windows
+from attention.int8_pages import SCALE, row_bytes
+from attention.reference import Attention, AttentionMetadata, ChannelScales, Windows
 from continuous_batching.batch import Batch, ragged_ranges
-from devices.cpp_sources import KINDS
 from devices.onednn import product_dtype
 from devices.shapes import AttentionShape
 
@@ -78,7 +79,7 @@ class CpuAttention(Attention):
         self.key_view = (-1, heads, self.tile // lanes, dim, lanes)
         self.value_view = (-1, heads, dim // value_lanes, self.tile, value_lanes)
         lying = TileShape(self.tile, lanes, value_lanes)
-        is_read = library is not None and lying.is_whole and shape.dtype in KINDS
+        is_read = library is not None and lying.is_whole and stored_dtype(shape) in PAGE_KINDS
         self._compiled = CompiledAttention(library, shape, lying) if is_read and library else None
         self.batch_invariant = batch_invariant
         self._is_plain = shape.score_cap is None and not shape.has_sinks
@@ -88,6 +89,12 @@ class CpuAttention(Attention):
         """Refuse what `compiled` does not read where it must; see Attention.check."""
         super().check()
         shape = self.shape
+        if shape.int8_pages and self._compiled is None:
+            raise ValueError(
+                f"cache.dtype: int8 pages of {shape.page_size} tokens with heads of {shape.head_dim} are not"
+                " read in C++, which takes a compiler and multiples of 16; set device.attention to reference,"
+                " or cache.dtype to auto"
+            )
         if self.batch_invariant and self._compiled is None:
             raise ValueError(
                 f"device.batch_invariant: heads of {shape.head_dim} in {shape.dtype} and pages of"
@@ -177,6 +184,9 @@ class CpuAttention(Attention):
         """Write the step's keys and values, both [T, K, D], to their places in the layer's [P, B, K, D]."""
         assert isinstance(metadata, CpuMetadata)
         places = metadata.write_index
+        if self.shape.int8_pages:
+            self._write_int8(key.float(), value.float(), layer_keys, layer_values, metadata)
+            return
         if self._compiled is not None and key.dtype == value.dtype == layer_keys.dtype:
             self._compiled.write(key, value, layer_keys, layer_values, places)
             return
@@ -187,13 +197,57 @@ class CpuAttention(Attention):
         values = value[: len(places)].unflatten(2, (-1, self.value_view[-1]))
         layer_values.view(self.value_view)[tile, :, :, offset] = values
 
+    def write_by_channel(
+        self,
+        key: Tensor,
+        value: Tensor,
+        scales: ChannelScales,
+        layer_keys: Tensor,
+        layer_values: Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """Write multiples of the channels' scales; see Attention.write_by_channel."""
+        assert isinstance(metadata, CpuMetadata)
+        units = key.float() / scales.keys, value.float() / scales.values
+        self._write_int8(*units, layer_keys, layer_values, metadata, in_units=True)
+
+    def _write_int8(
+        self,
+        key: Tensor,
+        value: Tensor,
+        layer_keys: Tensor,
+        layer_values: Tensor,
+        metadata: CpuMetadata,
+        *,
+        in_units: bool = False,
+    ) -> None:
+        assert self._compiled is not None, "`check` refuses pages of int8 that are not read in C++"
+        places = metadata.write_index
+        self._compiled.write(key, value, layer_keys, layer_values, places, in_units=in_units)
+
     def read(self, layer_keys: Tensor, layer_values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values [n, K, D] at cache places `index` [n], page * B + offset."""
+        if self.shape.int8_pages:
+            layer_keys = self._dequantised(layer_keys)
+            layer_values = self._dequantised(layer_values, of_values=True)
         address, offset = index // self.tile, index % self.tile
         lanes = self.key_view[-1]
         keys = layer_keys.view(self.key_view)[address, :, offset // lanes, :, offset % lanes]
         values = layer_values.view(self.value_view)[address, :, :, offset]
         return keys, values.flatten(2)
+
+    def _dequantised(self, plane: Tensor, *, of_values: bool = False) -> Tensor:
+        """Return the pages of int8 [P, B, K, D + 4] in float32, in the order of a tile's numbers."""
+        heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+        tiles = plane.view(-1, heads, self.tile * row_bytes(dim))
+        numbers, scales = tiles.split((self.tile * dim, self.tile * SCALE.itemsize), dim=-1)
+        scales = scales.contiguous().view(SCALE)
+        if of_values:
+            view, scales = self.value_view[2:], scales[:, :, None, :, None]
+        else:
+            view, scales = self.key_view[2:], scales.unflatten(2, (-1, 1, self.key_view[-1]))
+        dequantised: Tensor = numbers.unflatten(2, view).float() * scales
+        return dequantised.contiguous()
 
     def attend(
         self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AttentionMetadata, layer: int

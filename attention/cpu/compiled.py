@@ -2,7 +2,8 @@
 
 `attention.cpp` sums what a query reads in one order, whatever it is batched with, on any number of threads,
 and whether it is read alone or among the queries of a prompt. It takes pages whose tiles and heads are whole
-vectors.
+vectors, in one type of numbers, for which it is compiled; in int8 it quantises what is written, as
+`attention/int8_pages.py` defines it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from devices.shapes import AttentionShape
 
 SOURCE = Path(__file__).with_name("attention.cpp")
 MOST_LANES = 16  # float32 of the longest vectors
+PAGE_KINDS = KINDS | {torch.int8: 3}  # enum Kind of the source
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +54,11 @@ class CompiledAttention:
     """The compiled source, for layers of one shape whose pages lie in one way."""
 
     def __init__(self, library: ctypes.CDLL, shape: AttentionShape, lying: TileShape) -> None:
-        pointer, integer, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+        pointer, integer = ctypes.c_void_p, ctypes.c_long
         self._decode, self._extend, self._write = library.decode, library.extend, library.write
-        self._decode.argtypes = [pointer] * 9 + [integer] * 2 + [number] * 2
-        self._extend.argtypes = [pointer] * 5 + [integer] * 3 + [number] * 2
-        self._write.argtypes = [pointer] * 4 + [integer] * 3 + [number]
+        self._decode.argtypes = [pointer] * 9 + [integer] * 2 + [ctypes.c_int]
+        self._extend.argtypes = [pointer] * 5 + [integer] * 3 + [ctypes.c_int]
+        self._write.argtypes = [pointer] * 4 + [integer] * 3 + [ctypes.c_bool]
         self._decode.restype = self._extend.restype = ctypes.c_bool
         self._write.restype = None
         self.shape, self.lying = shape, lying
@@ -84,7 +86,7 @@ class CompiledAttention:
         has_memory = self._decode(
             ctypes.byref(self._pages(keys, values, sinks)),
             *(each.data_ptr() for each in (query, *planned, output)),
-            *(len(query), tiles.of_row.shape[1], KINDS[keys.dtype], torch.get_num_threads()),
+            *(len(query), tiles.of_row.shape[1], torch.get_num_threads()),
         )
         if not has_memory:
             raise MemoryError("there is no memory for the parts of the attention of a step")
@@ -107,19 +109,31 @@ class CompiledAttention:
         has_memory = self._extend(
             ctypes.byref(self._pages(keys, values, sinks)),
             *(each.data_ptr() for each in (query, tiles.address, tiles.spans, output)),
-            *(len(tiles.spans), tiles.window or 0, self.shape.first_key),
-            *(KINDS[keys.dtype], torch.get_num_threads()),
+            *(len(tiles.spans), tiles.window or 0, self.shape.first_key, torch.get_num_threads()),
         )
         if not has_memory:
             raise MemoryError("there is no memory for a block of the attention of a prompt")
 
-    def write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
-        """Write keys and values [T, K, D] of the pages' type to cache places [T], page * B + offset."""
+    def write(
+        self,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        places: Tensor,
+        *,
+        in_units: bool = False,
+    ) -> None:
+        """Write keys and values [T, K, D] to cache places [T], page * B + offset.
+
+        They are of the pages' type, or float32 where that is int8, and then multiples of their channels'
+        scales if they are `in_units`.
+        """
         key, value = (_with_whole_rows(each) for each in (key, value))
         self._write(
             ctypes.byref(self._pages(keys, values)),
             *(each.data_ptr() for each in (key, value, places)),
-            *(len(places), key.stride(0), value.stride(0), KINDS[keys.dtype]),
+            *(len(places), key.stride(0), value.stride(0), in_units),
         )
 
 
@@ -129,7 +143,12 @@ def _with_whole_rows(x: Tensor) -> Tensor:
     return x if x.stride()[1:] == inner else x.contiguous()
 
 
+def stored_dtype(shape: AttentionShape) -> torch.dtype:
+    """Return the type of the numbers in a layer's pages."""
+    return torch.int8 if shape.int8_pages else shape.dtype
+
+
 @cache
-def attention_source() -> ctypes.CDLL | str:
-    """Return the source compiled for this machine, or why it is not."""
-    return compiled_source(SOURCE)
+def attention_source(pages: torch.dtype) -> ctypes.CDLL | str:
+    """Return the source compiled for this machine and pages of a type, or why it is not."""
+    return compiled_source(SOURCE, f"-DPAGES={PAGE_KINDS[pages]}")

@@ -98,16 +98,16 @@ class Figures:
             raise ValueError(f"{name} is {stated!r}; it must be a list of numbers")
         return np.array([finite(f"an entry of {name}", each) for each in stated])
 
-    def column(self, name: str, series: str = "metrics") -> Array:
+    def column(self, name: str) -> Array:
         """Return one column of the readings; raises NotCheckable if it is absent or has gaps."""
-        columns, rows = self.raw(f"{series}.columns"), self.raw(f"{series}.readings")
+        columns, rows = self.raw("metrics.columns"), self.raw("metrics.readings")
         if not isinstance(columns, list) or not isinstance(rows, list) or name not in columns or not rows:
-            raise NotCheckable(f"{series} has no readings of {name}")
+            raise NotCheckable(f"metrics has no readings of {name}")
         at = columns.index(name)
         if not all(isinstance(row, list) and len(row) == len(columns) for row in rows):
-            raise ValueError(f"{series}.readings must be lists of {len(columns)} numbers, as its columns")
+            raise ValueError(f"metrics.readings must be lists of {len(columns)} numbers, as its columns")
         if any(row[at] is None for row in rows):
-            raise NotCheckable(f"{series} has readings without {name}")
+            raise NotCheckable(f"metrics has readings without {name}")
         self.used[f"last {name}"] = finite(name, rows[-1][at])
         return np.array([finite(f"{name} of a reading", row[at]) for row in rows])
 

@@ -37,7 +37,7 @@ UNITS: dict[str, tuple[str, ...]] = {  # a unit -> the figures that have it
         "request_goodput",
     ),
     "mean over time": ("mean_batch", "mean_running", "mean_in_system", "mean_in_flight"),
-    "share": ("good_share", "fluidity", "prefix_hit_rate", "mean_page_use"),
+    "share": ("good_share", "prefix_hit_rate", "mean_page_use"),
 }
 THEIRS: dict[str, tuple[str, ...]] = {  # a figure -> the names that vllm gives it
     "requests": ("num_prompts", "num_requests"),

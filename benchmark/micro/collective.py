@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmark.micro.cpu import check_cpu
 from benchmark.options import markdown
 from benchmark.simulate.deployment import device_name
 from continuous_batching.batch import Batch, Sampled
@@ -382,13 +383,6 @@ def serve(engine: Engine, random: np.random.Generator, num_requests: int, vocab_
         engine.add(Request(str(number), prompt, params))
     while engine.has_work:
         engine.step()
-
-
-def check_cpu(recipe: Recipe) -> None:
-    """Raise RecipeError for a device that computes while the host goes on."""
-    if recipe.device.kind != "cpu":
-        reason = "only a CPU computes while the host waits for it"
-        raise RecipeError("device.kind", reason, "set it to cpu", value=recipe.device.kind)
 
 
 def run_stages(options: argparse.Namespace) -> dict[str, Any]:

@@ -266,14 +266,12 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure each load against its floor, and each mixed one against its decodes and prompts alone."""
     (loads, mixed), repeats = loads_of(options), options.repeats
     recipe = read(options.recipe, options.overrides, options.profile).recipe
-    result: dict[str, object] = {"recipe": options.recipe, "overrides": list(options.overrides)}
-    result["profile"] = options.profile
     try:
         device = start(recipe.device)
     except RecipeError as error:
         nothing: list[dict[str, object]] = [{"load": str(load), "not_measured": str(error)} for load in loads]
         nothing += [{"load": str(load), "is_mixed": True, "not_measured": str(error)} for load in mixed]
-        return result | {"rates": {}, "steps": nothing}
+        return {"rates": {}, "steps": nothing}
     # The rates are measured before the cache takes the memory.
     measured = rates(device.device, TORCH_DTYPES[model_config(recipe).dtype], repeats)
     built = build(recipe)
@@ -281,7 +279,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         tensor.normal_()  # a processor takes less power over zeros, and so runs faster
     steps = [_against_floor(built, load, measured, repeats) for load in loads]
     steps += [_against_parts(built, load, repeats) for load in mixed]
-    return result | {
+    return {
         "machine": versions.describe(device.name),
         "rates": {name: round(rate, 3) for name, rate in measured.items()},
         "steps": steps,
@@ -329,8 +327,7 @@ def _against_parts(built: BuiltEngine, load: StepLoad, repeats: int) -> dict[str
 
 def print_table(result: Mapping[str, Any]) -> None:
     """Print the machine, its rates, a row for each load, and the reasons for empty cells."""
-    print(" ".join((result["recipe"], *result["overrides"])))
-    print("machine:", ", ".join(f"{name} {value}" for name, value in result["machine"].items()))
+    print_machine(result)
     rates = ", ".join(f"{name} {value}" for name, value in result["rates"].items())
     print("rates:", rates or NOT_MEASURED)
     mixed = [step for step in result["steps"] if step.get("is_mixed")]
@@ -346,6 +343,12 @@ def print_table(result: Mapping[str, Any]) -> None:
         print("", *(f"{NOT_MEASURED}: {why}" for why in reasons), sep="\n")
     if any("step_ms" in step for step in result["steps"]):
         print("", verdict_line(result["verdict"]), sep="\n")
+
+
+def print_machine(result: Mapping[str, Any]) -> None:
+    """Print what was measured, and where."""
+    print(" ".join((result["recipe"], *result["overrides"])))
+    print("machine:", ", ".join(f"{name} {value}" for name, value in result["machine"].items()))
 
 
 def cell(value: Any) -> str:

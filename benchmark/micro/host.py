@@ -5,7 +5,8 @@ slot holds a context of 1,000 to 1,300 tokens and gets one random token a step; 
 each proposer of drafts, which finds nothing to guess and so costs the most without a gain. With a chunk: one
 slot works on prompts of 16 chunks each, so that a step also computes and publishes a chunk, and every 16th
 step admits and ends a request. Work that proposers do every few steps shows in the median of the means of
-many consecutive steps.
+many consecutive steps. The same decodes are measured with recurrent states, of which there is room for those
+that prompts and answers leave, in turns with steps without, whose median they are compared with.
 
 With --waiting it is measured under each policy and queue order, while many requests wait. Every slot is busy
 and requests come and go: about one decode of each step is its request's last, and a new request is added for
@@ -49,6 +50,7 @@ from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.speculation.suffix import Suffix
 from continuous_batching.step_time import StepTime
 from kv_cache.pages import PageCopy, PagePool
+from kv_cache.states import StateGroup
 from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
 from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
@@ -64,11 +66,18 @@ BASE = "stall_free, fcfs"
 FOLLOWED_PROMPT = 1000  # tokens
 ROUNDS = 9  # rounds in turns of an engine alone and one that is followed, whose median counts
 PATIENCE_S = 60.0
+STATES_OF_A_SLOT = 4  # the live one, that of its prompt's end, its answer's last, and one to spare
 STEPS_OF_A_RUN = 100  # more steps than proposers skip between two looks at many rows
 
 
 def full_scheduler(
-    num_slots: int, page_size: int, num_steps: int, chunk_tokens: int, proposer: str | None = None
+    num_slots: int,
+    page_size: int,
+    num_steps: int,
+    chunk_tokens: int,
+    proposer: str | None = None,
+    *,
+    has_states: bool = False,
 ) -> Scheduler:
     """Return a scheduler whose slots all decode, except one if there are chunks to compute."""
     random = np.random.default_rng(0)
@@ -76,12 +85,15 @@ def full_scheduler(
     context_tokens = CONTEXT_TOKENS[1] + num_steps + 8
     prompt_tokens = chunk_tokens * CHUNKS_PER_PROMPT + 1
     num_pages = num_busy * -(-context_tokens // page_size) + 2 * -(-prompt_tokens // page_size)
+    states = PagePool(1 + STATES_OF_A_SLOT * num_slots)
+    group = StateGroup(1, page_size, num_slots, states, None, 1 + num_pages, 0)
     scheduler = Scheduler(
         SlotPool(num_slots, max(context_tokens, prompt_tokens), page_size),
         PagePool(1 + num_pages),
         StallFree(),
         max_batch_tokens=num_slots * CONTEXT_TOKENS[1],  # lets one step compute all contexts
         vocab_size=VOCAB_SIZE,
+        groups=[group] if has_states else [],
     )
     if proposer is not None:
         slots = scheduler.slots
@@ -94,6 +106,7 @@ def full_scheduler(
         scheduler.add(Request(str(number), prompt, params))
     step_us(scheduler, random)
     assert len(scheduler.slots.busy) == num_busy, "not every slot decodes"
+    assert not scheduler.lifecycle.matching.blocked, "prompts wait for each other"
     scheduler.max_batch_tokens = num_slots + chunk_tokens
     return scheduler
 
@@ -103,6 +116,8 @@ def step_us(scheduler: Scheduler, random: np.random.Generator) -> float:
     start = time.perf_counter()
     batch = scheduler.schedule(start)
     scheduler.slots.inputs(batch)
+    if scheduler.slots.state_pages is not None:
+        scheduler.slots.state_pages[batch.slots].astype(np.int64)  # as `models/step/inputs.py` reads them
     scheduled = time.perf_counter()
     sampled = Sampled(random.integers(0, VOCAB_SIZE, len(batch.sampled)))  # the device's work
     computed = time.perf_counter()
@@ -131,10 +146,28 @@ def measure(
             prompt = random.integers(0, VOCAB_SIZE, chunk_tokens * CHUNKS_PER_PROMPT).astype(np.int32)
             scheduler.add(Request(f"chunk {number}", prompt, SamplingParams(max_tokens=1)))
         times_us.append(step_us(scheduler, random))
+    return percentiles(times_us)
+
+
+def percentiles(times_us: list[float]) -> dict[str, Any]:
+    """Return what is shown of the steps' times, and these."""
     times_us = [round(each, 1) for each in times_us]
     p50, p99 = np.percentile(times_us, [50, 99])
     found = {"p50_us": p50, "p99_us": p99, "runs_us": median_of_runs(np.array(times_us))}
     return {**{name: round(float(each), 1) for name, each in found.items()}, "times_us": times_us}
+
+
+def measure_states(num_slots: int, page_size: int, num_steps: int) -> dict[str, Any]:
+    """Return percentiles over steps of decodes with states, and how they compare with steps without."""
+    random = np.random.default_rng(1)
+    plain, kept = (
+        full_scheduler(num_slots, page_size, num_steps, 0, has_states=has) for has in (False, True)
+    )
+    gc.collect()
+    pairs = [(step_us(plain, random), step_us(kept, random)) for _ in range(num_steps)]
+    plain_us, kept_us = ([pair[at] for pair in pairs] for at in (0, 1))
+    ratio = round(statistics.median(kept_us) / statistics.median(plain_us), 3)
+    return {**percentiles(kept_us), "times_the_plain": ratio}
 
 
 def variants(num_slots: int) -> dict[str, dict[str, Any]]:
@@ -244,6 +277,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         row["decode"] = measure(num_slots, page_size, 0, num_steps)
         for name in PROPOSERS:
             row[f"decode_beside_{name}"] = measure(num_slots, page_size, 0, num_steps, name)
+        row["decode_with_states"] = measure_states(num_slots, page_size, num_steps)
         row[f"decode_and_{chunk}_token_chunk"] = measure(num_slots, page_size, chunk, num_steps)
         rows.append(row)
     return {"host": rows}
@@ -259,6 +293,7 @@ def print_table(result: Mapping[str, Any]) -> None:
             parts = [[str(row[name][part]) for part in ("p50_us", "p99_us", "runs_us")] for name in columns]
             cells = "".join(" / ".join(each).rjust(34) for each in parts)
             print(f"{row['slots']:>6} slots, page {row['page_size']}".ljust(24) + cells)
+            print(f"{'':>24}with states: {row['decode_with_states']['times_the_plain']} times without")
     for num_slots, rows in result["slots"].items() if "waiting" in result else ():
         head = f"{num_slots} slots, {result['waiting']} waiting"
         print(head.ljust(36) + "µs a step: mean, p50, p99; times the first")

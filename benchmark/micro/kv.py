@@ -1,6 +1,6 @@
-"""Measure what pages cost, to find, hash, take, copy and leave half empty, and what int8 pages change.
+"""Measure what pages cost to find, hash, publish, evict and take, and what keys and values in int8 change.
 
-The latter is how keys and values in int8 change a text's log-probabilities and attention's output.
+The latter are a text's log-probabilities, and attention's output over random numbers.
 """
 
 from __future__ import annotations
@@ -21,16 +21,11 @@ from attention.int8_pages import row_bytes
 from attention.reference import Attention
 from benchmark.options import markdown, verdict_line
 from borders.files import read_bounded
-from continuous_batching.batch import Batch, Sampled
-from continuous_batching.policies.batching import StallFree
-from continuous_batching.request import Request, SamplingParams
-from continuous_batching.scheduling.scheduler import Scheduler
-from continuous_batching.slots import SlotPool
+from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
-from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.groups import DType
 from kv_cache.page_keys import page_keys
-from kv_cache.pages import PageCopy, PagePool
+from kv_cache.pages import PagePool
 from kv_cache.prefix_cache import PrefixCache
 from recipes.assembly.scoring import score
 from recipes.schema.recipe import ROOT
@@ -39,12 +34,6 @@ from serving.text.tokenizer import Text
 PROMPT_TOKENS = 32_768
 TAKEN_PAGES = 1024
 VOCAB_SIZE = 32_000
-# The copied cache has the pages of LLaMA 3 8B, and fewer layers.
-LAYERS, KV_HEADS, HEAD_DIM, DTYPE = 4, 8, 128, torch.bfloat16
-COPIED_BYTES = 128 * 2**20  # bytes of each timed copy
-VICTIM_TOKENS = 2048
-# Lengths of the trace for unused places.
-MEDIAN_PROMPT, MEDIAN_ANSWER, SIGMA, LONGEST = 150, 200, 0.8, 4096
 MOST_TEXT_BYTES = 2**20
 WAYS: tuple[tuple[DType, bool], ...] = (
     ("float32", False),
@@ -117,80 +106,6 @@ def take_and_release_us(repeats: int) -> float:
     return median_us(lambda: pool.release(pool.take(TAKEN_PAGES)), repeats)
 
 
-def copies(page_size: int, repeats: int) -> dict[str, float | str]:
-    """Measure GB/s, bytes read plus bytes written, of a plain copy and of page copies, in turn.
-
-    The compacted pool holds every other page, at random: its runs are as short as possible. Swaps are of
-    victims with scattered pages, one copy each.
-    """
-    shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, page_size, HEAD_DIM**-0.5, DTYPE, (None,))
-    layers = [LayerPages(Attention(shape).new_planes)] * LAYERS
-    page_bytes = sum(KVCache(layers, page_size, [1]).layer_bytes)
-    count = COPIED_BYTES // page_bytes
-    random = np.random.default_rng(0)
-    pool, host = PagePool(1 + 4 * count), PagePool(1 + count)
-    cache = KVCache(layers, page_size, [pool.num_pages], [host.num_pages])
-    pages = random.permutation(pool.take(4 * count))
-    pool.release(pages[2 * count :])
-    moves = PageCopy(*pool.scattered(pool.num_pages))
-    victim = max(1, VICTIM_TOKENS // page_size)
-    rows = [pages[at : min(at + victim, count)] for at in range(0, count, victim)]
-    out = [PageCopy(row, host.take(len(row)), "to_host") for row in rows]
-    back = [PageCopy(each.targets, each.sources, "from_host") for each in out]
-    source, target = torch.ones(COPIED_BYTES, dtype=torch.uint8), torch.zeros(COPIED_BYTES, dtype=torch.uint8)
-
-    acts: dict[str, tuple[int, Callable[[], object]]] = {
-        "compact": (len(moves.sources) * page_bytes, lambda: cache.apply([moves])),
-        "swap_out": (count * page_bytes, lambda: cache.apply(out)),
-        "swap_in": (count * page_bytes, lambda: cache.apply(back)),
-    }
-    plain_s: list[float] = []
-    times_s: dict[str, list[float]] = {name: [] for name in acts}
-    for number in range(1 + repeats):
-        for name, (_, act) in acts.items():
-            plain, paged = seconds(lambda: target.copy_(source)), seconds(act)
-            if number:
-                plain_s.append(plain)
-                times_s[name].append(paged)
-    rate = 2e-9 * COPIED_BYTES / float(np.median(plain_s))
-    result: dict[str, float | str] = {"page_size": page_size, "plain_gb_per_s": round(rate, 1)}
-    for name, (num_bytes, _) in acts.items():
-        paged_rate = 2e-9 * num_bytes / float(np.median(times_s[name]))
-        result[f"{name}_gb_per_s"] = round(paged_rate, 1)
-        result[f"{name}_share"] = round(paged_rate / rate, 3)
-    return result
-
-
-def unused(page_size: int, num_requests: int) -> dict[str, float]:
-    """Return the share of token places in held pages that hold no token, over all steps of a trace.
-
-    Prompts and answers have log-normal lengths. Cached pages that no row holds are full, and not counted.
-    """
-    random = np.random.default_rng(0)
-    lens = np.exp(random.normal(np.log([MEDIAN_PROMPT, MEDIAN_ANSWER]), SIGMA, (num_requests, 2)))
-    lens = np.clip(lens.astype(int), 1, LONGEST)
-    num_slots, most = 64, 2 * LONGEST
-    slots = SlotPool(num_slots, most, page_size)
-    pool = PagePool(1 + num_slots * -(-most // page_size))
-    scheduler = Scheduler(slots, pool, StallFree(), max_batch_tokens=512, vocab_size=VOCAB_SIZE)
-    for number, (prompt, answer) in enumerate(lens.tolist()):
-        params = SamplingParams(max_tokens=answer, temperature=0.0)
-        scheduler.add(Request(str(number), random.integers(0, VOCAB_SIZE, prompt), params))
-    held = used = 0
-    while scheduler.has_work:
-        batch = scheduler.schedule(0.0)
-        scheduler.commit(batch, Sampled(np.full(len(batch.sampled), 7, dtype=np.int64)), 0.0)
-        busy = slots.busy
-        held += page_size * int(slots.num_pages[busy].sum())
-        used += int(slots.num_computed[busy].sum())
-    return {
-        "page_size": page_size,
-        "mean_prompt_tokens": round(float(lens[:, 0].mean()), 1),
-        "mean_answer_tokens": round(float(lens[:, 1].mean()), 1),
-        "unused_share": round(1 - used / held, 4),
-    }
-
-
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Return all figures; times are medians."""
     sizes, repeats = options.page_sizes, options.repeats
@@ -198,8 +113,6 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "prefix": [prefix(page_size, repeats) for page_size in sizes],
         f"take_and_release_{TAKEN_PAGES}_pages_us": take_and_release_us(10 * repeats),
-        "copies": [copies(page_size, repeats) for page_size in sizes],
-        "unused_places": [unused(page_size, options.requests) for page_size in sizes],
     }
 
 

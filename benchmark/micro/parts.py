@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmark.micro.cpu import check_cpu
 from benchmark.offline.offline import at_once, load_trace, serve
 from benchmark.options import markdown
 from continuous_batching.batch import Batch
@@ -23,7 +24,6 @@ from models.layers.linear import Linear
 from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
-from recipes.schema.recipe_error import RecipeError
 from serving.text.tokenizer import Text
 
 LAYERS, HEAD = "products of the layers", "product of the logits"
@@ -138,11 +138,7 @@ def watch(built: BuiltEngine, times: PartTimes) -> None:
 
 def measure(recipe: Recipe, trace_path: str) -> dict[str, object]:
     """Time the parts of the steps that serve the trace, whose requests all come at once."""
-    if recipe.device.kind != "cpu":
-        raise RecipeError(
-            "device.kind", "no CPU, whose steps are timed part by part", "choose a recipe of a CPU",
-            value=recipe.device.kind,
-        )  # fmt: skip
+    check_cpu(recipe)
     text = Text.load(recipe.model.path) if recipe.model.path else None
     load_trace(trace_path, text)  # read before the model is built, so that a bad file fails at once
     built, times = build(recipe), PartTimes()
@@ -172,8 +168,7 @@ def figures(times: PartTimes) -> dict[str, object]:
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Time the recipe and the trace that the options name."""
     recipe = load(options.recipe, options.overrides, options.profile)
-    said = {"recipe": options.recipe, "overrides": list(options.overrides)}
-    return {**said, **measure(recipe, options.trace)}
+    return measure(recipe, options.trace)
 
 
 def print_table(result: Mapping[str, Any]) -> None:

@@ -41,10 +41,6 @@ from serving.text.tokenizer import Text
 
 INPUT_LEN, OUTPUT_LEN, NUM_PROMPTS = 512, 128, 64
 PERCENTILES = (10, 25, 50, 75, 90, 99)
-COLUMNS = (  # columns of one batch
-    *("latency_s", "first_step_s", "wall_s", "ttft_ms", "tpot_ms", "e2e_ms"),
-    *("steps", "mean_batch", "prompt_tokens", "output_tokens", "completed"),
-)
 
 
 def load_trace(path: str, text: Text | None) -> list[Job | Record]:
@@ -92,7 +88,6 @@ def measure(
     text: Text | None,
     load: Callable[[BuiltEngine], list[Job | Record]],
     num_runs: int,
-    plot: Path | None = None,
 ) -> dict[str, object]:
     """Return the run of median throughput, after one uncounted run, so that no figure includes a compilation.
 
@@ -118,10 +113,6 @@ def measure(
     results.sort(key=lambda result: float(str(result[0]["output_tokens_per_s"])))
     figures, timeline, origin_s = results[num_runs // 2]
     num_pages = engine.scheduler.pool.num_pages - 1
-    if plot is not None:
-        from benchmark.charts import save_run  # matplotlib
-
-        save_run(plot, timeline, origin_s, num_pages)
     where = versions.describe(built.device_name)
     result = {
         **described,
@@ -147,8 +138,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     text = Text.load(recipe.model.path) if recipe.model.path else None
     load_trace(options.trace, text)  # read before the model is built, so that a bad file fails at once
     described = {**_asked(options), "profile": options.profile, "trace": Path(options.trace).name}
-    plot = getattr(options, "plot", None)
-    return measure(described, recipe, text, lambda _: load_trace(options.trace, text), options.runs, plot)
+    return measure(described, recipe, text, lambda _: load_trace(options.trace, text), options.runs)
 
 
 def _asked(options: argparse.Namespace) -> dict[str, object]:
@@ -220,7 +210,7 @@ def run_one_batch(options: argparse.Namespace) -> dict[str, object]:
         engine.forget_prefixes()
         if number >= options.num_iters_warmup:
             requests = [job.request for job in batch if isinstance(job, Job)]
-            runs.append(summarise(engine, requests, timeline) | _by_the_wall(requests, timeline))
+            runs.append(summarise(engine, requests, timeline))
     where = versions.describe(built.device_name)
     return with_verdict(
         {
@@ -229,31 +219,12 @@ def run_one_batch(options: argparse.Namespace) -> dict[str, object]:
             **sizes,
             **batch_figures(runs),
             "clock": clock.read(),
-            "batches": _batches(runs),
             "warm_up_runs": options.num_iters_warmup,
             "warm_up_counted": 0,
             "max_tokens_per_step": 1,
             **hardware(built, recipe, where),
         }
     )
-
-
-def _by_the_wall(requests: Sequence[Request], timeline: Timeline) -> dict[str, float]:
-    """Return the time to the end of the first step by the engine's clock, and from there by the wall's."""
-    first, last = timeline.steps[0], timeline.steps[-1]
-    arrival_s = min(request.arrival_s for request in requests)
-    wall_s = last.wall_s - first.wall_s
-    return {"first_step_s": round(first.end_s - arrival_s, 6), "wall_s": round(wall_s, 6)}
-
-
-def _batches(runs: list[dict[str, Any]]) -> dict[str, object]:
-    """Return one reading for each batch, against which the figures of all batches are checked."""
-
-    def cell(run: dict[str, Any], name: str) -> object:
-        found = run["duration_s"] if name == "latency_s" else run[name]
-        return found.get("mean") if isinstance(found, dict) else found
-
-    return {"columns": list(COLUMNS), "readings": [[cell(run, name) for name in COLUMNS] for run in runs]}
 
 
 def batch_figures(runs: list[dict[str, Any]]) -> dict[str, object]:
@@ -346,9 +317,6 @@ def run_stall(options: argparse.Namespace) -> dict[str, Any]:
     figures = {name: _stalled(path, [*overrides, *keys], profile, load) for name, keys in load.ways().items()}
     whole, chunked = figures["whole"], figures["chunked"]
     return {
-        "recipe": path,
-        "overrides": list(overrides),
-        "profile": profile,
         "load": asdict(load),
         "machine": versions.describe(start(read(path, overrides, profile).recipe.device).name),
         **figures,

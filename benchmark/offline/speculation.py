@@ -109,14 +109,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         prompts = _prompts(built.engine, text, ROUNDS * max(loads), load, built.config.vocab_size)
         for num in loads:
             rows += _rows(built.engine, text, prompts[: ROUNDS * num], kinds, load)
-    if options.plot:
-        from benchmark.charts import save_speculation  # matplotlib takes seconds to load
-
-        save_speculation(options.plot, rows)
     return {
-        "recipe": options.recipe,
-        "overrides": list(options.overrides),
-        "profile": options.profile,
         "prompt_tokens": load.prompt_tokens,
         "answer_tokens": load.answer_tokens,
         "most_drafts": load.most_drafts,

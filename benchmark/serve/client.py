@@ -207,6 +207,7 @@ class TokenUsage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: Cached | None = None
+    resumed: int = 0  # how often another engine went on with the answer
 
 
 class StreamChunk(msgspec.Struct):

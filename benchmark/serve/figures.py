@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import aiohttp
 import numpy as np
 
-from benchmark.run_clock import with_wall
 from benchmark.serve.client import ClientAnswer, ClientRun, authorization
 
 PERCENTILES = (50, 90, 99)
@@ -133,10 +132,8 @@ def by_objectives(answers: Sequence[ClientAnswer], objectives: Objectives | None
     """Return how much of a run met the objectives; nothing where there are none."""
     if objectives is None:
         return {}
-    num_good, fluidity = sum(objectives.met(each) for each in answers), objectives.fluidity(answers)
-    figures: Result = {"request_goodput": round(num_good * per_s, 4)}
-    figures["good_share"] = round(num_good / len(answers), 4)
-    return figures if fluidity is None else {**figures, "fluidity": round(fluidity, 4)}
+    num_good = sum(objectives.met(each) for each in answers)
+    return {"request_goodput": round(num_good * per_s, 4), "good_share": round(num_good / len(answers), 4)}
 
 
 def kinds(errors: Sequence[str]) -> dict[str, int]:
@@ -225,37 +222,6 @@ class Objectives:
             spent_ms["itl"] = float(np.diff(times_s).max())
         return all(1e3 * spent_ms.get(name, 0.0) <= most for name, most in self.most_ms.items())
 
-    def fluidity(self, answers: Sequence[ClientAnswer]) -> float | None:
-        """Return the share of all requested tokens that met their own deadline.
-
-        The deadline is `ttft` plus `tpot` (or `itl`) for each token before. Tokens of failed answers met
-        none. Returns None where an objective is missing, or where only the server knows how many tokens a
-        failed answer should have had.
-        """
-        between_ms = self.most_ms.get("tpot", self.most_ms.get("itl"))
-        if "ttft" not in self.most_ms or between_ms is None or not answers:
-            return None
-        good = total = 0
-        for answer in answers:
-            asked = answer.ask.max_tokens if answer.error is not None else answer.output_tokens
-            if asked is None:
-                return None
-            total += asked
-            if answer.error is None:
-                times_ms = 1e3 * (token_times_s(answer) - answer.sent_s)
-                deadlines_ms = self.most_ms["ttft"] + between_ms * np.arange(len(times_ms))
-                good += int((times_ms <= deadlines_ms).sum())
-        return good / total
-
-
-def token_times_s(answer: ClientAnswer) -> np.ndarray:
-    """Return when each token came; tokens that no piece counts are taken to have come last."""
-    times_s = np.array(answer.piece_times_s)
-    if answer.piece_tokens is not None:
-        return np.repeat(times_s, answer.piece_tokens)
-    behind = max(0, answer.output_tokens - len(times_s))
-    return np.append(times_s, np.full(behind, times_s[-1]))[: answer.output_tokens]
-
 
 def parse_metrics(text: str) -> dict[str, float]:
     """Parse the known figures of Prometheus' text; several engines are summed, `kv_usage` is averaged."""
@@ -280,8 +246,7 @@ class MetricsReadings:
 
     session: aiohttp.ClientSession
     url: str
-    # Each reading: the client's clock, the wall clock, and the figures.
-    readings: list[tuple[float, float, dict[str, float]]] = field(default_factory=list)
+    readings: list[tuple[float, dict[str, float]]] = field(default_factory=list)
 
     async def look(self) -> bool:
         """Take one reading; returns whether there was one. A server without metrics has none."""
@@ -291,8 +256,7 @@ class MetricsReadings:
         except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
             return False  # it may be busy; the next reading may succeed, and a run without any says so
         if figures:
-            wall_s, now_s = with_wall(time.perf_counter)
-            self.readings.append((now_s, wall_s, figures))
+            self.readings.append((time.perf_counter(), figures))
         return bool(figures)
 
     async def go_on(self) -> None:
@@ -305,7 +269,7 @@ class MetricsReadings:
         """Take the last reading once the server has nothing left to do, or when it does not come to rest."""
         until_s = time.perf_counter() + SETTLE_S
         while await self.look() and time.perf_counter() < until_s:
-            figures = self.readings[-1][2]
+            figures = self.readings[-1][1]
             if not figures.get("running") and not figures.get("waiting"):
                 return
             self.readings.pop()
@@ -323,9 +287,9 @@ class MetricsReadings:
         means = {
             f"mean_{name}": round(float(np.mean(values)), 4)
             for name in GAUGES
-            if (values := [figures[name] for _, _, figures in within if name in figures])
+            if (values := [figures[name] for _, figures in within if name in figures])
         }
-        first, last = self.readings[0][2], self.readings[-1][2]
+        first, last = self.readings[0][1], self.readings[-1][1]
         counted = [name for name in COUNTERS if name in first and name in last]
         grown = {name: last[name] - first[name] for name in counted}
         queries, hits = grown.pop("prefix_queries", 0), grown.pop("prefix_hits", None)
@@ -337,15 +301,15 @@ class MetricsReadings:
             taken_s, count = grown.pop(f"{name}_s", 0.0), grown.pop(f"{name}_count", 0)
             if count and name in NAMED_TIMES:
                 means[f"mean_{name}_ms"] = round(1e3 * taken_s / count, 3)
-        columns = [name for name in GAUGES if name in self.readings[0][2]]
+        columns = [name for name in GAUGES if name in first]
         return {
             **means,
             **grown,
             "before": {name: round(first[name], 6) for name in counted},
             "after": {name: round(last[name], 6) for name in counted},
-            "columns": ["at_s", "wall_s", *columns],
+            "columns": ["at_s", *columns],
             "readings": [
-                [round(at_s - origin_s, 6), round(wall_s, 6), *(figures.get(name) for name in columns)]
-                for at_s, wall_s, figures in self.readings
+                [round(at_s - origin_s, 6), *(figures.get(name) for name in columns)]
+                for at_s, figures in self.readings
             ],
         }

@@ -12,8 +12,8 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ import aiohttp
 import numpy as np
 
 from benchmark.options import markdown
-from benchmark.processes import started
+from benchmark.processes import ServerProcess, started
 from benchmark.serve.client import chunks
 
 WORDS = (
@@ -55,6 +55,15 @@ class Found:
     cached_tokens: int = 0
     failed: int = 0
     ttft_s: list[float] = field(default_factory=list)
+
+
+@contextmanager
+def routed(urls: Sequence[str], *flags: str) -> Iterator[ServerProcess]:
+    """Start a router in front of servers, and yield it once it sends requests to all of them."""
+    behind = [argument for url in urls for argument in ("--replica", url)]
+    with started("scripts.route", *behind, *flags, "--port", "0", has_ready=False) as router:
+        asyncio.run(replicas_ready(router.url, len(urls)))
+        yield router
 
 
 async def replicas_ready(url: str, num_replicas: int) -> None:
@@ -147,13 +156,10 @@ def measure(options: argparse.Namespace, load: FleetLoad) -> dict[str, Any]:
             ).url
             for number in range(options.replicas)
         ]  # fmt: skip
-        behind = [argument for url in urls for argument in ("--replica", url)]
         rounds: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
         for number in range(1 + options.rounds):
             for way in WAYS:
-                command = ("scripts.route", *behind, "--recipe", options.recipe, *options.overrides)
-                with started(*command, "--route", way, "--port", "0", has_ready=False) as router:
-                    asyncio.run(replicas_ready(router.url, len(urls)))
+                with routed(urls, "--recipe", options.recipe, *options.overrides, "--route", way) as router:
                     found = asyncio.run(serve(router.url, load, seed=2 * number + WAYS.index(way)))
                     rounds[way].append(figures(found, asyncio.run(fleet(router.url))))
         return {way: medians(each[1:]) for way, each in rounds.items()}

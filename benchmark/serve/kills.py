@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
 
 from benchmark.options import markdown
 from benchmark.processes import ServerProcess, started
-from benchmark.serve.client import Events
-from benchmark.serve.fleet import fleet, replicas_ready
+from benchmark.serve.client import chunks
+from benchmark.serve.fleet import fleet, replicas_ready, routed
 
 _READY = r"ready after .*, process (\d+)"
 _FEWEST, _MOST = 2, 8  # parts that each stream has received on average between two kills
@@ -44,24 +43,18 @@ async def ask(
     http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], grown: Callable[[], None]
 ) -> Stream:
     """Return a stream's answer; `grown` is called with each of its parts."""
-    found, events, loop = Stream(), Events(), asyncio.get_running_loop()
-    last_s: float | None = None
+    found, last_s = Stream(), 0.0
     async with http.post(f"{url}/v1/completions", json=body) as response:
-        async for received in response.content.iter_any():
-            now_s, parts = loop.time(), events.feed(received)
-            if not parts:  # a sign of life
+        async for now_s, chunk in chunks(response):
+            if now_s != last_s:  # events of one part come at one time
+                found.gaps_s += [now_s - last_s] if last_s else []
+                last_s = now_s
+                grown()
+            if chunk is None:
+                found.is_whole = True
                 continue
-            if last_s is not None:
-                found.gaps_s.append(now_s - last_s)
-            last_s = now_s
-            for data in parts:
-                if data == b"[DONE]":
-                    found.is_whole = True
-                    continue
-                said = msgspec.json.decode(data)
-                found.text += "".join(each["text"] for each in said.get("choices", ()))
-                found.num_resumed = (said.get("usage") or {}).get("resumed", found.num_resumed)
-            grown()
+            found.text += "".join(each.text or "" for each in chunk.choices or ())
+            found.num_resumed = found.num_resumed if chunk.usage is None else chunk.usage.resumed
     return found
 
 
@@ -113,9 +106,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as running:
         command = ("scripts.serve", options.recipe, *options.overrides, "server.resume=64", "--port", "0")
         servers = [running.enter_context(started(*command)) for _ in range(2)]
-        behind = [argument for each in servers for argument in ("--replica", each.url)]
-        router = running.enter_context(started("scripts.route", *behind, "--port", "0", has_ready=False))
-        asyncio.run(replicas_ready(router.url, len(servers)))
+        router = running.enter_context(routed([each.url for each in servers]))
         expected = asyncio.run(ask_all(router.url, options, lambda: None))
         killer, streams, num_different = Killer(servers, options), list[Stream](), 0
         while killer.num_kills < options.engines_killed:

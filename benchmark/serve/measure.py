@@ -62,7 +62,6 @@ ROW_LABELS = {  # rows of the table, where the result has them
     "request_throughput": "requests/s",
     "request_goodput": "requests/s within objectives",
     "good_share": "share of requests within them",
-    "fluidity": "share of tokens in time",
     "output_throughput": "output tokens/s",
     "total_token_throughput": "all tokens/s",
     "mean_in_flight": "requests on their way, mean",

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmark.options import markdown
 from benchmark.processes import ServerProcess, started
-from benchmark.serve.client import Events
+from benchmark.serve.client import chunks
 from benchmark.workloads.synthetic import lengths
 
 _PATH = "/v1/completions"
@@ -91,12 +91,12 @@ class PatientClient:
                 found.num_failed += 1
                 return 0.0
             found.num_accepted += 1
-            events, num_tokens, is_done = Events(), 0, False
-            async for received in response.content.iter_any():
-                for data in events.feed(received):
-                    is_done |= data == b"[DONE]"
-                    if b'"usage":{' in data:
-                        num_tokens = msgspec.json.decode(data)["usage"]["completion_tokens"]
+            num_tokens, is_done = 0, False
+            async for _, chunk in chunks(response):
+                if chunk is None:
+                    is_done = True
+                elif chunk.usage is not None:
+                    num_tokens = chunk.usage.completion_tokens or 0
             found.num_whole += is_done and num_tokens == body["max_tokens"] * body["n"]
             return 0.0
 
@@ -125,7 +125,7 @@ async def load(server: ServerProcess, options: argparse.Namespace) -> dict[str, 
         left = await _left(http)
     took_ms = [float(each) for each in server.said(_REFUSED)]
     later = np.array(held[len(held) // 2 :])
-    growth = np.polyfit(later[:, 0] / 60, later[:, 1:] / 2**10, 1)[0] if len(later) > 1 else np.zeros(2)
+    growth = [steady_slope(later[:, 0] / 60, each / 2**10) for each in later[:, 1:].T]
     return {
         "clients": options.times * options.accepted,
         "accepted": found.num_accepted,
@@ -137,11 +137,22 @@ async def load(server: ServerProcess, options: argparse.Namespace) -> dict[str, 
         "refusal_most_ms": max(took_ms, default=0.0),
         "refusal_client_p99_ms": _percentile([1e3 * each for each in found.refusal_s], 99),
         "server_mib": round(later[-1, 1] / 2**10, 1),
-        "server_growth_mib_per_min": round(float(growth[0]), 2),
+        "server_growth_mib_per_min": round(growth[0], 2),
         "engine_mib": round(later[-1, 2] / 2**10, 1),
-        "engine_growth_mib_per_min": round(float(growth[1]), 2),
+        "engine_growth_mib_per_min": round(growth[1], 2),
         "left": left,
     }
+
+
+def steady_slope(at: NDArray[np.float64], memory: NDArray[np.float64]) -> float:
+    """Return the growth of memory by the median over all pairs of readings (Theil and Sen).
+
+    A leak raises every pair. A heap that meets its largest batch raises only the pairs around that moment.
+    """
+    first, second = np.triu_indices(len(at), 1)
+    return (
+        float(np.median((memory[second] - memory[first]) / (at[second] - at[first]))) if len(first) else 0.0
+    )
 
 
 async def _left(http: aiohttp.ClientSession) -> int:

@@ -1,8 +1,7 @@
 """Write one self-contained HTML page that compares benchmark results and is readable on a phone.
 
 The inputs are JSON results of `serve`, `offline` or `vllm bench serve`, or folders of a sweep, of which the
-best result is compared. Each result is audited again by the gate, and the page shows the verdict. Charts are
-SVG that follow the page's light or dark theme.
+best result is compared. Each result is audited again by the gate, and the page shows the verdict.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ ROWS = {  # the gate's name of a figure -> its label, and whether more of it is 
     "duration_s": ("seconds", None),
     "requests_per_s": ("requests/s", True),
     "request_goodput": ("requests/s within objectives", True),
-    "fluidity": ("share of tokens in time", True),
     "output_tokens_per_s": ("output tokens/s", True),
     "total_tokens_per_s": ("all tokens/s", True),
     **{
@@ -68,60 +66,38 @@ GAUGES = {"running": "requests running", "waiting": "requests waiting", "kv_usag
 SWEPT = ("requests_per_s", "request_goodput", "output_tokens_per_s", "ttft_ms.p50", "ttft_ms.p99",
          "itl_ms.p50", "itl_ms.p99", "failed")  # fmt: skip
 
-# Each side of a page has its own colour by day and by night; a ninth has the first again.
-DAY = ("#0b68b5", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#be185d", "#0e7490", "#4b5563")
-NIGHT = ("#64b5f6", "#fb923c", "#4ade80", "#c084fc", "#facc15", "#f472b6", "#22d3ee", "#9ca3af")
-KINDS = tuple(f"side{number}" for number in range(len(DAY)))
+# Each side of a page has its own colour, in words and in charts; a ninth has the first again.
+COLOURS = ("#0b68b5", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#be185d", "#0e7490", "#4b5563")
+KINDS = tuple(f"side{number}" for number in range(len(COLOURS)))
 STYLE = """
-:root { color-scheme: light dark; --ink: #1c2024; --paper: #fff; --soft: #f3f5f7; --line: #c4cad0;
-  --good: #15803d; --bad: #b91c1c; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e7ea; --paper: #14171a; --soft: #1f2429;
-  --line: #4a535b; --good: #4ade80; --bad: #f87171; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 64rem; color: var(--ink); background: var(--paper);
+body { margin: 0 auto; padding: 1rem; max-width: 64rem; color: #1c2024; background: #fff;
   font: 16px/1.45 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid var(--line); }
+th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid #c4cad0; }
 th:first-child, td:first-child { text-align: left; }
 .figures th, .figures td { overflow-wrap: normal; }
 .figures td { white-space: nowrap; }
 .pictures { display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
 figure { margin: 0; } figcaption { font-size: .9rem; } svg { width: 100%; height: auto; }
-.pass, .better { color: var(--good); } .refused, .worse { color: var(--bad); }
-details { background: var(--soft); padding: .5rem 1rem; margin: .5rem 0; border-radius: .4rem; }
+.pass, .better { color: #15803d; } .refused, .worse { color: #b91c1c; }
+details { background: #f3f5f7; padding: .5rem 1rem; margin: .5rem 0; border-radius: .4rem; }
 """
-for condition, colours in (("", DAY), ("@media (prefers-color-scheme: dark)", NIGHT)):
-    said = " ".join(f"--{kind}: {colour};" for kind, colour in zip(KINDS, colours))
-    STYLE += f"{condition} {{ :root {{ {said} }} }}\n" if condition else f":root {{ {said} }}\n"
-STYLE += "\n".join(f".{kind} {{ color: var(--{kind}); }}" for kind in KINDS)
-
-# A chart is drawn in colours that nothing else has, each of which a CSS variable of the page then replaces.
-INK, LINE = "#0a0a01", "#0a0a02"
-COLOURS = tuple(f"#0a0a{number:02}" for number in range(4, 4 + len(KINDS)))  # one for each side, in order
-VARIABLES = {INK: "--ink", LINE: "--line"} | {colour: f"--{kind}" for colour, kind in zip(COLOURS, KINDS)}
+STYLE += "\n".join(f".{kind} {{ color: {colour}; }}" for kind, colour in zip(KINDS, COLOURS))
 CHART_STYLE: dict[RcKeyType, Any] = {
-    "axes.edgecolor": LINE,
-    "axes.facecolor": "none",
     "axes.grid": True,
-    "axes.labelcolor": INK,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "figure.facecolor": "none",
     "font.size": 11,
-    "grid.color": LINE,
     "grid.linewidth": 0.5,
     "legend.fontsize": 9,
     "legend.frameon": False,
     "legend.labelspacing": 0.2,
-    "legend.labelcolor": INK,
     "svg.fonttype": "none",
-    "text.color": INK,
     "text.parse_math": False,  # a file may have any name
-    "xtick.color": INK,
-    "ytick.color": INK,
 }
 MOST_POINTS = 400  # most points of a line: a percentile curve needs no more
 TOGETHER_MS = 0.1  # pieces with a shorter gap came in one packet, so that the gap tells nothing of a server
@@ -321,10 +297,7 @@ def svg(
         finally:
             plt.close(drawing)
     text = out.getvalue()
-    text = text[text.index("<svg") :]
-    for colour, variable in VARIABLES.items():
-        text = text.replace(colour, f"var({variable})")
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, count=1, flags=re.DOTALL)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], count=1, flags=re.DOTALL)
     head, mark, rest = text.partition(">")
     return re.sub(r' (width|height)="[^"]*"', "", head) + mark + rest  # the page determines the size
 

@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 
 from benchmark.options import markdown
 from benchmark.processes import ServerProcess, started
-from benchmark.serve.fleet import replicas_ready
+from benchmark.serve.fleet import routed
 from serving.router.replicas import address_of
 from serving.router.upstream import Upstream
 from serving.server import SignalFreeServer, configuration, listener_at
@@ -127,12 +127,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             start("benchmark.serve.router", "answers", str(options.events)) for _ in range(options.replicas)
         ]
         proxy = start("benchmark.serve.router", "proxy", servers[0].url)
-        behind = [argument for each in servers for argument in ("--replica", each.url)]
         recipe = () if options.recipe is None else ("--recipe", options.recipe)
-        router = start("scripts.route", *behind, *recipe, "--port", "0", "--most-open", str(MOST_OPEN))
-        asyncio.run(replicas_ready(router.url, len(servers)))
-        urls = dict(zip(WAYS, (servers[0].url, proxy.url, router.url)))
-        turns = [turn(urls, router, options) for _ in range(1 + options.turns)][1:]
+        urls = [each.url for each in servers]
+        router = running.enter_context(routed(urls, *recipe, "--most-open", str(MOST_OPEN)))
+        ways = dict(zip(WAYS, (urls[0], proxy.url, router.url)))
+        turns = [turn(ways, router, options) for _ in range(1 + options.turns)][1:]
         figures = {name: round(statistics.median(each[name] for each in turns), 4) for name in turns[0]}
         kib = asyncio.run(held_kib(router, options.streams))
     slope, base = np.polyfit(options.streams, kib, 1).tolist()

@@ -209,6 +209,18 @@ class Deployment:
         own: Result = {"busy_share": _share(totals.busy_s, self.replicas, totals)}
         return totals, own | routed.figures() if self.replicas > 1 else own
 
+    def figures(self, totals: RunTotals, own: Result) -> Result:
+        """Return what ran and how it fared, as the gate reads it."""
+        return {
+            **self.placement.facts(),
+            "devices": self.num_devices,
+            "slots": self.num_slots,
+            "max_tokens_per_step": 1,
+            "warm_up_counted": 0,
+            **totals.figures(),
+            **own,
+        }
+
     def _split(self, trace: Iterable[Request], totals: RunTotals) -> Result:
         placement, (num_prompts, num_answers) = self.placement, self.split or (1, 1)
         fleet = DisaggregatedFleet(

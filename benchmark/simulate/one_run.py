@@ -104,17 +104,11 @@ def figures_of(
     began_s = time.perf_counter()
     totals, own = deployment.serve(requests, timeline, records=True)
     took_s = time.perf_counter() - began_s
-    figures = totals.figures()
+    figures = deployment.figures(totals, own)
     kept = totals.records is not None and len(totals.records) <= MOST_RECORDS and not figures["failed"]
     return {
-        **deployment.placement.facts(),
-        "devices": deployment.num_devices,
-        "num_pages": deployment.placement.memory.num_pages,
-        "slots": deployment.num_slots,
-        "max_tokens_per_step": 1,
-        "warm_up_counted": 0,
         **figures,
-        **own,
+        "num_pages": deployment.placement.memory.num_pages,
         **trust_of(deployment.placement.fitted),
         "wall_s": round(took_s, 3),
         "simulated_output_tokens_per_wall_s": round(totals.output_tokens / took_s),
@@ -221,16 +215,13 @@ def run_routes(options: argparse.Namespace) -> Result:
     """Compare the routes, and draw them where that is asked for."""
     result = compare(options, None)
     if options.plot is not None:
-        from benchmark.charts import draw_bars, save_simulated  # matplotlib takes a second to load
+        from benchmark.charts import save_bars  # matplotlib takes a second to load
 
         ways = result["ways"]
         panels = [
             (heading, [figure(each, name) for each in ways.values()], form) for name, heading, form in PANELS
         ]
-        size, names = (10, 0.9 + 0.3 * len(ways)), [*ways]
-        save_simulated(
-            options.plot, size, len(panels), lambda axes: draw_bars(axes, names, panels, log=False)
-        )
+        save_bars(options.plot, [*ways], panels)
     return result
 
 
@@ -280,14 +271,12 @@ def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
         options.trace, recipe, placement.config.vocab_size, skip_bad=options.skip_bad
     )()
     totals, own = deployment.serve(requests, None, records=False)
-    figures = totals.figures()
+    figures = deployment.figures(totals, own)
     shares = (
         totals.ttft.share_within(options.ttft_ms / 1e3),
         totals.itl.share_within(options.itl_ms / 1e3),
     )
-    sizes = {"slots": deployment.num_slots, "max_tokens_per_step": 1}
-    result = with_verdict({**deployment.placement.facts(), **sizes, **figures, **own})
-    verdict = result["verdict"]
+    verdict = with_verdict(figures)["verdict"]
     assert isinstance(verdict, dict), "a verdict is described by an object"
     meets = all(100 * each >= options.percent for each in shares) and not figures["failed"]
     return {

@@ -47,6 +47,8 @@ class Checkpoints:
         self._returned = 0
         self._wanted: dict[int, list[int]] = {}  # ascending, by row
         self._next = np.full(slots.num_slots, NEVER, dtype=np.int64)  # the first of these
+        # [N] the page end at which each row is to keep the next state of its answer
+        self._due = np.full(slots.num_slots, NEVER, dtype=np.int64)
 
     def usable(self, num_pages: int) -> int:
         """Return how many of a prefix's pages precede its last position where a state may be kept."""
@@ -59,14 +61,25 @@ class Checkpoints:
         whether or not it could start behind them.
         """
         slots, size = self._slots, self._slots.page_size
+        self._group.open(row)
+        if self._shares and slots.requests[row].leases_pages:  # another engine goes on from its very end
+            self.want(row, self.usable(int(slots.num_shareable[row])) * size)
         if not self._shares or not len(keys):
             return
+        self.answers(row)
         if slots.num_computed[row] and not slots.requests[row].num_preemptions:
             self._learn(int(slots.num_pages[row]), int(slots.pages(row)[-1]), keys)
         # A prompt that comes again has to compute its last token
         self.want(row, self.usable(int(min(slots.num_shareable[row], len(keys)))) * size)
         if len(found) * size > slots.num_computed[row] and self._prefix.index.goes_on(int(found[-1])):
             self.want(row, self.usable(len(found)) * size)
+
+    def answers(self, row: int) -> None:
+        """Have a row keep a state at each end of a page that it reaches in its answer."""
+        slots = self._slots
+        if self._shares and slots.num_shareable[row] and not slots.beam_width[row]:
+            first = max(int(slots.num_prompt[row]), int(slots.num_computed[row]))
+            self._due[row] = first // self.every * self.every + self.every
 
     def _learn(self, num_pages: int, last: int, keys: Sequence[bytes]) -> None:
         """Learn from a row that goes on behind its pages whether answers come back as they were given.
@@ -100,7 +113,11 @@ class Checkpoints:
             self._wanted[row], self._next[row] = wanted, wanted[0]
 
     def leave(self, row: int) -> None:
-        """Forget what was wanted of a row."""
+        """Forget what was wanted of a row, which ends."""
+        self._drop_wanted(row)
+        self._due[row] = NEVER
+
+    def _drop_wanted(self, row: int) -> None:
         self._wanted.pop(row, None)
         self._next[row] = NEVER
 
@@ -122,20 +139,39 @@ class Checkpoints:
                 aligned[at] = end
         return aligned
 
+    def keep_answers(self, rows: Index, positions: Index) -> None:
+        """Keep the states of those answers that stand at the end of a page.
+
+        The states of these rows, which a batch is about to write, stand at `positions`.
+        """
+        at = (self._due[rows] <= positions).nonzero()[0]
+        if not len(at):
+            return
+        rows, positions = rows[at], positions[at]
+        beyond = positions % self.every
+        if any(beyond.tolist()):  # accepted drafts and recomputed answers may leave out ends of pages
+            self._due[rows] = positions - beyond + self.every
+            rows, positions = rows[beyond == 0], positions[beyond == 0]
+        self._due[rows] = positions + self.every
+        for copy in self._group.try_to_keep(rows, positions):
+            self._copy(copy)
+
+    def keep_last(self, row: int) -> None:
+        """Keep the state of an answer that ends where a page does."""
+        position = int(self._slots.num_computed[row] - self._slots.state_lag[row])
+        if position >= self._due[row] and position % self.every == 0:
+            self._group.keep_last(row, position)
+
     def cuts(self, rows: Index, starts: Index, stops: Index) -> tuple[StateCut, ...]:
         """Keep the states that are wanted of these spans, whose rows have their pages, without their drafts.
 
         Returns the cuts within spans; a state at the end of a span needs none.
         """
-        if not self._shares:
+        if not self._wanted:
             return ()
         made: list[StateCut] = []
-        if self._wanted:
-            for at in np.flatnonzero(self._next[rows] <= stops).tolist():
-                made += self._cuts_of(at, int(rows[at]), int(starts[at]), int(stops[at]))
-        at_end = (stops // self.every * self.every == stops).nonzero()[0]  # quicker than a remainder
-        if len(at_end):
-            self._keep_answers(rows[at_end], stops[at_end])
+        for at in np.flatnonzero(self._next[rows] <= stops).tolist():
+            made += self._cuts_of(at, int(rows[at]), int(starts[at]), int(stops[at]))
         return tuple(made)
 
     def _cuts_of(self, span: int, row: int, start: int, stop: int) -> list[StateCut]:
@@ -154,17 +190,8 @@ class Checkpoints:
         if wanted:
             self._next[row] = wanted[0]
         else:
-            self.leave(row)
+            self._drop_wanted(row)
         return made
-
-    def _keep_answers(self, rows: Index, stops: Index) -> None:
-        """Keep states at the ends of pages of answers, as far as pages are free."""
-        slots = self._slots
-        kept = (
-            (stops > slots.num_prompt[rows]) & (slots.beam_width[rows] == 0) & (slots.num_shareable[rows] > 0)
-        )
-        if kept.any():
-            self._group.try_to_keep(rows[kept], stops[kept])
 
     def ask_leader(self, request: Request, keys: Sequence[bytes], num_held: int, rows: Sequence[int]) -> None:
         """Have the row that computes the most of a request's prefix leave a state where the two part."""

@@ -3,7 +3,8 @@
 Pages for the part of a prompt that another engine computes are allocated before it sends them. They are
 published once all of them have arrived whole, never before; if they do not arrive, they are freed as if
 nothing had been asked. Pages that are to be sent to another engine stay held on a lease when their request
-ends.
+ends. Where layers keep recurrent states, one more page is held of each prompt: the state behind its last
+page, without which nobody could go on from there.
 
 Neither kind of hold stands in the way of running requests: where pages run short, these holds end first.
 Their pages are never moved, because a peer may be about to write or read them.
@@ -31,11 +32,20 @@ class Arrival:
     keys: list[bytes]
     pages: Index
     num_found: int
+    state: Index  # the page of the state behind them, which another engine fills; empty if there are none
 
     @property
     def filled(self) -> Index:
         """The pages that another engine fills."""
         return self.pages[self.num_found :]
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """The pages of a prompt that has been computed, and the state behind them."""
+
+    pages: Index
+    state: Index  # its page; empty if there are none
 
 
 class HeldPages:
@@ -46,36 +56,56 @@ class HeldPages:
         self._prefix = prefix
         self._counters = counters
         self._arriving: dict[str, Arrival] = {}
-        self._leased: dict[str, Index] = {}
+        self._leased: dict[str, Leased] = {}
 
     @property
     def pages(self) -> Index:
         """All pages held here, each listed once for every hold."""
-        held = [*(each.pages for each in self._arriving.values()), *self._leased.values()]
-        return np.concatenate(held) if held else EMPTY
+        return np.concatenate([EMPTY, *(each.pages for each in self._all)])
+
+    @property
+    def states(self) -> Index:
+        """All recurrent states held here, each listed once for every hold."""
+        return np.concatenate([EMPTY, *(each.state for each in self._all)])
+
+    @property
+    def _all(self) -> list[Arrival | Leased]:
+        return [*self._arriving.values(), *self._leased.values()]
 
     def expect(
-        self, name: str, tokens: TokenIds, cache_salt: str, num_spare: int, known: list[bytes]
+        self, name: str, tokens: TokenIds, cache_salt: str, num_spare: Index, known: list[bytes]
     ) -> Arrival | None:
         """Allocate pages for those full pages of a prompt's `tokens` that are not found here.
 
-        Returns None if nothing is missing, or if this needs more than `num_spare` pages. `known` are the keys
-        of the first pages, as far as they have been hashed.
+        Pages behind the last position where a state may be kept are not asked for. Returns None if nothing is
+        missing, or if this needs more than `num_spare` pages of a group. `known` are the keys of the first
+        pages, as far as they have been hashed.
         """
         assert name not in self._arriving, f"pages of {name} are expected already"
-        pool, size = self._group.pool, self._group.page_size
+        pool, size, states = self._group.pool, self._group.page_size, self._tables.states
+        if states is not None:
+            tokens = tokens[: len(tokens) // size // states.every_pages * states.every_pages * size]
         keys = page_keys(tokens, size, cache_salt, known[: len(tokens) // size])
         found = self._prefix.find(keys, tokens, cache_salt)
         found = found[found > 0]
+        if states is not None and len(found) == len(keys) and not states.is_here(found[-1:]).all():
+            found = found[:-1]  # a state comes with the page before it
         missing = len(keys) - len(found)
         # Idle cached pages count as spare too, and stop being so once they are held
         num_idle = int((pool.holders[found] == 1).sum())
-        if not missing or missing + num_idle > num_spare:
+        if not missing or missing + num_idle > num_spare[0]:
+            return None
+        if states is not None and num_spare[states.number] < 1:
             return None
         self._prefix.share(found)
         if missing > pool.num_free:
             self._tables.evict(missing - pool.num_free)
-        arrival = Arrival(tokens, cache_salt, keys, np.concatenate([found, pool.take(missing)]), len(found))
+        pages, state = np.concatenate([found, pool.take(missing)]), EMPTY
+        if states is not None:
+            if not states.pool.num_free:
+                self._tables.evict(1, states.number)
+            state = states.pool.take(1)
+        arrival = Arrival(tokens, cache_salt, keys, pages, len(found), state)
         self._arriving[name] = arrival
         self._pin()
         return arrival
@@ -89,7 +119,7 @@ class HeldPages:
         arrival = self._arriving.pop(name, None)
         if arrival is None:
             return
-        pages = arrival.pages
+        pages, states = arrival.pages, self._tables.states
         if not is_whole:
             self._counters.missed_pages += len(arrival.filled)
         else:
@@ -102,25 +132,36 @@ class HeldPages:
             self._prefix.share(standing[doubles])
             self._prefix.release(arrival.filled[doubles])
             pages = np.concatenate([pages[: arrival.num_found], standing])
+            if states is not None and self._prefix.is_cached(pages[-1:]).all():
+                states.lay_beside(int(pages[-1]), int(arrival.state[0]))
+        if states is not None:
+            states.release(arrival.state)
         self._prefix.release(pages)
         self._pin()
 
-    def lease(self, name: str, pages: Index) -> None:
-        """Hold pages of a request that is ending."""
-        self._prefix.share(pages)
-        self._leased[name] = pages
+    def lease(self, name: str, row: int, num_pages: int) -> None:
+        """Hold the first pages of a row whose request is ending, and its state, which stands behind them."""
+        slots, states = self._tables.slots, self._tables.states
+        leased = Leased(slots.pages(row)[:num_pages], slots.state_of(row))
+        self._prefix.share(leased.pages)
+        if states is not None:
+            states.share(leased.state)
+        self._leased[name] = leased
         self._pin()
 
-    def leased(self, name: str) -> Index | None:
+    def leased(self, name: str) -> Leased | None:
         """The pages leased for an ended request, or None if they had to give way."""
         return self._leased.get(name)
 
     def release(self, name: str) -> None:
         """End a lease."""
-        pages = self._leased.pop(name, None)
-        if pages is not None:
-            self._prefix.release(pages)
-            self._pin()
+        leased = self._leased.pop(name, None)
+        if leased is None:
+            return
+        self._prefix.release(leased.pages)
+        if self._tables.states is not None:
+            self._tables.states.release(leased.state)
+        self._pin()
 
     def give_way(self) -> bool:
         """End the most recent hold, arrivals before leases; return False if there is none."""
@@ -134,3 +175,5 @@ class HeldPages:
 
     def _pin(self) -> None:
         self._group.pinned = self.pages
+        if self._tables.states is not None:
+            self._tables.states.pinned = self.states

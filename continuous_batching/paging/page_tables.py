@@ -40,7 +40,7 @@ class PageTables:
         self.states: StateGroup | None = None
         for group in beside:
             if isinstance(group, StateGroup):
-                self.states, slots.state_table = group, group.table
+                self.states, slots.state_pages = group, group.live
         slots.window_tables = tuple(group.table for group in beside if not group.is_of_rows)
         self._copies: list[PageCopy] = []
         self.forked: set[int] = set()  # rows whose last page may be shared with the rows they forked from
@@ -65,10 +65,14 @@ class PageTables:
         return stops
 
     def can_go_on(self, rows: Index) -> bool:
-        """Whether each of these rows can compute at least its next token without a preemption."""
+        """Whether each of these rows can compute at least its next token without a preemption.
+
+        Where a group has one page for each row, there is always one.
+        """
         stops, forked = self.slots.num_tokens[rows] + 1, len(self.forked)
         return all(
-            int(group.least(rows, stops).sum()) + forked <= group.num_available for group in self.groups
+            group.is_of_rows or int(group.least(rows, stops).sum()) + forked <= group.num_available
+            for group in self.groups
         )
 
     def has_free(self, rows: Index, stops: Index, longer: Index) -> bool:
@@ -122,6 +126,8 @@ class PageTables:
         forked = self._forked_among(rows)
         growing = []
         for group in self.groups:
+            if group.is_settled:
+                continue
             counts = group.missing(rows, stops)
             total = int(counts.sum()) + (group.num_shared(*forked) if self.forked else 0)
             if total:

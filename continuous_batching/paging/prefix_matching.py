@@ -215,6 +215,8 @@ class PrefixMatching:
         With a draft model only pages that it has computed as well are published.
         """
         slots = self._slots
+        if self.checkpoints is not None:
+            self.checkpoints.keep_last(row)
         num_keys = len(slots.requests[row].page_keys)
         num_whole = int(slots.num_computed[row] - slots.draft_lag[row])
         self._publish(row, min(num_whole // slots.page_size, num_keys))

@@ -145,14 +145,19 @@ class SlotLifecycle:
 
     def expect(self, name: str, tokens: TokenIds, cache_salt: str, known: list[bytes]) -> Arrival | None:
         """Allocate pages that no row will need for another engine to fill (see `HeldPages.expect`)."""
-        return self.held.expect(name, tokens, cache_salt, int(self.tables.num_spare()[0]), known)
+        return self.held.expect(name, tokens, cache_salt, self.tables.num_spare(), known)
 
     def lease(self, row: int, reason: str) -> None:
-        """Lease the pages of a row's prompt if its request finishes normally and asks for that."""
+        """Lease the pages of a row's prompt if its request finishes normally and asks for that.
+
+        A state is of use only if it stands behind the last of these pages.
+        """
         request: Request = self.slots.requests[row]
         if request.leases_pages and reason in ("stop", "length"):
             num_full = request.num_prompt_tokens // self.slots.page_size
-            self.held.lease(request.id, self.slots.pages(row)[:num_full])
+            end = num_full * self.slots.page_size
+            if self.tables.states is None or self.slots.num_computed[row] == end:
+                self.held.lease(request.id, row, num_full)
 
     def find(self, request: Request, most: int | None = None) -> Index:
         """Return the cached pages that a request can start from, at most so many.
@@ -199,6 +204,8 @@ class SlotLifecycle:
         slots.num_computed[row] = slots.reserved[row] = prompt
         slots.num_published[row] = slots.num_published[source]
         request.num_cached_tokens = slots.requests[source].num_cached_tokens
+        if self.matching.checkpoints is not None:
+            self.matching.checkpoints.answers(row)
         return row
 
     def enter_beam(self, beam: Request, num_shared: int, reserved: int) -> int:

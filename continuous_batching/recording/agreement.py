@@ -31,11 +31,11 @@ from msgspec import Meta
 
 from borders.field_types import LAST_ID
 from borders.files import in_one_line
-from continuous_batching.recording.format import RanksAsked
+from continuous_batching.recording.format import LONGEST_QUESTION, Named, RanksAsked
 
 LEADER = "rank 0"  # the name under which the leader's own answer counts
 ANSWER = b"="  # a line of a rank that begins with this is an answer
-_LONGEST_NAME, _LONGEST_REASON = 300, 500  # characters, so that an answer stays within a rank's longest line
+_LONGEST_REASON = 500  # characters, so that an answer stays within a rank's longest line
 
 log = logging.getLogger(__name__)
 
@@ -97,13 +97,14 @@ class PreparedWork(Generic[Made]):
         return 1
 
     def decide(self, name: str, is_agreed: bool) -> None:
-        """Use what was made for a question, or drop it."""
+        """Use what was made for a question, or drop it; raises ValueError where it was not made."""
         with self._lock:
             if name not in self._ready:
                 self._over.add(name)
             made = self._ready.pop(name, None)
         if is_agreed:
-            assert made is not None, f"{name} is agreed on, and this rank has not made it"
+            if made is None:
+                raise ValueError(f"{name} is agreed on, and this rank has not made it")
             self._use(made)
         elif made is not None:
             self._drop(made)
@@ -112,8 +113,8 @@ class PreparedWork(Generic[Made]):
 class RankAnswer(msgspec.Struct, array_like=True, frozen=True):
     """What one rank answers: how much it has of what was asked, or why it failed."""
 
-    topic: Annotated[str, Meta(max_length=_LONGEST_NAME)]
-    name: Annotated[str, Meta(max_length=_LONGEST_NAME)]
+    topic: Named
+    name: Named
     count: Annotated[int, Meta(ge=0, le=LAST_ID)]
     problem: Annotated[str, Meta(max_length=_LONGEST_REASON)] = ""
 
@@ -203,8 +204,8 @@ class Agreement:
     def expect(self, topic: str, name: str, until_s: float) -> None:
         """Open a question, which `take` returns at `until_s` at the latest."""
         for each in (topic, name):
-            if len(each) > _LONGEST_NAME:
-                raise ValueError(f"{each[:40]!r} has {len(each)} characters; {_LONGEST_NAME} are allowed")
+            if len(each) > LONGEST_QUESTION:
+                raise ValueError(f"{each[:40]!r} has {len(each)} characters; {LONGEST_QUESTION} are allowed")
         with self._lock:
             assert (topic, name) not in self._open, f"{topic} {name} is asked twice"
             self._open[topic, name] = _Open(until_s)

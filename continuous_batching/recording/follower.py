@@ -181,7 +181,8 @@ class Follower:
 
     def move(self, layer: int, pages: Index, to_leader: bool) -> None:
         """Send the leader this rank's part of some pages of a layer, or receive it from there."""
-        assert self._move is not None, "the leader exchanges pages, and this rank has no part of them"
+        if self._move is None:
+            raise ValueError("the leader exchanges pages, and this rank has no part of them")
         self._move(layer, pages, to_leader)
 
     def look_up(self, request: Request) -> None:

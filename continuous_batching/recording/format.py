@@ -113,19 +113,23 @@ class Forgotten(msgspec.Struct, tag="P", array_like=True, frozen=True):
     """The prefix cache was emptied."""
 
 
+LONGEST_QUESTION = 300  # characters of a topic or a name, so that an answer stays within a rank's line
+Named = Annotated[str, Meta(max_length=LONGEST_QUESTION)]
+
+
 class RanksAsked(msgspec.Struct, tag="Q", array_like=True, frozen=True):
     """The leader asks all ranks something; it changes nothing in a scheduler (see `agreement`)."""
 
-    topic: str
-    name: str
+    topic: Named
+    name: Named
     body: bytes = b""
 
 
 class RanksTold(msgspec.Struct, tag="W", array_like=True, frozen=True):
     """All ranks use what they have made ready for a question, or drop it; no scheduler changes by it."""
 
-    topic: str
-    name: str
+    topic: Named
+    name: Named
     is_agreed: bool
 
 

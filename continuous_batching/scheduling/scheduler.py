@@ -269,6 +269,8 @@ class Scheduler:
         cuts: tuple[StateCut, ...] = ()
         if self._checkpoints is not None:
             known = np.minimum(stops, slots.num_tokens[rows]) if num_drafts else stops
+            at = starts if self.speculation is None else starts - slots.state_lag[rows]
+            self._checkpoints.keep_answers(rows, at)
             cuts = self._checkpoints.cuts(rows, starts, known)
         copies, unknown = self.tables.take_copies(), self.in_flight.is_unknown(rows)
         drafter = () if self.speculation is None else self.speculation.draft_spans(rows, starts, stops)

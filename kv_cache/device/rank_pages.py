@@ -49,6 +49,11 @@ class WholePages(Protocol):
         ...
 
     @property
+    def are_states(self) -> list[bool]:
+        """Whether a page of each layer is the whole state of a request."""
+        ...
+
+    @property
     def is_behind(self) -> bool:
         """Whether so much waits to be written that nothing more is to be."""
         ...
@@ -95,8 +100,9 @@ class HeldLayer(msgspec.Struct, frozen=True, array_like=True):
     """
 
     layout: Annotated[str, Meta(max_length=2**12)]
-    planes: Annotated[tuple[tuple[int, int], ...], Meta(min_length=1, max_length=2**4)]  # runs, bytes a head
+    planes: Annotated[tuple[tuple[int, int], ...], Meta(min_length=1, max_length=2**6)]  # runs, bytes a head
     num_heads: Annotated[int, Meta(ge=1, le=MOST_HEADS)]  # The heads of all ranks count.
+    holds_state: bool = False
 
 
 class RankHolds(msgspec.Struct, frozen=True, array_like=True):
@@ -106,10 +112,19 @@ class RankHolds(msgspec.Struct, frozen=True, array_like=True):
     layers: tuple[HeldLayer, ...]
 
 
-def held_by(cache: KVCache, share: RankShare, num_heads: Sequence[int]) -> RankHolds:
-    """Describe a rank's cache; each layer has `num_heads` on all ranks together."""
+def held_by(
+    cache: KVCache, share: RankShare, num_heads: Sequence[int], state: HeldLayer | None = None
+) -> RankHolds:
+    """Describe a rank's cache; each layer has `num_heads` on all ranks together.
+
+    Layers that keep a recurrent state are as `state` says, whose planes may divide in several ways.
+    """
     layers = []
     for layer, (piece, heads) in enumerate(zip(layers_of(share), num_heads)):
+        if cache.layers[layer].holds_state:
+            assert state is not None, f"layer {layer} keeps a state"
+            layers.append(state)
+            continue
         own, made = piece.stop_head - piece.first_head, cache.layers[layer]
         layouts, planes = [], []
         for plane in cache.of(layer):
@@ -171,6 +186,11 @@ class RankPages:
         return [sum(runs * width for runs, width in each.planes) * each.num_heads for each in self._layers]
 
     @property
+    def are_states(self) -> list[bool]:
+        """See `WholePages.are_states`."""
+        return [each.holds_state for each in self._layers]
+
+    @property
     def is_behind(self) -> bool:
         """See `WholePages.is_behind`."""
         return self._writes.num_queued >= MOST_QUEUED
@@ -207,15 +227,28 @@ class RankPages:
     def move(self, layer: int, pages: Index, to_leader: bool) -> None:
         """Send the leader this rank's part of some pages of a layer, or receive it from there.
 
-        A part that is received is written when this returns; sending is only begun.
+        A part that is received is written when this returns; sending is only begun. Raises ValueError for a
+        layer that the model does not have, or pages that this rank does not have.
         """
         rank = self._links.rank
+        self._check(layer, pages)
         for _, heads in [each for each in self._parts(layer, to_leader=to_leader) if each[0] == rank]:
             if to_leader:
                 self._reads.do(partial(self._send, self._read(layer, pages, heads)))
             else:
                 part = self._received(layer, len(pages), heads, 0)
                 self._write(layer, pages, part, heads)
+
+    def _check(self, layer: int, pages: Index) -> None:
+        if layer >= len(self._layers):
+            raise ValueError(f"the leader moves pages of layer {layer}, and there are {len(self._layers)}")
+        if layer not in self._own:
+            return
+        there = len(self._cache.of(self._own[layer][0])[0])
+        if len(pages) > there or (len(pages) and not 0 <= pages.min() <= pages.max() < there):
+            raise ValueError(
+                f"the leader moves {len(pages)} pages of layer {layer} that are not among {there}"
+            )
 
     def _send(self, wait: Callable[[], Bytes]) -> None:
         self._links.send(torch.from_numpy(wait()), 0)
@@ -247,6 +280,7 @@ class RankPages:
     def _planes(self, layer: int, count: int, data: Bytes, heads: range | None = None) -> list[Bytes]:
         """Return views [pages, runs, heads, bytes] of each plane of a layer; None: all heads."""
         held, at, views = self._layers[layer], 0, []
+        assert count == 1 or not held.holds_state, "the planes of several states lie one after the other"
         num_heads = held.num_heads if heads is None else len(heads)
         for runs, width in held.planes:
             stop = at + count * runs * num_heads * width

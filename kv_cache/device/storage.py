@@ -9,8 +9,10 @@ Legend: P pages.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,7 @@ from kv_cache.tier.page_tier import PageTier
 
 Bytes = NDArray[np.uint8]
 CHUNK_BYTES = 4 * 2**20  # bytes copied at a time, so that what is written is still in the processor's cache
+LEAST_MAPPED = 2**20  # bytes; smaller tensors come from the allocator
 WIDE = torch.complex128  # the widest type, as which a CPU copies pages
 
 
@@ -154,6 +157,11 @@ class KVCache(CacheLayers):
     def layer_bytes(self) -> list[int]:
         """Bytes of a page in each layer, all planes together."""
         return [sum(map(_page_bytes, planes)) for planes in self.planes]
+
+    @property
+    def are_states(self) -> list[bool]:
+        """Whether a page of each layer is the whole state of a request."""
+        return [each.holds_state for each in self.layers]
 
     @property
     def is_behind(self) -> bool:
@@ -332,12 +340,34 @@ class KVCache(CacheLayers):
             _exchange(source, sources, target, targets, to_host=to_host, indexed=self._indexed)
 
 
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros. On a CPU the system provides their memory as it is written, in huge pages if it has them.
+
+    torch.zeros writes them all, which takes 0.4 s for each GiB at every start; decodes of many requests read
+    huge pages 1.1 to 1.2 times as fast. Raises RuntimeError where there is no memory, as torch does.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes < LEAST_MAPPED:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    try:
+        mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise RuntimeError(f"{num_bytes:,} bytes of memory cannot be mapped: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # a constant of Linux
+        with contextlib.suppress(OSError):  # the kernel may have been built without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=dtype).view(*shape)  # the storage holds the mapping
+
+
 def _host_zeros(like: Tensor, count: int) -> Tensor:
     """Allocate pages of zeros in the host's memory, pinned if a device copies to them.
 
     Such copies do not involve the host.
     """
-    return torch.zeros(count, *like.shape[1:], dtype=like.dtype, pin_memory=like.device.type != "cpu")
+    shape = count, *like.shape[1:]
+    if like.device.type == "cpu":
+        return zeros(shape, like.dtype, like.device)
+    return torch.zeros(*shape, dtype=like.dtype, pin_memory=True)
 
 
 def _host_pages(like: Tensor, count: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from borders.start_report import LOADING, QUANTISING, ReadingReport
 from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint, tensor_names
+from models.checkpoint.kept import KeptWeights
 from models.checkpoint.layer_parts import SINKS, LayerParts
 from models.checkpoint.modelslim import OF_INPUTS, OfChannels, in_described, of_pairs
 from models.checkpoint.place import Place, Rounding
@@ -42,13 +43,30 @@ NORM_ENDS = ("norm.weight", "norm_embedding.weight", "norm_hidden.weight")
 RANDOM_CACHE_SCALE = 1 / 32  # keys and values of random weights are near one
 
 
-def load(decoder: Decoder, path: str | Path, tell: Callable[[str], None] = lambda _: None) -> int:
+def load(
+    decoder: Decoder,
+    path: str | Path,
+    tell: Callable[[str], None] = lambda _: None,
+    kept: KeptWeights | None = None,
+) -> int:
     """Fill the decoder from the checkpoint directory `path`, and pack it; return the bytes of tensors read.
 
-    `tell` is given how much has been read, in words. Raises one ValueError that names every tensor that is
-    missing, surplus, misshapen or wrongly typed.
+    `tell` is given how much has been read, in words. What is `kept` of these weights is taken from there, or
+    is kept from now on. Raises one ValueError that names every tensor that is missing, surplus, misshapen or
+    wrongly typed.
     """
-    path = Path(path)
+    num_bytes = 0 if kept is None else kept.take(decoder)
+    if not num_bytes:
+        num_bytes = _read_checkpoint(decoder, Path(path), tell)
+        if kept is not None:
+            kept.keep(decoder)
+    tell("packing its weights")
+    decoder.pack()
+    return num_bytes
+
+
+def _read_checkpoint(decoder: Decoder, path: Path, tell: Callable[[str], None]) -> int:
+    """Fill the decoder from a checkpoint directory; return the bytes read."""
     own, config = places_by_name(decoder), decoder.config
     parts = in_described(in_parts(own, config.stored_form, path), config.quantization, path)
     places = in_stacks(parts, config, path)
@@ -79,8 +97,6 @@ def load(decoder: Decoder, path: str | Path, tell: Callable[[str], None] = lambd
                 f"{HEAD} in {path} differs from {EMBEDDING}, yet config.json ties them; "
                 "set tie_word_embeddings to false"
             )
-    tell("packing its weights")
-    decoder.pack()
     return num_bytes
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from attention.recurrent import Recurrence
 from attention.reference import Attention
+from models.checkpoint.kept import KeptWeights
 from models.checkpoint.layer_parts import LayerParts
 from models.checkpoint.modelslim import in_described
 from models.checkpoint.stacked_experts import in_stacks
@@ -100,11 +101,21 @@ class Mtp(Head):
         return self.joining(torch.cat((embedded, feature), -1)), cos, sin
 
 
-def load(head: Mtp, path: str | Path) -> int:
+def load(head: Mtp, path: str | Path, kept: KeptWeights | None = None) -> int:
     """Fill the layer from the target's checkpoint directory `path`, and pack it; return the bytes read.
 
-    Raises ValueError as models/checkpoint/weights.py does.
+    Takes, keeps and raises as models/checkpoint/weights.py does.
     """
+    num_bytes = 0 if kept is None else kept.take(head)
+    if not num_bytes:
+        num_bytes = _read_checkpoint(head, path)
+        if kept is not None:
+            kept.keep(head)
+    head.pack()
+    return num_bytes
+
+
+def _read_checkpoint(head: Mtp, path: str | Path) -> int:
     config, path = head.config, Path(path)
     assert isinstance(config, MtpConfig), "the layer has its own configuration"
     prefix, names = config.prefix, config.names
@@ -130,5 +141,4 @@ def load(head: Mtp, path: str | Path) -> int:
         return head.share.is_others_expert(name, config, 0, prefix)
 
     _, num_bytes = fill(path, read, read, is_unread)
-    head.pack()
     return num_bytes

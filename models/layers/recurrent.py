@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.recurrent import DraftRows, Recurrence, StateMetadata, Tails
+from kv_cache.device.storage import zeros
 from models.config import DecoderConfig, Form, LayerState, RecurrentConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear, SplitLinear, SummedLinear, parameter
@@ -293,7 +294,4 @@ def _with_tails(
 
 def new_states(state: LayerState, count: int, device: torch.device) -> tuple[Tensor, ...]:
     """Return `count` rows of zeros for each plane that a layer keeps of a request."""
-    return tuple(
-        torch.zeros(count, *plane.shape, dtype=getattr(torch, plane.dtype), device=device)
-        for plane in state.planes
-    )
+    return tuple(zeros((count, *plane.shape), getattr(torch, plane.dtype), device) for plane in state.planes)

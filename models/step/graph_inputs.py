@@ -84,8 +84,8 @@ class GraphInputs:
         width = -(-int(batch.stops.max()) // slots.page_size)
         self._pages[:width, : len(owners)] = slots.page_table[owners, :width].T
         if len(self._states):
-            assert slots.state_table is not None, "layers keep states, and the slots have none"
-            self._states[0, : len(owners)] = slots.state_table[owners, 0]
+            assert slots.state_pages is not None, "layers keep states, and the slots have none"
+            self._states[0, : len(owners)] = slots.state_pages[owners]
         if len(self._states) > 1:
             self._states[1, : len(owners)], self._states[2, : len(owners)] = slots.state_lag[owners], lens
         groups = zip(self._windows, slots.window_tables, packed.write_indexes[1:])

@@ -68,10 +68,10 @@ def state_spans(batch: Batch, slots: SlotPool, decoder: Decoder) -> StateMetadat
 
     A state stands before the drafts that were accepted last, and is left before those of this batch.
     """
-    table = slots.state_table
+    table = slots.state_pages
     if table is None or not decoder.config.num_recurrent:
         return None
-    pages, lags = table[batch.slots, 0].astype(np.int64), slots.state_lag[batch.slots]
+    pages, lags = table[batch.slots].astype(np.int64), slots.state_lag[batch.slots]
     starts, stops, sources, targets = batch.starts - lags, batch.stops, pages, pages
     drafts = batch.drafts_by_span if batch.num_drafts else np.zeros_like(lags)
     stops, num_parts = stops - drafts, np.ones_like(pages)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from attention.divided import DividedAttention, DividedLatentAttention, check_divided, shapes_of
 from attention.reference import Attention
 from attention.sparse import SparseAttention
+from borders.version import VERSION
 from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape, IndexShape, LatentShape
 from kv_cache.device.storage import KVCache, LayerPages
 from models.checkpoint import weights
+from models.checkpoint.kept import KeptWeights, origin_of
 from models.checkpoint.modelslim import rotation_of
 from models.config import DecoderConfig, HeadConfig, LatentConfig, LayerState
 from models.decoder import Decoder
@@ -29,9 +32,11 @@ from models.layers.recurrent import new_states
 from models.ops.reference import Ops
 from models.parallel.group import Group, dividing_pages
 from models.parallel.share import Share
+from recipes.assembly import versions
 from recipes.assembly.families import draft_config, draft_part
 from recipes.assembly.memory_plan import MemoryPlan
 from recipes.machine import Machine
+from recipes.schema.keys import keys_of
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.speculation_section import DRAFTERS
@@ -115,6 +120,28 @@ def draft_decoder(
     return decoder
 
 
+def kept_weights(
+    recipe: Recipe,
+    config: DecoderConfig,
+    share: Share,
+    module: str,
+    tell: Callable[[str], None] = lambda _: None,
+) -> KeptWeights | None:
+    """Return where a rank with this share keeps the weights of a module; None where the recipe keeps none."""
+    folder, path = recipe.model.kept_in, recipe.model.path
+    if folder is None or path is None:
+        return None
+    asked = {
+        each.name: recipe.value(each.name)
+        for each in keys_of(Recipe)
+        if each.name.startswith("model.") and each.kind is not Path
+    }
+    placement = None if config.mixture is None else config.mixture.placement
+    facts = VERSION, versions.installed(), asked, recipe.device.kind, recipe.device.product, share, placement
+    file = f"{module}-{share.stage}-of-{share.stages}-{share.tensor}-of-{share.tensors}.safetensors"
+    return KeptWeights(folder / file, origin_of(path, *map(repr, facts)), tell)
+
+
 def _own_layer(recipe: Recipe, config: MtpConfig, machine: Machine, group: Group, share: Share) -> Mtp:
     """Return the loaded layer by which the model's checkpoint predicts further tokens (MTP).
 
@@ -123,7 +150,7 @@ def _own_layer(recipe: Recipe, config: MtpConfig, machine: Machine, group: Group
     assert recipe.model.path is not None, "the layer is read from the model's checkpoint"
     head = Mtp(config, *operators_of(recipe, machine, share.part(config), share, group), group, share)
     try:
-        mtp_weights.load(head, recipe.model.path)
+        mtp_weights.load(head, recipe.model.path, kept_weights(recipe, config, share, "mtp"))
     except ValueError as error:
         raise RecipeError("speculation.kind", f"its layer: {error}", value="mtp") from error
     return head
@@ -144,7 +171,9 @@ def layers_of(decoder: Decoder | Head) -> list[LayerPages]:
             )
         else:  # one function for all layers that make equal planes
             new = made.setdefault(state, partial(new_states, state, device=attention.device))
-            layers.append(LayerPages(new, 1 + len(config.window_groups), holds_state=True))
+            assert config.recurrent is not None, "a layer keeps a state by the sizes of its attention"
+            group, heads = 1 + len(config.window_groups), config.recurrent.num_key_heads
+            layers.append(LayerPages(new, group, heads, holds_state=True))
     if isinstance(config, HeadConfig):
         shape, dtype = (config.num_kept, config.hidden_size), TORCH_DTYPES[config.dtype]
         layers.append(

@@ -38,7 +38,7 @@ from models.step.graphs import captured_sizes
 from models.step.runner import ModelRunner, RowSampler
 from models.step.stage_runner import StageRunner
 from models.step.warm_up import capture, largest_step_bytes, warm_up
-from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, operators_of
+from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, kept_weights, operators_of
 from recipes.assembly.families import WITH_MTP, overridden_fields, share_of, unknown_fields, unread_layers
 from recipes.assembly.live_memory import LiveMemory
 from recipes.assembly.memory_plan import MemoryPlan, report
@@ -49,6 +49,7 @@ from recipes.assembly.rank_works import ADAPTER, adapter_work, live_works
 from recipes.assembly.scheduler import SchedulerLimits, costs_of, facts_of, scheduler_of
 from recipes.assembly.sizing import plan_memory
 from recipes.cluster.cluster import find_cluster
+from recipes.cluster.rank_process import SpareRanks
 from recipes.cluster.ranks import Ranks, recipe_of_a_rank
 from recipes.machine import Machine, start
 from recipes.schema.recipe import ROOT, Recipe
@@ -87,6 +88,7 @@ def build(
     clock: Callable[[], float] = time.monotonic,
     tell: Callable[[str], None] = lambda _: None,
     learned: str = "",
+    spares: SpareRanks | None = None,
 ) -> BuiltEngine:
     """Return the engine of a recipe, with its other ranks, if it has any.
 
@@ -94,7 +96,7 @@ def build(
     choices made are logged, one line each for the device, the model, the cache, the defaults that the
     scheduler's policy took, and the operators. `tell` is given what is done, stage by stage, by each of
     several ranks. `learned` is from the engine whose place this one takes, and says nothing to several ranks,
-    which measure nothing.
+    which measure nothing; `spares` become the ranks of this machine, as far as there are any.
     """
     if recipe.scheduler.record is not None:
         _check_recording(recipe.scheduler.record)  # checked before the build, which takes minutes
@@ -105,7 +107,8 @@ def build(
         share_of(recipe, 0)  # invalid shares are refused before processes are started
         cluster = find_cluster(recipe.parallel, os.environ)
         recipe = recipe_of_a_rank(recipe, len(cluster.ranks_of(0, recipe.parallel.ranks)))
-        ranks = Ranks(recipe, cluster)
+        tell("gathering its ranks")
+        ranks = Ranks(recipe, cluster, spares)
         with ranks.building(), repeated(lambda: tell(ranks.start_progress())):
             built = assemble(recipe, ranks.group, clock, ranks.tell)
         tell("")
@@ -254,7 +257,8 @@ def _loaded(
         weights.random(decoder, recipe.model.seed)
     else:
         assert recipe.model.path is not None, "a checkpoint has a path"
-        weights.load(decoder, recipe.model.path, tell)
+        kept = kept_weights(recipe, config, share, "decoder", tell)
+        weights.load(decoder, recipe.model.path, tell, kept)
     return decoder
 
 

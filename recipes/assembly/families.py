@@ -171,18 +171,16 @@ def model_config(recipe: Recipe) -> DecoderConfig:
 
 def check_states(recipe: Recipe, config: DecoderConfig) -> None:
     """Raise RecipeError for what a model whose layers keep a recurrent state cannot do here."""
-    server, scheduler = recipe.server, recipe.scheduler
+    scheduler = recipe.scheduler
     drafts = recipe.speculation.max_tokens if recipe.speculation.kind != "none" else 0
-    most_drafts = drafts if drafts > MOST_DRAFTS else None
-    refused = (
-        ("server.pages_at", server.pages_at, "its states are not sent to other engines"),
-        ("server.prompt_replicas", server.prompt_replicas, "its states are not fetched from other engines"),
-        ("speculation.max_tokens", most_drafts, f"at most {MOST_DRAFTS} drafts follow one"),
-    )
-    for name, value, problem in refused:
-        if value:
-            problem = f"a {config.family} keeps recurrent states, and {problem}"
-            raise RecipeError(name, problem, "leave it out", value=value)
+    if drafts > MOST_DRAFTS:
+        raise RecipeError(
+            "speculation.max_tokens",
+            f"a {config.family} keeps recurrent states, and at most {MOST_DRAFTS} drafts follow one",
+            "leave it out",
+            value=drafts,
+            limit=MOST_DRAFTS,
+        )
     chunk = scheduler.chunk_tokens
     if chunk is not None and chunk < GRID:
         problem = f"prompts of a {config.family} are cut at multiples of {GRID}, and at nothing smaller"
@@ -212,7 +210,6 @@ def check_invariance(recipe: Recipe, config: DecoderConfig) -> None:
         ("model", config.query_growth is not None, "queries that grow with their position"),
         ("model", "dynamic" in kinds, "a rotary embedding that depends on the length"),
         ("model.quantization", config.quantization is not None, "quantized weights"),
-        ("cache.dtype", recipe.cache.dtype == "int8", "int8 pages"),
         ("adapters.most", bool(recipe.adapters.most), "adapters"),
         ("parallel", recipe.parallel.tensor * recipe.parallel.pipeline > 1, "several ranks"),
     )

@@ -1,14 +1,13 @@
 """Run a rank that follows the leader, as a process of its own.
 
-    python -m recipes.assembly.follower_process --leader HOST:PORT --rank RANK [--adopt]
+    python -m recipes.assembly.follower_process
 
-Its standard input carries the recipe, and ends when its parent does: then this process ends too. It joins the
-other ranks, builds its part of the engine, and follows the leader's recording.
+Its standard input carries a `RankStart`, and ends when its parent does: then this process ends too. It joins
+the other ranks, builds its part of the engine, and follows the leader's recording.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import logging
@@ -20,6 +19,7 @@ import threading
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
 from borders.shared_secret import prove_as_dialler, within
@@ -37,13 +37,12 @@ from recipes.cluster.rank_process import (
     RECORDING,
     SECRET,
     WAIT_S,
+    RankStart,
     adopted,
     common,
     restored,
 )
 from recipes.machine import start
-from recipes.schema.numbers import whole
-from recipes.schema.parallel_section import MOST_RANKS
 from recipes.schema.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -55,10 +54,10 @@ class NoLeader(ConnectionError):
     """There is no leader, for example because the leader has ended for good."""
 
 
-def _recipe() -> Recipe:
-    """Return the recipe that the parent has sent."""
+def _asked() -> RankStart:
+    """Return what the parent has sent; a spare process waits here, with all imports done."""
     (length,) = LENGTH.unpack(_read(LENGTH.size))
-    return restored(_read(length))
+    return msgspec.json.decode(_read(length), type=RankStart)
 
 
 def _read(length: int) -> bytes:
@@ -153,24 +152,20 @@ def _compare(recipe: Recipe, leaders: dict[str, Any]) -> None:
         raise ValueError(f"{name} is {mine!r} here, and {theirs!r} on the leader; make them equal")
 
 
-def main(argv: list[str]) -> int:
+def main() -> int:
     """Follow; the leader is told the reason if this rank cannot."""
-    options = argparse.ArgumentParser(prog="python -m recipes.assembly.follower_process")
-    options.add_argument("--leader", required=True)
-    options.add_argument("--rank", type=whole(1, MOST_RANKS), required=True)
-    options.add_argument("--adopt", action="store_true", help="take the settings from the leader")
-    asked = options.parse_args(argv)
     gc.freeze()  # What is imported stays: the collection before the first step need not visit it
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)  # these signals are for the leader, whose end ends this process
+    asked = _asked()
+    os.environ.update(asked.environment)
     logging.basicConfig(
         level=logging.WARNING, format=f"%(levelname)s rank {asked.rank}: %(message)s", stream=sys.stderr
     )
-    recipe = _recipe()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     status = FAILED
     try:
-        follow(recipe, asked.rank, asked.leader, adopts=asked.adopt)
+        follow(restored(asked.recipe), asked.rank, asked.leader, adopts=asked.adopts)
         status = 0
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         log.error("%s", error)
@@ -180,6 +175,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    ended = main(sys.argv[1:])
+    ended = main()
     sys.stderr.flush()
     os._exit(ended)  # the interpreter's normal exit waits for threads that may wait for other ranks

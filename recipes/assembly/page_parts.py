@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import msgspec
 
-from kv_cache.device.rank_pages import RankHolds, RankPages, held_by
+from kv_cache.device.rank_pages import HeldLayer, RankHolds, RankPages, held_by
 from kv_cache.exchange.shares import Held
 from models.config import DecoderConfig
 from models.parallel.group import Group
@@ -28,12 +30,15 @@ def rank_pages(
     exchanges = not world.rank and (asked.pages_at is not None or bool(asked.prompt_replicas))
     if world.size == 1 or world.least(int(not exchanges) if not world.rank else 1, machine.device):
         return None
-    assert not config.num_recurrent, "the states of several ranks are not exchanged"
     assert world.store is not None, "these ranks have joined through a store"
-    layers, heads = share.layers(config), 1 if config.latent is not None else config.num_kv_heads
-    first = share.tensor * heads // share.tensors if heads > 1 else 0
-    held = Held(layers.start, layers.stop, first, first + max(1, heads // share.tensors))
-    own = held_by(runner.cache, (held,), [heads] * len(layers))
+    num_heads = [_heads_of(config, layer) for layer in share.layers(config)]
+    held, at = [], share.layers(config).start
+    for heads, alike in groupby(num_heads):
+        first = share.tensor * heads // share.tensors if heads > 1 else 0
+        stop = at + len(list(alike))
+        held.append(Held(at, stop, first, first + max(1, heads // share.tensors)))
+        at = stop
+    own = held_by(runner.cache, tuple(held), num_heads, _state_of(config))
     world.store.set(_HOLDS.format(world.rank), msgspec.json.encode(own).decode())
     holds = [
         msgspec.json.decode(world.store.get(_HOLDS.format(rank)), type=RankHolds)
@@ -42,3 +47,21 @@ def rank_pages(
     # The last stage computes a batch later than others, and its leader decides before that
     later = {"later": runner.later} if isinstance(runner, StageRunner) and not world.rank else {}
     return RankPages(runner.cache, world.on_hosts(), holds, **later)
+
+
+def _heads_of(config: DecoderConfig, layer: int) -> int:
+    """Return the heads by which a layer's pages divide; latents count as one."""
+    recurrent = config.recurrent_of(layer)
+    if recurrent is not None:
+        return recurrent.num_key_heads
+    return 1 if config.latent is not None else config.num_kv_heads
+
+
+def _state_of(config: DecoderConfig) -> HeldLayer | None:
+    """Describe what all ranks keep of a request in a layer with a recurrent state."""
+    if config.recurrent is None:
+        return None
+    planes = config.recurrent.state(config.dtype).planes
+    layout = " and ".join(f"{each.dtype} {[*each.shape]}" for each in planes)
+    runs, heads = config.recurrent.head_runs(config.dtype), config.recurrent.num_key_heads
+    return HeldLayer(layout, runs, heads, holds_state=True)

@@ -23,6 +23,7 @@ from kv_cache.tier.disk import DiskStore
 from kv_cache.tier.page_tier import PageTier
 from kv_cache.tier.store import HEAD_BYTES, PageStore, identity_of
 from models.checkpoint.files import checkpoint_files
+from models.checkpoint.kept import origin_of, remembered
 from models.config import needs_long_factors
 from models.parallel.group import Group
 from models.step.runner import ModelRunner
@@ -97,11 +98,21 @@ def _facts(recipe: Recipe, runner: ModelRunner, longest_tokens: int, pages: Page
 
 
 def digest_of_weights(recipe: Recipe) -> str:
-    """Return a digest of the numbers of a recipe's model, and of what drafts for it."""
-    own: object = digests(recipe.model.path)
-    if recipe.model.weights == "random":
-        own = ["random", recipe.model.seed, str(torch.__version__)]
-    return identity_of({"own": own, "draft": digests(recipe.speculation.draft_path)}).hex()
+    """Return a digest of the numbers of a recipe's model, and of what drafts for it.
+
+    Every file is read for it, except where an earlier start has kept the digest beside the weights.
+    """
+
+    def read() -> str:
+        own: object = digests(recipe.model.path)
+        if recipe.model.weights == "random":
+            own = ["random", recipe.model.seed, str(torch.__version__)]
+        return identity_of({"own": own, "draft": digests(recipe.speculation.draft_path)}).hex()
+
+    folder, paths = recipe.model.kept_in, (recipe.model.path, recipe.speculation.draft_path)
+    if folder is None:
+        return read()
+    return remembered(folder / "digest", "-".join(origin_of(path) for path in paths if path), read)
 
 
 def digests(path: Path | None) -> list[str] | None:

@@ -203,7 +203,7 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     read = 0
     if recipe.parallel.context > 1:  # a request's pages are gathered for a layer at a time
         read += _longest_cached(recipe, config) * config.kv_bytes_by_group()[0] // config.num_layers
-    if is_plain or is_latent or config.int8_cache:
+    if is_plain or is_latent or (config.int8_cache and is_npu):
         longest = _longest_cached(recipe, config)
         if config.int8_cache and not is_plain:
             longest = max(longest, MOST_GATHERED)

@@ -1,9 +1,14 @@
-"""Start and end a rank that does not lead; follower_process.py is what runs in it."""
+"""Start and end a rank that does not lead; follower_process.py is what runs in it.
+
+Its process may be started long before it is known what it computes: it then imports what a rank needs, at low
+priority, and reads from its standard input which rank it becomes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import struct
 import subprocess
@@ -13,12 +18,17 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from borders.files import read_bounded
 from models.parallel.placement import MOST_BYTES
+from recipes.cluster.spare_process import restore_priority
 from recipes.schema.keys import NAMES, keys_of
 from recipes.schema.reader import made
 from recipes.schema.recipe import ROOT, Recipe
 from recipes.schema.recipe_error import RecipeError
+
+log = logging.getLogger(__name__)
 
 # The variable by which a process sees some devices alone, by the kind of device
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -35,8 +45,8 @@ OF_A_MACHINE = (
     "parallel.nodes",
     "parallel.interface",
 )
-LENGTH = struct.Struct("<Q")  # length of the recipe that a rank reads first
-FOLLOWER = "recipes.assembly.follower_process"
+LENGTH = struct.Struct("<Q")  # length of the `RankStart` that follows it
+SPARE, FOLLOWER = "recipes.cluster.spare_process", "recipes.assembly.follower_process"
 
 
 def common(recipe: Recipe) -> dict[str, Any]:
@@ -62,10 +72,10 @@ def adopted(recipe: Recipe, leaders: dict[str, Any]) -> Recipe:
     for section, values in leaders.items():
         if section != "parallel":
             sections[section] |= values
-    return restored(json.dumps(sections).encode())
+    return restored(json.dumps(sections))
 
 
-def restored(text: bytes) -> Recipe:
+def restored(text: str) -> Recipe:
     """Return the recipe that a `RankProcess` has sent."""
     described, values = json.loads(text), dict[str, Any]()
     for key in keys_of(Recipe):
@@ -94,28 +104,93 @@ def too_few(kind: str, ranks: int, there: int) -> RecipeError:
     )
 
 
+class RankStart(msgspec.Struct, frozen=True):
+    """What the process of a rank reads first: which rank it is, and of which engine."""
+
+    rank: int
+    leader: str  # host and port of the leader's store
+    adopts: bool  # it takes its settings from the leader
+    environment: dict[str, str]  # variables that it sets
+    recipe: str  # JSON, as the recipe describes itself
+
+
+class SpareRank:
+    """A process that imports what a rank needs, beside an engine that serves, and waits for a `RankStart`.
+
+    It ends when its parent does.
+    """
+
+    def __init__(self) -> None:
+        self.environment = dict(os.environ)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", SPARE, FOLLOWER], cwd=ROOT, env=self.environment, stdin=subprocess.PIPE
+        )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended."""
+        return self.process.poll() is None
+
+
+class SpareRanks:
+    """Spare processes of the further ranks of an engine on this machine, each of which is taken once."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._waiting = [SpareRank() for _ in range(num_ranks)]
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def take(self) -> SpareRank | None:
+        """Return one that runs, or None where there is none."""
+        while self._waiting:
+            spare = self._waiting.pop(0)
+            if spare.is_running:
+                return spare
+            log.info("a spare rank has ended, and another process is started in its place")
+            _end(spare.process)
+        return None
+
+    def close(self) -> None:
+        """End those that were not taken."""
+        while self._waiting:
+            _end(self._waiting.pop().process)
+
+
 class RankProcess:
     """A rank, as seen by the process that has started it.
 
-    `device` is the device that it may use, if any; with `adopts` it takes its settings from the leader.
+    `device` is the device that it may use, if any; with `adopts` it takes its settings from the leader. A
+    `spare` process becomes the rank, where there is one.
     """
 
     def __init__(
-        self, recipe: Recipe, rank: int, leader: str, device: str | None, *, adopts: bool = False
+        self,
+        recipe: Recipe,
+        rank: int,
+        leader: str,
+        device: str | None,
+        *,
+        adopts: bool = False,
+        spare: SpareRank | None = None,
     ) -> None:
         self.rank = rank
-        chosen = {} if device is None else {VISIBLE[recipe.device.kind]: device}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", FOLLOWER, "--leader", leader, "--rank", str(rank)] + ["--adopt"] * adopts,
-            cwd=ROOT,
-            env=os.environ | chosen,
-            stdin=subprocess.PIPE,
-        )
+        wanted = os.environ | ({} if device is None else {VISIBLE[recipe.device.kind]: device})
+        if spare is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", FOLLOWER], cwd=ROOT, env=wanted, stdin=subprocess.PIPE
+            )
+            changed = dict[str, str]()
+        else:
+            self._process = spare.process
+            changed = {name: value for name, value in wanted.items() if spare.environment.get(name) != value}
         assert self._process.stdin is not None
-        text = json.dumps(recipe.described()).encode()
+        text = msgspec.json.encode(RankStart(rank, leader, adopts, changed, json.dumps(recipe.described())))
         with contextlib.suppress(BrokenPipeError):  # the process has already ended, which `ended` reports
             self._process.stdin.write(LENGTH.pack(len(text)) + text)
             self._process.stdin.flush()
+        if spare is not None:
+            restore_priority(spare.process.pid)
 
     @property
     def status(self) -> int | None:
@@ -138,8 +213,12 @@ class RankProcess:
         """Let the process end by itself within this time, then kill it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(within_s)
-        self._process.kill()
-        self._process.wait()
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        _end(self._process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()

@@ -39,6 +39,7 @@ from recipes.cluster.rank_process import (
     SECRET,
     WAIT_S,
     RankProcess,
+    SpareRanks,
     common,
     named_devices,
     too_few,
@@ -62,10 +63,10 @@ class Ranks:
 
     The object is a sink of the engine's recording. When a rank is lost, the others are ended, and a step
     raises RankLost; a step that cannot, since it waits for the lost rank, ends the process with status LOST.
-    With `ends_process`, an idle process is ended likewise.
+    With `ends_process`, an idle process is ended likewise. `spares` become ranks of this machine.
     """
 
-    def __init__(self, recipe: Recipe, cluster: Cluster) -> None:
+    def __init__(self, recipe: Recipe, cluster: Cluster, spares: SpareRanks | None = None) -> None:
         self.ends_process = False
         self._is_building = True
         self._processes: list[RankProcess] = []
@@ -78,7 +79,7 @@ class Ranks:
         stay_near(cluster, recipe.parallel.interface)
         start(recipe.device)  # it imports the library of the collectives
         try:
-            store, connections = self._gathered(recipe, cluster)
+            store, connections = self._gathered(recipe, cluster, spares or SpareRanks(0))
             self._listeners = Listeners(connections, self._limit_s, self._lost, start_limit_s)
             self._end = weakref.finalize(self, _close, self._processes, self._listeners)
             with watched(self._listeners):
@@ -91,7 +92,9 @@ class Ranks:
             raise
         self.write = self._listeners.write
 
-    def _gathered(self, recipe: Recipe, cluster: Cluster) -> tuple[dist.Store, dict[str, socket.socket]]:
+    def _gathered(
+        self, recipe: Recipe, cluster: Cluster, spares: SpareRanks
+    ) -> tuple[dist.Store, dict[str, socket.socket]]:
         """Return the ranks' store, and the connections of all other ranks by name."""
         ranks, within_s = recipe.parallel.ranks, recipe.parallel.connect_timeout_s
         here = cluster.ranks_of(0, ranks)
@@ -113,7 +116,8 @@ class Ranks:
             store.set(WAIT_S, str(self.wait_s))
             store.set(RECIPE, json.dumps(common(recipe)))
             for rank, device in list(zip(here, devices))[1:]:
-                self._processes.append(RankProcess(recipe, rank, f"{found_at}:{port}", device))
+                at = f"{found_at}:{port}"
+                self._processes.append(RankProcess(recipe, rank, at, device, spare=spares.take()))
             with closing(Joining(server, secret)) as joining:
                 return store, self._accepted(joining, ranks, within_s)
 

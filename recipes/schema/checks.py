@@ -32,11 +32,11 @@ def answer_contradictions(tool_format: str, reasoning: str) -> Iterator[RecipeEr
 
 
 def int8_contradictions(dtype: str, kind: str, attention: str) -> Iterator[RecipeError]:
-    """Yield what contradicts `cache.dtype: int8`, which an NPU's fused attention reads, too."""
-    if dtype == "int8" and attention != "reference" and kind != "npu":
+    """Yield what contradicts `cache.dtype: int8`, which fused attention reads on a CPU and on an NPU."""
+    if dtype == "int8" and attention != "reference" and kind == "cuda":
         yield RecipeError(
             ("cache.dtype", "device.attention"),
-            f"only plain torch reads int8 keys and values here, and device.attention is {attention}",
+            f"only plain torch reads int8 keys and values on cuda, and device.attention is {attention}",
             "set device.attention to reference, or this to auto",
             value=dtype,
         )

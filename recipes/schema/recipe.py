@@ -86,6 +86,11 @@ class ModelSection:
         " those of docs/request_fields.md",
         default="auto",
     )
+    kept_in: Path | None = key(
+        "cuda, npu: a folder, as in /dev/shm, where each rank keeps its weights for the engine's next start,"
+        " in as many bytes as on the device; relative to the repository",
+        default=None,
+    )
     pooling: Literal["none", "last", "mean"] = key(
         "what the model's embeddings are, if it was trained for them: its last hidden state at the last token"
         " of a text, or the mean over all of them; none: /v1/embeddings is refused",
@@ -161,9 +166,10 @@ class CacheSection:
 
     page_size: int = key("tokens in a page", default=16, least=1, most=1024)
     dtype: Literal["auto", "int8"] = key(
-        "type of keys and values; int8: half the bytes of 16 bits, and a scale for each token and head, where"
-        " `device.attention` is reference; on npu, where it is fused, with a checkpoint's scales for each"
-        " channel alone (C8), or sparse attention; auto: as `model.dtype`",
+        "type of keys and values; int8: half the bytes of 16 bits, and a scale for each token and head; cuda:"
+        " where `device.attention` is reference; cpu: there too, or where there is a C++ compiler; npu: where"
+        " it is fused, with a checkpoint's scales for each channel alone (C8), or sparse attention; auto: as"
+        " `model.dtype`",
         default="auto",
     )
     num_pages: int | None = key(
@@ -394,6 +400,20 @@ class Recipe:
                     "leave it out",
                     value=said,
                 )
+        if self.model.kept_in is not None and device.kind == "cpu":
+            yield RecipeError(
+                ("model.kept_in", "device.kind"),
+                "device.kind is cpu, whose weights would be in the host's memory twice",
+                "leave it out",
+                value=self.model.kept_in,
+            )
+        if self.model.kept_in is not None and self.model.weights == "random":
+            yield RecipeError(
+                ("model.kept_in", "model.weights"),
+                "model.weights is random, and only what is read from a checkpoint is kept",
+                "leave it out",
+                value=self.model.kept_in,
+            )
         if device.virtual_fp32 and not device.virtual:
             yield RecipeError(
                 ("device.virtual_fp32", "device.virtual"),

@@ -247,8 +247,8 @@ class ServerSection:
         most=_DAY_S,
     )
     spare_engine: bool = key(
-        "keep a process (150 MiB) that has imported what an engine needs, so that a lost one is replaced"
-        " sooner",
+        "keep a process (150 MiB) for each rank of this machine that has imported what an engine needs, so"
+        " that a lost engine is replaced sooner",
         default=True,
     )
     start_timeout_s: float = key(

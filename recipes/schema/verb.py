@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import sys
@@ -19,7 +20,9 @@ UNUSABLE = 2  # the status for a recipe, file or option that cannot be used
 
 def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a command on its arguments and exit; an unusable recipe, file or option is one line on stderr."""
-    # recipes/__init__.py has set this for the time of the imports.
+    # recipes/__init__.py has set both for the time of the imports.
+    gc.freeze()
+    gc.enable()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     open_missing_streams()

@@ -9,6 +9,7 @@ however that ends.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
@@ -21,12 +22,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 import zmq
 
+from recipes.cluster.spare_process import is_needed, lowest_session_niceness
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 
 if TYPE_CHECKING:
     from continuous_batching.engine import Engine
     from models.step.profiler import StepProfiler
+    from recipes.cluster.rank_process import SpareRanks
     from recipes.schema.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -49,20 +52,45 @@ def _end_with_parent(engines: list[Engine]) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _wait_to_begin() -> str | None:
+def _spare_ranks(options: argparse.Namespace) -> SpareRanks:
+    """Start the further ranks of this machine, so that they import before this engine is needed.
+
+    A recipe that cannot be read now is reported when it is read again, once the engine is needed; ranks that
+    the system has no room for now are then started as without a spare process.
+    """
+    from recipes.cluster.cluster import find_cluster
+    from recipes.cluster.rank_process import SpareRanks
+    from recipes.schema.reader import load
+
+    with contextlib.suppress(ValueError, OSError):
+        parallel = load(options.recipe, options.overrides, options.profile).parallel
+        return SpareRanks(len(find_cluster(parallel, os.environ).ranks_of(0, parallel.ranks)) - 1)
+    return SpareRanks(0)
+
+
+def _wait_to_begin(options: argparse.Namespace) -> tuple[str | None, SpareRanks | None]:
     """Wait for BEGIN and return the line that follows it, or None where the server has ended.
 
-    Nothing is read beyond the line: the next byte ends this process.
+    Nothing is read beyond the line: the next byte ends this process. A spare process waits here, with all
+    imports done; the further ranks, which are returned too, import meanwhile.
     """
     from serving.engine.messages import BEGIN, HURRY
 
-    read = b""
-    while not read.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            return None
-        read += b"" if byte == HURRY and not read else byte
-    return read.removeprefix(BEGIN).decode().strip()
+    read, spares, is_hurried = b"", None, False
+    with contextlib.ExitStack() as waiting:
+        while not read.endswith(b"\n"):
+            if spares is None and not read and not is_needed(0):
+                spares = _spare_ranks(options)
+                if len(spares) and not is_hurried:
+                    waiting.enter_context(lowest_session_niceness())
+            byte = os.read(0, 1)
+            if not byte:
+                return None, spares
+            if byte == HURRY and not read:
+                is_hurried = True
+            else:
+                read += byte
+    return read.removeprefix(BEGIN).decode().strip(), spares
 
 
 def _connected(address: str) -> zmq.Socket[bytes]:
@@ -106,19 +134,27 @@ def main(argv: list[str]) -> int:
     gc.freeze()
     gc.enable()
 
-    if (learned := _wait_to_begin()) is None:  # a spare process waits here, with all imports done
-        return 0
+    learned, spares = _wait_to_begin(asked)
+    if learned is None:
+        return 0  # the ranks that wait end with it
     engines: list[Engine] = []
     _end_with_parent(engines)
     socket = _connected(asked.socket)
     try:
         recipe = load(asked.recipe, asked.overrides, asked.profile)
-        built = build(recipe, tell=paced(lambda doing: socket.send(encode(Starting(doing)))), learned=learned)
+        built = build(
+            recipe,
+            tell=paced(lambda doing: socket.send(encode(Starting(doing)))),
+            learned=learned,
+            spares=spares,
+        )
         processors = KnownProcessors.of(recipe, built.config.vocab_size)
         pages = exchange_of(recipe, built)
     except (ValueError, OSError) as error:
         log.error("%s", in_one_line(error))
         return verb.UNUSABLE
+    if spares is not None:
+        spares.close()  # those of a recipe that had more ranks before
     engines.append(built.engine)
     gc.collect()
     gc.freeze()  # a collection that visits these lasting objects would delay a step by 0.1 s

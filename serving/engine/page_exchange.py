@@ -12,6 +12,8 @@ On the other side, a prompt that another engine wants becomes a request for one 
 While a step computes a layer, the pages that the previous layer completed are already being sent. Pages that
 cannot be read at once, because the other side receives slowly, are read later; until then they are held on a
 lease, for as long as the other side waits.
+
+Of a layer that keeps a recurrent state, one page is sent: the state behind the last page of the prompt.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from borders.refusal import BadRequest, one_line
 from borders.shared_secret import read_secret
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Step
+from continuous_batching.paging.held_pages import Leased
 from continuous_batching.queueing import QueueFull
 from continuous_batching.request import Request, SamplingParams
 from kv_cache.device.rank_pages import WholePages
@@ -43,7 +46,6 @@ from kv_cache.exchange.page_server import PageLink, PageServer
 from kv_cache.exchange.prompt_source import Came, PromptSource, taken, unwanted
 from kv_cache.exchange.transports import TRANSPORTS, Transport
 from kv_cache.page_keys import adapter_of
-from kv_cache.pages import Index
 from models.decoder import Decoder
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
@@ -92,7 +94,7 @@ class PageFetches:
         self._sources = sources
         self._turns = deque(sources.values())  # the first source's message is handled next
         self._most_wait_s, self._wake = most_wait_s, wake
-        self._layer_bytes = cache.layer_bytes
+        self._layer_bytes, self._are_states = cache.layer_bytes, cache.are_states
         self._fetches: dict[tuple[Connection, int], Fetch] = {}
         self._ready: list[Fetch] = []
 
@@ -135,12 +137,11 @@ class PageFetches:
         if asked is None:
             engine.pages_arrived(leader.id, is_whole=False)
             return False
-        first = [arrival.num_found] * len(self._layer_bytes)
+        num_pages = len(arrival.keys)
+        first = _first_pages(self._are_states, arrival.num_found, num_pages)
         until_s = engine.clock() + wait_s
         asked_s = time.monotonic()
-        self._fetches[asked] = Fetch(
-            stream, leader, source, asked_s, *asked, len(arrival.keys), first, until_s
-        )
+        self._fetches[asked] = Fetch(stream, leader, source, asked_s, *asked, num_pages, first, until_s)
         return True
 
     def end(self, stream: int, reason: str) -> bool:
@@ -230,9 +231,9 @@ class PageFetches:
             self._miss(fetch, "its pages had to give way" if arrival is None else "another part was next")
             return
         stop = part.first_page + part.num_pages
-        self._cache.write_layer(
-            part.layer, arrival.pages[part.first_page : stop], fetch.connection.part(part)
-        )
+        is_state = self._are_states[part.layer]
+        pages = arrival.state if is_state else arrival.pages[part.first_page : stop]
+        self._cache.write_layer(part.layer, pages, fetch.connection.part(part))
         fetch.next_page[part.layer] = stop
         fetch.num_bytes += part.num_bytes
 
@@ -245,6 +246,11 @@ class PageFetches:
     def _settle(self, fetch: Fetch) -> None:
         del self._fetches[fetch.connection, fetch.number]
         self._ready.append(fetch)
+
+
+def _first_pages(are_states: Sequence[bool], first_page: int, num_pages: int) -> list[int]:
+    """Return the first page to be sent of each layer; a state counts as the last page, behind which it is."""
+    return [num_pages - 1 if is_state else first_page for is_state in are_states]
 
 
 MOST_UNSENT_BYTES = 2**26  # most bytes read for one other engine and not yet sent
@@ -291,14 +297,14 @@ class PageSends:
     ) -> None:
         self._engine, self._cache, self._server = engine, cache, server
         self._runner, engine.runner = engine.runner, self
-        self._layer_bytes = cache.layer_bytes
+        self._layer_bytes, self._are_states = cache.layer_bytes, cache.are_states
         # Those of a drafter lie behind them
         self._num_layers = len(self._layer_bytes) if decoder is None else decoder.part.num_layers
         self._most_part_bytes = most_part_bytes
         self._adapters = adapters
         self._sendings: dict[str, Sending] = {}  # keyed by the ids of their requests
-        # One entry for each span of this step: the slot's pages, and how many of them will be full.
-        self._spans: list[tuple[Sending, Index, int]] = []
+        # One entry for each span of this step: what its slot holds, and how many pages will be full.
+        self._spans: list[tuple[Sending, Leased, int]] = []
         self._num_asked = 0
         self._num_of = Counter[PageLink]()  # number of sendings of each link
         if decoder is not None:
@@ -401,7 +407,7 @@ class PageSends:
         except (BadRequest, QueueFull) as refusal:
             link.conclude(NotSent(wanted.number, one_line(str(refusal))))
             return
-        first = [wanted.first_page] * len(self._layer_bytes)
+        first = _first_pages(self._are_states, wanted.first_page, num_pages)
         until_s = now_s + wanted.lease_s
         self._num_of[link] += 1
         self._sendings[request.id] = Sending(
@@ -414,38 +420,39 @@ class PageSends:
         if not self._sendings:
             return run()
         own = [
-            (index, sending, slots.pages(row))
+            (index, sending, Leased(slots.pages(row), slots.state_of(row)))
             for index, row in enumerate(batch.slots.tolist())
             if (sending := self._sendings.get(slots.requests[row].id)) is not None
         ]
         self._spans = [
-            (sending, pages, int(batch.stops[index]) // slots.page_size) for index, sending, pages in own
+            (sending, held, int(batch.stops[index]) // slots.page_size) for index, sending, held in own
         ]
         try:
             result = run()
         finally:
             self._spans = []
         # A drafter has computed its part by now, as far as the batch says
-        for index, sending, pages in own if len(batch.draft_stops) else ():
+        for index, sending, held in own if len(batch.draft_stops) else ():
             for layer in range(self._num_layers, len(self._layer_bytes)):
-                self._read(sending, layer, pages, int(batch.draft_stops[index]) // slots.page_size)
+                self._read(sending, layer, held, int(batch.draft_stops[index]) // slots.page_size)
         return result
 
     def _after_layer(self, layer: int) -> None:
-        for sending, pages, num_full in self._spans:
-            self._read(sending, layer, pages, num_full)
+        for sending, held, num_full in self._spans:
+            self._read(sending, layer, held, num_full)
 
-    def _read(self, sending: Sending, layer: int, pages: Index, num_full: int) -> None:
+    def _read(self, sending: Sending, layer: int, held: Leased, num_full: int) -> None:
         """Send a layer's part of these pages up to the first page that is not full.
 
-        What there is no room for is sent later.
+        A state is sent once it stands behind the last page. What there is no room for is sent later.
         """
         each, link = self._layer_bytes[layer], sending.link
         most = max(1, self._most_part_bytes // each)
         stop, first = min(num_full, sending.num_pages), sending.next_page[layer]
         while first < stop and self._may_read(link):
             count = min(most, stop - first)
-            wait = self._cache.read_layer(layer, pages[first : first + count])
+            pages = held.state if self._are_states[layer] else held.pages[first : first + count]
+            wait = self._cache.read_layer(layer, pages)
             link.part(sending.number, layer, first, count, count * each, wait)
             sending.num_bytes += count * each
             first += count
@@ -465,12 +472,12 @@ class PageSends:
     def _read_leased(self, sending: Sending) -> None:
         """Send what could not be sent before the request ended, and conclude once everything is sent."""
         if not sending.is_read:
-            pages = self._engine.leased_pages(sending.request.id)
-            if pages is None:
+            held = self._engine.leased_pages(sending.request.id)
+            if held is None:
                 self._fail(sending, "its pages had to give way")
                 return
             for layer in range(len(self._layer_bytes)):
-                self._read(sending, layer, pages, sending.num_pages)
+                self._read(sending, layer, held, sending.num_pages)
         if sending.is_read:
             sending.link.conclude(AllSent(sending.number, sending.num_bytes))
             self._engine.scheduler.counters.sent_pages += sending.num_pages - sending.first_page

@@ -23,13 +23,13 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
+from recipes.cluster import spare_process
 from recipes.schema.recipe import ROOT
-from serving.engine import spare_process
 from serving.engine.messages import BEGIN, HURRY
 
 log = logging.getLogger(__name__)
 
-WORKER, SPARE = "serving.engine.main", "serving.engine.spare_process"
+WORKER, SPARE = "serving.engine.main", "recipes.cluster.spare_process"
 _LAST_WORDS_S = 1.0  # time to read its last lines after its end
 _CLOSING_S = 0.25  # time for it to close its recording and end by itself
 _KILLED_S = 10.0  # time for the system to remove a killed process

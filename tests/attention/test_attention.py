@@ -23,6 +23,8 @@ from devices.shapes import AttentionShape
 from kv_cache.device.storage import KVCache, LayerPages
 from tests.attention.planned import planned
 from tests.device_kinds import Kind, Way, on_each, operators
+from tests.each_of import each_of
+from tests.thorough import cases
 
 Pair = tuple[Kind, Way]
 
@@ -231,8 +233,8 @@ def test_a_span_longer_than_a_query_block(pair: Pair, page_size: int) -> None:
     bench.step({3: QUERY_ROWS, 1: 1})
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1), (1, 1)])
 @pytest.mark.parametrize("head_dim", [8, 128])
+@each_of("heads", [(4, 4), (6, 2), (8, 1), (1, 1)])
 def test_grouped_heads(pair: Pair, heads: tuple[int, int], head_dim: int) -> None:
     sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim}
     bench = bench_of(pair, shape(**sizes, scale=1 / math.sqrt(head_dim), windows=(None, 9)))
@@ -249,22 +251,20 @@ def test_narrow_dtypes(pair: Pair, dtype: torch.dtype) -> None:
     bench.step({3: 1, 0: 1, 1: 1})
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each_of("seed", range(cases(3, 12)))
 def test_random_schedules(pair: Pair, seed: int) -> None:
     sizes = [16, 32, 48, 128] if pair == ("npu", "fused") else [1, 8, 16, 32]
     run_random_schedule(pair, seed, sizes, windows=(None, 13))
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_of("seed, dtype", [(0, torch.float32), (1, torch.bfloat16), (2, torch.float32)])
 @pytest.mark.parametrize("pair", [each for each in on_each("reference") if each.values[0][0] != "npu"])
 def test_random_schedules_over_pages_of_int8(pair: Pair, dtype: torch.dtype, seed: int) -> None:
     head_dim = (8, 10, 64)[seed]  # with 10, scales lie where no float32 may
     run_random_schedule(pair, seed, [1, 8, 16], dtype=dtype, head_dim=head_dim, int8_pages=True)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_of("seed, dtype", enumerate([torch.float32, torch.bfloat16] * cases(1, 4)))
 def test_no_query_sees_what_lies_before_the_first_key(pair: Pair, dtype: torch.dtype, seed: int) -> None:
     rng = np.random.default_rng(seed)
     page_size = int(rng.choice([16, 32] if pair == ("npu", "fused") else [1, 8, 16, 32]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,15 @@ from continuous_batching.batch import Batch
 from tests.attention.planned import planned
 from tests.attention.test_attention import NOTHING, Bench, Pair, disturb, shape
 from tests.device_kinds import on_each, operators, stand_in_alone
+from tests.each_of import each_of
+from tests.thorough import cases
 
 PAIRS = [
     each
     for each in on_each("reference", "fused")
     if each.values[0] in (("cpu", "reference"), ("npu", "fused"))
 ]
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 class ChannelBench(Bench):
@@ -49,8 +53,7 @@ class ChannelBench(Bench):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("seed", range(4))
+@each_of("seed, dtype", cases([*zip(range(4), DTYPES * 2)], [*itertools.product(range(4), DTYPES)]))
 def test_random_schedules(pair: Pair, dtype: torch.dtype, seed: int) -> None:
     """Of single queries, of short spans and of long ones, in one step and in steps of their own."""
     rng = np.random.default_rng(seed)

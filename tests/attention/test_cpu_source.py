@@ -12,21 +12,15 @@ import pytest
 import torch
 
 from attention.cpu.attention import CpuAttention
-from attention.cpu.compiled import attention_source
+from attention.cpu.compiled import attention_source, stored_dtype
 from continuous_batching.batch import Batch
 from devices.cpp_sources import missing_for_sources
 from kv_cache.device.storage import KVCache, LayerPages
 from tests.attention.planned import planned
 from tests.attention.test_attention import NOTHING, Bench, disturb, shape
+from tests.attention.test_channel_scales import ChannelBench
 
 pytestmark = pytest.mark.skipif(missing_for_sources() is not None, reason=str(missing_for_sources()))
-
-
-@pytest.fixture(scope="module")
-def source() -> ctypes.CDLL:
-    found = attention_source()
-    assert isinstance(found, ctypes.CDLL), found
-    return found
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +30,25 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def attention_of(source: ctypes.CDLL, **changes: object) -> CpuAttention:
-    made = CpuAttention(shape(**changes), library=source)
+def attention_of(**changes: object) -> CpuAttention:
+    of = shape(**changes)
+    source = attention_source(stored_dtype(of))
+    assert isinstance(source, ctypes.CDLL), source
+    made = CpuAttention(of, library=source)
     assert made._compiled is not None, "its vectors are whole"
     return made
+
+
+def fill(attention: CpuAttention, cache: KVCache, generator: torch.Generator) -> None:
+    """Write random keys and values to every place of all layers."""
+    own, places = attention.shape, torch.arange(cache.num_pages[0] * cache.page_size)
+    sizes = len(places), own.num_kv_heads, own.head_dim
+    assert attention._compiled is not None
+    for layer in range(len(cache.layers)):
+        key, value = (torch.randn(sizes, generator=generator) for _ in range(2))
+        if not own.int8_pages:
+            key, value = key.to(own.dtype), value.to(own.dtype)
+        attention._compiled.write(key, value, *cache.of(layer), places)
 
 
 @pytest.mark.parametrize(
@@ -50,26 +59,35 @@ def attention_of(source: ctypes.CDLL, **changes: object) -> CpuAttention:
         {"dtype": torch.float16, "page_size": 64, "num_heads": 3, "num_kv_heads": 3, "head_dim": 48},
         {"dtype": torch.float32, "page_size": 32, "num_heads": 30, "num_kv_heads": 2, "score_cap": 5.0},
         {"dtype": torch.float32, "page_size": 16, "has_sinks": True, "first_key": 1},
+        {"dtype": torch.float32, "page_size": 16, "windows": (None, 7, 40), "int8_pages": True},
+        {"dtype": torch.bfloat16, "page_size": 128, "num_heads": 30, "head_dim": 48, "int8_pages": True},
     ],
-    ids=["windows", "one kv head", "float16", "15 heads a kv head, cap", "sinks"],
+    ids=["windows", "one kv head", "float16", "15 heads a kv head, cap", "sinks", "int8", "int8, bfloat16"],
 )
-def test_random_schedules(source: ctypes.CDLL, changes: dict[str, Any]) -> None:
-    disturb(Bench(attention_of(source, **changes), seed=3), np.random.default_rng(3))
+def test_random_schedules(changes: dict[str, Any]) -> None:
+    disturb(Bench(attention_of(**changes), seed=3), np.random.default_rng(3))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(
-    source: ctypes.CDLL, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_pages_of_int8_hold_multiples_of_a_checkpoints_scales(seed: int) -> None:
+    sizes = {"page_size": (16, 128)[seed], "dtype": (torch.float32, torch.bfloat16)[seed]}
+    disturb(ChannelBench(attention_of(**sizes, int8_pages=True), seed), np.random.default_rng(seed))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": torch.float32}, {"dtype": torch.bfloat16}, {"dtype": torch.float32, "int8_pages": True}],
+    ids=["float32", "bfloat16", "int8"],
+)
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(changes: dict[str, Any]) -> None:
     """Rows of a few tokens, of several parts, and one that others share pages with."""
-    attention = attention_of(source, page_size=16, windows=(None, 40), dtype=dtype, num_heads=6)
+    attention = attention_of(page_size=16, windows=(None, 40), num_heads=6, **changes)
+    dtype = attention.shape.dtype
     stops, generator = np.array([1, 17, 300, 1100, 640]), torch.Generator().manual_seed(1)
     table = 1 + np.arange(5 * 70, dtype=np.int32).reshape(5, 70)
     table[2, :10] = table[3, :10]
     cache = KVCache([LayerPages(attention.new_planes)] * 2, 16, [1 + table.size])
-    for planes in (cache.of(0), cache.of(1)):
-        for plane in planes:
-            plane.copy_(torch.randn(plane.shape, generator=generator))
+    fill(attention, cache, generator)
     query = torch.randn(5, 6, 64, generator=generator).to(dtype)
 
     def read(rows: list[int], layer: int, num_threads: int) -> torch.Tensor:
@@ -85,21 +103,31 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(
                 assert torch.equal(read(rows, layer, num_threads), alone[rows])
 
 
-def test_pages_of_part_vectors_are_read_by_torch(source: ctypes.CDLL) -> None:
+def test_pages_of_part_vectors_are_read_by_torch() -> None:
+    source = attention_source(torch.float32)
+    assert isinstance(source, ctypes.CDLL), source
     made = CpuAttention(shape(page_size=8), library=source)
     assert made._compiled is None
     disturb(Bench(made), np.random.default_rng(0))
 
 
-def test_more_rows_than_are_read_at_a_time_have_the_bits_of_one(source: ctypes.CDLL) -> None:
+@pytest.mark.parametrize("changes", [{"page_size": 8}, {"head_dim": 40}, {}], ids=str)
+def test_pages_of_int8_that_are_not_read_are_refused(changes: dict[str, Any]) -> None:
+    source = attention_source(torch.int8)
+    assert isinstance(source, ctypes.CDLL), source
+    made = CpuAttention(shape(**changes, int8_pages=True), library=source if changes else None)
+    with pytest.raises(ValueError, match=r"cache\.dtype: int8 pages .* set device\.attention to reference"):
+        made.check()
+
+
+def test_more_rows_than_are_read_at_a_time_have_the_bits_of_one() -> None:
     """All of them read the same pages, so that each has the same parts."""
     heads, rows, stop = 64, 400, 1500
     sizes = {"num_heads": heads, "num_kv_heads": 8, "head_dim": 128, "page_size": 128, "windows": (None,)}
-    attention, generator = attention_of(source, **sizes), torch.Generator().manual_seed(2)
+    attention, generator = attention_of(**sizes), torch.Generator().manual_seed(2)
     table = np.tile(1 + np.arange(12, dtype=np.int32), (rows, 1))
     cache = KVCache([LayerPages(attention.new_planes)], 128, [13])
-    for plane in cache.of(0):
-        plane.copy_(torch.randn(plane.shape, generator=generator))
+    fill(attention, cache, generator)
     query = torch.randn(1, heads, 128, generator=generator).expand(rows, -1, -1)
 
     def read(count: int) -> torch.Tensor:
@@ -123,19 +151,17 @@ def test_more_rows_than_are_read_at_a_time_have_the_bits_of_one(source: ctypes.C
             "has_sinks": True,
         },
         {"dtype": torch.float32, "num_heads": 30, "num_kv_heads": 2, "score_cap": 5.0, "first_key": 1},
+        {"dtype": torch.float32, "windows": (None, 600), "int8_pages": True},
     ],
-    ids=["windows", "sinks", "cap"],
+    ids=["windows", "sinks", "cap", "int8"],
 )
-def test_a_query_has_the_same_bits_however_its_prompt_is_cut(
-    source: ctypes.CDLL, changes: dict[str, Any]
-) -> None:
+def test_a_query_has_the_same_bits_however_its_prompt_is_cut(changes: dict[str, Any]) -> None:
     """In whole, in chunks, token by token, and beside another prompt; over borders of blocks and of parts."""
-    attention, stop = attention_of(source, page_size=16, **changes), 1100
+    attention, stop = attention_of(page_size=16, **changes), 1100
     own, generator = attention.shape, torch.Generator().manual_seed(4)
     table = 1 + np.arange(2 * 70, dtype=np.int32).reshape(2, 70)
     cache = KVCache([LayerPages(attention.new_planes)] * len(own.windows), 16, [1 + table.size])
-    for plane in (each for layer in range(len(own.windows)) for each in cache.of(layer)):
-        plane.copy_(torch.randn(plane.shape, generator=generator))
+    fill(attention, cache, generator)
     query = torch.randn(stop, own.num_heads, own.head_dim, generator=generator).to(own.dtype)
 
     def read(spans: list[tuple[int, int, int]], layer: int, num_threads: int) -> list[torch.Tensor]:
@@ -158,9 +184,10 @@ def test_a_query_has_the_same_bits_however_its_prompt_is_cut(
             assert torch.equal(read([(1, at, at + 1)], layer, 1)[0], whole[at : at + 1])
 
 
-def test_a_broken_request_breaks_no_other(source: ctypes.CDLL) -> None:
+@pytest.mark.parametrize("int8_pages", [False, True])
+def test_a_broken_request_breaks_no_other(int8_pages: bool) -> None:
     """Its keys are NaN, in pages beside those of the other."""
-    attention = attention_of(source, page_size=16, windows=(None,))
+    attention = attention_of(page_size=16, windows=(None,), int8_pages=int8_pages)
     table, generator = 1 + np.arange(2 * 4, dtype=np.int32).reshape(2, 4), torch.Generator().manual_seed(5)
     batch = Batch(np.arange(2), np.zeros(2, np.int64), np.array([40, 40]), NOTHING, NOTHING, NOTHING)
     parts = [torch.randn(80, heads, 64, generator=generator) for heads in (4, 2, 2)]

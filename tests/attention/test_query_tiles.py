@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from attention.cuda.query_tiles import QueryTiles, TileSizes
+from tests.each_of import each_of
+from tests.thorough import cases
 
 STEP = 16
 
@@ -41,7 +42,7 @@ def read(tiles: QueryTiles, first_rows: np.ndarray) -> tuple[dict[tuple[int, int
     return seen, written
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each_of("seed", range(cases(30, 60)))
 def test_each_query_is_given_what_it_sees_once(seed: int) -> None:
     starts, stops, window, cut = drawn(seed)
     tiles = QueryTiles.of(starts, stops, window, cut)
@@ -64,7 +65,7 @@ def test_each_query_is_given_what_it_sees_once(seed: int) -> None:
             assert all(part[0] % cut.step == 0 for part in given[1:] if part), "a part begins within a step"
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each_of("seed", range(cases(30, 60)))
 def test_there_are_no_more_tiles_than_asked_for(seed: int) -> None:
     starts, stops, window, cut = drawn(seed)
     tiles = QueryTiles.of(starts, stops, window, cut)
@@ -92,7 +93,7 @@ def test_chunks_are_shared_out_by_whole_chunks_the_longest_first() -> None:
     assert sorted(parted[:, 3].tolist()) == list(range(0, 1000, 100))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_of("seed", range(20))
 def test_what_lies_before_the_first_key_is_not_read(seed: int) -> None:
     starts, stops, _, cut = drawn(seed)
     starts, stops = starts + 1, stops + 1  # no query stands there

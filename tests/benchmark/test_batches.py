@@ -69,10 +69,3 @@ def test_latencies_are_those_of_their_closed_forms() -> None:
 def test_a_batch_that_cannot_be_served_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=r"cannot serve such a batch: .* context length is 2048 tokens"):
         main(["offline", "--one-batch", *ENGINE, "--input-len", "999999"])
-
-
-def test_a_run_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace, picture = tmp_path / "trace.jsonl", tmp_path / "run.png"
-    trace.write_text('{"id": "a", "prompt_token_ids": [5, 6], "max_tokens": 3}\n')
-    main(["offline", *ENGINE, "--trace", str(trace), "--plot", str(picture)])
-    assert picture.read_bytes().startswith(b"\x89PNG")

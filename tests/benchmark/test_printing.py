@@ -16,7 +16,7 @@ from benchmark.options import print_figures
 from benchmark.serve import measure, sweep
 from scripts.benchmark import main
 from tests.benchmark.openai_server import Stub, running
-from tests.benchmark.test_gate_measured import ENGINE, SMALL_VERBS, trace
+from tests.benchmark.test_gate_measured import ENGINE, SMALL_VERBS, refused, trace
 
 Result = dict[str, Any]
 NUMBER = re.compile(r"(?<![\w.-])-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?![\w-])")
@@ -86,6 +86,8 @@ def small(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Result, Callable[
 )
 def test_small_verbs_print_what_they_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     result, print_table = small(name, monkeypatch)
+    assert not refused(result)
+    assert {"clocks", "machine", "digests"} <= {*result["verdict"]["passed"]}
     text = printed(print_table, result)
     wrong = not_in(result, text)
     assert not wrong, (wrong, text)
@@ -102,7 +104,7 @@ def test_an_engines_figures_stand_beside_their_names(
         "one-batch": [
             "--one-batch",
             "--batch-size",
-            "2",
+            "3",
             "--input-len",
             "9",
             "--output-len",
@@ -112,6 +114,7 @@ def test_an_engines_figures_stand_beside_their_names(
         ],
     }[verb]
     result, print_table = shown(monkeypatch, "offline", *ENGINE, *arguments)
+    assert not refused(result)
     lines = dict(line.split(maxsplit=1) for line in printed(print_table, result).splitlines() if " " in line)
     for name, value in result.items():
         if isinstance(value, (int, float)):
@@ -134,6 +137,7 @@ def test_a_clients_table_has_each_figure_in_its_place(
     served: tuple[Result, Callable[[Result], None]],
 ) -> None:
     result, print_table = served
+    assert not refused(result)
     text = printed(print_table, result)
     lines = text.splitlines()
     for name, label in measure.ROW_LABELS.items():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from benchmark.gate.gate import audit
 from benchmark.serve import client
 from benchmark.serve.client import ClientAnswer, ClientRun, Events, TraceRequest
-from benchmark.serve.figures import Objectives, kinds, parse_metrics, records, summarise, token_times_s
+from benchmark.serve.figures import Objectives, kinds, parse_metrics, records, summarise
 from scripts.benchmark import main
 from tests.benchmark.openai_server import FAULTS, Stub, running
 
@@ -63,7 +63,6 @@ def test_every_token_is_counted_and_the_result_passes_the_gate(
     assert result["mean_itl_ms"] == pytest.approx(result["mean_tpot_ms"], rel=0.001)
     assert result["mean_e2el_ms"] >= 32, "of the gaps a busy client may read several at once"
     assert result["request_goodput"] == 0, "none can be so fast"
-    assert result["fluidity"] == 1
     assert result["offered_per_s"] == pytest.approx(200)
     assert len(stub.asked) == 41, "one of them to warm up, with other tokens in front"
     assert stub.asked[0]["prompt"] == [7, 7, 1]
@@ -121,7 +120,6 @@ def test_every_kind_of_failure_is_counted(tmp_path: Path, capsys: pytest.Capture
     assert sum(result["errors"].values()) == 8
     assert result["total_output_tokens"] == 3 * 4
     assert result["good_share"] == round(3 / 11, 4)
-    assert result["fluidity"] == pytest.approx(12 / (12 + 8 * 16), abs=1e-4), "failed tokens were late"
     assert refused(result) == {"samples"}
 
 
@@ -180,9 +178,6 @@ def test_a_server_may_have_its_own_limit_of_tokens() -> None:
     failed = ClientAnswer(asks[0], sent_s=1.0, end_s=2.0, error="broke")
     whole = ClientAnswer(asks[1], 0.0, 0.0, 1.0, 1.3, [1.1], [1], "stop", 1, 1)
     assert [each["max_tokens"] for each in records(ClientRun([failed, whole]))] == [None, None]
-    objectives = Objectives({"ttft": 150, "tpot": 10})
-    assert objectives.fluidity([failed, whole]) is None, "nobody knows how many tokens never came"
-    assert objectives.fluidity([whole]) == 1
 
 
 def test_a_client_of_a_closed_loop_waits_for_its_answer(
@@ -333,7 +328,6 @@ def test_figures_are_those_of_their_closed_forms() -> None:
     assert result["p90_itl_ms"] == pytest.approx(float(np.percentile([10, 10, 10, 60], 90)))
     assert (result["median_e2el_ms"], result["p99_e2el_ms"]) == (195.0, 258.7)
     assert result["request_goodput"] == 0.25
-    assert result["fluidity"] == round(4 / (4 + 3 + 5), 4)
     assert result["mean_in_flight"] == round(2.39 / 4, 4)
     assert "mean_in_system" not in result, "what failed has no end"
     assert result["client"]["late_ms"] == {"p50": 1.0, "p99": 1.98, "max": 2.0}
@@ -352,12 +346,6 @@ def test_errors_that_differ_in_ids_are_one_kind() -> None:
         "HTTP 400: no": 1,
         "HTTP 500: no": 1,
     }
-
-
-def test_tokens_whose_piece_is_not_known_count_as_the_last() -> None:
-    answer = by_hand().answers[1]
-    answer.piece_tokens = None
-    assert token_times_s(answer).tolist() == [11.2, 11.26, 11.26]
 
 
 def test_a_poisson_process_has_its_rate_and_its_seed() -> None:

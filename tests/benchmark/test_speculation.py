@@ -45,11 +45,10 @@ def test_tokens_of_a_step_end_at_the_first_wrong_draft() -> None:
     assert tokens_of_a_step(0.5, 2) == 1.75
 
 
-def test_every_kind_is_beside_plain_decoding(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    picture = tmp_path / "speculation.png"
+def test_every_kind_is_beside_plain_decoding(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--loads", "1,2", "--prompt", "8", "--answer", "6", "--runs", "1"]
     kinds = ["ngram, fixed", "suffix, throughput"]
-    main(["speculation", TINY, *sizes, "--kinds", *kinds, "--plot", str(picture), "--json"])
+    main(["speculation", TINY, *sizes, "--kinds", *kinds, "--json"])
     result = json.loads(capsys.readouterr().out)
     assert result["verdict"]["outcome"] == "pass"
     assert {"clocks", "digests"} <= {*result["verdict"]["passed"]}
@@ -62,7 +61,6 @@ def test_every_kind_is_beside_plain_decoding(capsys: pytest.CaptureFixture[str],
     ]
     assert all(row["times_plain"] == 1 and row["drafted"] == 0 for row in rows if row["kind"] == "plain")
     assert all(0 <= row["accepted"] <= row["drafted"] for row in rows)
-    assert picture.stat().st_size > 1000
     rows[1]["times_plain"] *= 1.1
     assert audit(result).describe()["refused"] == {"digests": "rows was changed"}
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from continuous_batching import inspection
 from continuous_batching.scheduling.scheduler import Scheduler
 from kv_cache.pages import NULL_PAGE
 from tests.continuous_batching.windows import recount_windows
@@ -42,22 +43,27 @@ def recount(scheduler: Scheduler) -> None:
         assert np.array_equal(host.holders[1:], [left[page] for page in range(1, host.num_pages)])
 
     recount_windows(scheduler)
+    if scheduler.tables.states is not None:
+        assert not inspection.recount(scheduler).wrong_pages
 
     # rows
     busy = slots.busy
-    assert len(set(busy.tolist())) == len(busy) == slots.num_slots - slots.num_free
-    assert (np.diff(slots.number[busy]) > 0).all(), "busy is not oldest first"
-    settled = np.setdiff1d(busy, scheduler.in_flight.rows)  # a fork's first token is on its way
-    assert (slots.num_computed[settled] < slots.num_tokens[settled]).all()
-    assert (slots.num_tokens[busy] < slots.limit[busy]).all()
-    assert (slots.num_pages[busy] * slots.page_size >= slots.num_computed[busy]).all()
-    assert (slots.num_published[busy] * slots.page_size <= slots.num_computed[busy]).all()
+    rows, in_flight = busy.tolist(), set(scheduler.in_flight.rows.tolist())
+    assert len(set(rows)) == len(rows) == slots.num_slots - slots.num_free
+    numbers = slots.number[busy].tolist()
+    assert numbers == sorted(set(numbers)), "busy is not oldest first"
+    counts = (slots.num_computed, slots.num_tokens, slots.limit, slots.num_pages, slots.num_published)
+    for row, computed, known, limit, num_pages, published in zip(
+        rows, *(each[busy].tolist() for each in counts)
+    ):
+        assert computed < known or row in in_flight  # a fork's first token is on its way
+        assert known < limit
+        assert published * slots.page_size <= computed <= num_pages * slots.page_size
 
     # who holds a cached page holds the page it continues, so that leaves are evicted before parents
-    for row in busy.tolist():
-        pages = slots.pages(row)
-        cached = prefix.is_cached(pages)
-        assert (np.diff(cached.astype(int)) <= 0).all(), f"row {row} holds a cached page after a private one"
+    for row in rows:
+        cached = prefix.is_cached(slots.pages(row)).tolist()
+        assert cached == sorted(cached, reverse=True), f"row {row} holds a cached page after a private one"
     names = prefix.index.names
     assert sorted(names[names < 0].tolist()) == sorted((-prefix.resting_pages).tolist())
     order = {
@@ -70,14 +76,14 @@ def recount(scheduler: Scheduler) -> None:
         assert parent > 0 or page < 0, "a page on the device continues one that rests"
 
     # a page that may be written (beyond what is computed) is nobody else's
-    for row in busy.tolist():
-        if row in scheduler.tables.forked or row in scheduler.in_flight.rows:
+    for row in rows:
+        if row in scheduler.tables.forked or row in in_flight:
             continue  # it gets a copy before it writes; or what it writes may be forked already
         writable = slots.pages(row)[slots.num_computed[row] // slots.page_size :]
         assert (pool.holders[writable] == 1).all(), f"row {row} may write to a shared page"
 
     # a request is in one place
-    running = {slots.requests[row].id for row in busy.tolist() if row not in scheduler.in_flight.outrun}
+    running = {slots.requests[row].id for row in rows if row not in scheduler.in_flight.outrun}
     waiting = {request.id for request in scheduler.waiting.requests}
     assert not running & waiting
     assert slots.running_ids == running

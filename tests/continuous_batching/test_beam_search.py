@@ -171,7 +171,7 @@ PLANS = st.tuples(st.lists(hunts, min_size=1, max_size=5), st.lists(arrivals, ma
 
 
 @settings(
-    max_examples=cases(150, 4000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=cases(75, 4000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(made=schedulers(), plan=PLANS, changes=resizes, overlap=st.booleans())
 def test_every_schedule_gives_each_search_what_it_finds_alone(

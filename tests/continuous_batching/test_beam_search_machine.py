@@ -123,6 +123,6 @@ def run(num_examples: int, num_steps: int) -> int:
 
 
 def test_any_order_of_operations_keeps_searches_right() -> None:
-    num_operations = run(num_examples=cases(30, 400), num_steps=cases(40, 100))
+    num_operations = run(num_examples=cases(16, 400), num_steps=cases(40, 100))
     print(f"{num_operations} operations")
-    assert num_operations >= cases(1_000, 30_000)
+    assert num_operations >= cases(500, 30_000)

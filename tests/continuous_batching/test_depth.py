@@ -125,7 +125,7 @@ MIXED = st.lists(st.one_of(arrivals, arrivals, beams.hunts), min_size=2, max_siz
 
 
 @settings(
-    max_examples=cases(60, 1000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=cases(30, 1000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(made=beams.schedulers((2, 3)), plan=MIXED, resizes=beams.resizes)
 def test_samples_searches_and_those_that_are_outranked_share_no_row_in_flight(

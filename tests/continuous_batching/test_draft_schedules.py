@@ -41,6 +41,7 @@ from tests.continuous_batching.test_schedules import (
     serve,
 )
 from tests.continuous_batching.windows import drawn_groups
+from tests.pairs import pairs
 from tests.simulation.recorded import follow, recorded_run
 from tests.thorough import cases
 
@@ -139,7 +140,7 @@ def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> tuple[Scheduler
 
 
 @settings(
-    max_examples=cases(100, 2500), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=cases(50, 2500), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(
     made=schedulers(DEPTHS),
@@ -210,9 +211,9 @@ def recorded(path: Path, made: Scheduler, seed: int, *, overlap: bool) -> list[R
     return finished
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("rightness", ["right", "mixed", "ngram"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("rightness", "seed", "overlap"), pairs(["right", "mixed", "ngram"], range(4), [False, True])
+)
 def test_who_follows_a_recording_proposes_nothing(
     rightness: Rightness, seed: int, overlap: bool, tmp_path: Path
 ) -> None:

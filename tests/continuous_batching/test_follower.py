@@ -86,7 +86,7 @@ either = st.one_of(*(each.schedulers(DEPTHS) for each in (test_schedules, test_d
 
 
 @settings(
-    max_examples=cases(60, 1000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=cases(30, 1000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(
     made=either,

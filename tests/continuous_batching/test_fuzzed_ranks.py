@@ -12,12 +12,26 @@ import socket
 from contextlib import suppress
 
 import msgspec
+import numpy as np
 import pytest
 
 from borders.framing import framed
-from continuous_batching.recording.format import BEGIN, read_entries
+from continuous_batching.recording.agreement import Agreement, PreparedWork, RankAnswer
+from continuous_batching.recording.format import (
+    BEGIN,
+    Fetched,
+    Forgotten,
+    PagesArrived,
+    PagesExpected,
+    PagesMoved,
+    PagesReleased,
+    RanksAsked,
+    RanksTold,
+    packed,
+    read_entries,
+)
 from continuous_batching.recording.listeners import LAST_WORDS, Heard, Listeners, RankLost, _percent, beat
-from continuous_batching.recording.replay import replay
+from continuous_batching.recording.replay import NoDevice, replay
 from tests.continuous_batching.test_recorder import record, scheduler
 from tests.mutated import Mutator, encoded
 from tests.thorough import cases
@@ -32,7 +46,10 @@ def test_beats_that_no_rank_sends_make_it_lost() -> None:
         beat(4, "", "compiling"),
         LAST_WORDS + b"no memory",
         beat(2**62, "broadcast", ""),
+        RankAnswer("weights", "1", 3, "no room").line,
     ]
+    agreement = Agreement(["rank 0", "rank 1"])
+    agreement.expect("weights", "1", float("inf"))
     for _ in range(FEW):
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -42,7 +59,7 @@ def test_beats_that_no_rank_sends_make_it_lost() -> None:
             words = ""
             try:
                 for _ in range(4):
-                    rank.take(mutator.data(mutator.one_of(said) + b"\n"), 0.0)
+                    rank.take(mutator.data(mutator.one_of(said) + b"\n"), 0.0, agreement.answered)
             except RankLost as lost:
                 words = str(lost)
             assert words.isprintable()
@@ -53,6 +70,7 @@ def test_beats_that_no_rank_sends_make_it_lost() -> None:
                 assert len(words) < 10_000
             assert 0 <= rank.step < 2**63
             assert len(rank._rest) < 10_000
+    assert not agreement.take(0.0), "rank 0 has not answered, whatever rank 1 said"
 
 
 def test_a_percent_of_any_length_is_read() -> None:
@@ -90,6 +108,44 @@ def test_a_recording_that_no_leader_writes_is_refused(bodies: list[bytes]) -> No
         with suppress(ValueError):
             for _ in replay(read_entries(io.BytesIO(data)), scheduler()):
                 pass
+
+
+def test_what_ranks_agree_on_and_move_is_refused_where_no_leader_says_it(bodies: list[bytes]) -> None:
+    """Entries of pages from other engines, and of what all ranks are asked and told, at any place."""
+    mutator = Mutator(5)
+    tokens, pages = packed(np.arange(9)), packed(np.array([1, 2]))
+    said = [
+        PagesExpected("a", tokens, ""),
+        PagesArrived("a", is_whole=True),
+        PagesReleased("a"),
+        RanksAsked("topic", "1", b"body"),
+        RanksTold("topic", "1", is_agreed=True),
+        PagesMoved(0, pages, to_leader=True),
+        Forgotten(),
+        Fetched("a", 0, 1),
+    ]
+    trees = [msgspec.msgpack.decode(msgspec.msgpack.encode(each)) for each in said]
+    for _ in range(cases(100, 10_000)):
+        inserted = [encoded(each, msgspec.msgpack.encode) for each in trees[: mutator.random.randint(1, 4)]]
+        inserted.append(encoded(mutator.message(mutator.one_of(trees)), msgspec.msgpack.encode))
+        at = mutator.random.choice([1, mutator.random.randrange(1, len(bodies))])
+        data, before = b"", BEGIN
+        for body in [*bodies[:at], *inserted, *bodies[at:]]:
+            frame, before = framed(body, before)
+            data += frame
+        with suppress(ValueError):
+            for _ in replay(read_entries(io.BytesIO(data)), scheduler(), Deciding()):
+                pass
+
+
+class Deciding(NoDevice):
+    """A rank that has been asked nothing, and decides as it is told."""
+
+    def __init__(self) -> None:
+        self._work = PreparedWork[bool](lambda name, body: True, lambda made: None)
+
+    def told(self, topic: str, name: str, is_agreed: bool) -> None:
+        self._work.decide(name, is_agreed)
 
 
 def test_a_recording_with_other_bytes_is_damage(bodies: list[bytes]) -> None:

@@ -28,7 +28,7 @@ def drafting(slots: SlotPool, most: int, seed: int | None) -> Speculation:
 
 
 @settings(
-    max_examples=cases(60, 2500), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=cases(30, 2500), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(
     made=schedulers(),

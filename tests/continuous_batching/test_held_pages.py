@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,6 +16,13 @@ from continuous_batching.request import Request, SamplingParams
 from tests.continuous_batching.checksum import POISON, VOCAB_SIZE, ChecksumRunner, key
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_slot_lifecycle import ask, check, make, run_out
+from tests.continuous_batching.test_state_schedules import (
+    NOTHING,
+    NUM_SLOTS,
+    StateRunner,
+    engine_of,
+    states_of,
+)
 from tests.thorough import cases
 
 SIZE = 4
@@ -36,15 +44,15 @@ class Memory:
 def pages_of(engine: Engine) -> np.ndarray:
     runner = engine.runner
     assert isinstance(runner, ChecksumRunner)
-    return runner.cache.reshape(-1, SIZE)
+    return runner.cache.reshape(-1, engine.slots.page_size)
 
 
-def content(prompt: np.ndarray, num_pages: int) -> np.ndarray:
+def content(prompt: np.ndarray, num_pages: int, size: int = SIZE) -> np.ndarray:
     """What another engine computes for the first pages of a prompt."""
     keys: list[int] = []
-    for position in range(num_pages * SIZE):
+    for position in range(num_pages * size):
         keys.append(key(int(prompt[position]), position, keys[-1] if keys else 1))
-    return np.array(keys, dtype=np.uint64).reshape(num_pages, SIZE)
+    return np.array(keys, dtype=np.uint64).reshape(num_pages, size)
 
 
 def expect(engine: Engine, request: Request) -> bool:
@@ -61,7 +69,11 @@ def expect(engine: Engine, request: Request) -> bool:
 def fill(engine: Engine, request: Request) -> None:
     arrival = engine.arriving_pages(request.id)
     assert arrival is not None
-    pages_of(engine)[arrival.filled] = content(request.prompt, len(arrival.keys))[arrival.num_found :]
+    pages = content(request.prompt, len(arrival.keys), engine.slots.page_size)
+    pages_of(engine)[arrival.filled] = pages[arrival.num_found :]
+    if isinstance(engine.runner, StateRunner):
+        (state,) = arrival.state.tolist()
+        engine.runner.states[state] = pages.size, int(pages[-1, -1])
 
 
 def test_pages_that_came_whole_are_an_ordinary_hit() -> None:
@@ -150,7 +162,7 @@ def test_held_pages_give_way_to_who_runs(kind: str) -> None:
     else:
         engine.add(ask("a", 28, 1, leases_pages=True))
         run_out(engine)
-        assert len(engine.leased_pages("a")) == 7
+        assert len(engine.leased_pages("a").pages) == 7
     running = ask("r", 20, 28)
     engine.add(running)
     run_out(engine)
@@ -167,7 +179,7 @@ def test_a_lease_keeps_pages_from_eviction_until_it_ends() -> None:
     engine = make(num_pages=1 + 16)
     engine.add(ask("a", 28, 1, leases_pages=True))
     run_out(engine)
-    pages = engine.leased_pages("a")
+    pages = engine.leased_pages("a").pages
     assert pages_of(engine)[pages].tolist() == content(ask("a", 28, 1).prompt, 7).tolist()
     engine.scheduler.tables.evict(engine.scheduler.prefix.num_idle)
     engine.add(ask("b", 20, 4))
@@ -224,18 +236,40 @@ def test_a_resize_ends_all_holds() -> None:
     assert engine.leased_pages("b") is None
 
 
-def crowd(seed: int, engine: Engine) -> tuple[list[Request], int]:
+def spoil(engine: Engine, request: Request, count: int) -> None:
+    """Some pages of a request, and its state, hold what is nobody's."""
+    arrival = engine.arriving_pages(request.id)
+    assert arrival is not None
+    pages_of(engine)[arrival.filled[:count]] = POISON
+    if isinstance(engine.runner, StateRunner):
+        engine.runner.states[int(arrival.state[0])] = NOTHING
+
+
+def check_lease(engine: Engine, request: Request) -> None:
+    """What is leased of a prompt is what another engine would go on from."""
+    leased, size = engine.leased_pages(request.id), engine.slots.page_size
+    assert leased is not None
+    pages = content(request.prompt, len(leased.pages), size)
+    assert np.array_equal(pages_of(engine)[leased.pages], pages)
+    if isinstance(engine.runner, StateRunner):
+        (state,) = leased.state.tolist()
+        assert engine.runner.states[state] == (pages.size, int(pages[-1, -1]))
+
+
+def crowd(seed: int, engine: Engine, length: int = 40) -> tuple[list[Request], int]:
     """Requests whose pages come whole, late, cut or not at all, with others that lease theirs; returns them,
     and how many prompt tokens were found."""
-    random = np.random.default_rng(seed)
-    beginnings = [random.integers(0, VOCAB_SIZE, 40) for _ in range(3)]
+    random, size = np.random.default_rng(seed), engine.slots.page_size
+    beginnings = [random.integers(0, VOCAB_SIZE, length) for _ in range(3)]
     todo, coming, leased, done = 24, list[Request](), list[str](), list[Request]()
     while todo or coming or engine.has_work:
         if todo and random.random() < 0.5:
             todo -= 1
-            shared = beginnings[random.integers(3)][: random.integers(1, 40)]
+            shared = beginnings[random.integers(3)][: random.integers(1, length)]
             prompt = np.concatenate([shared, random.integers(0, VOCAB_SIZE, random.integers(1, 30))])
             most = 1 if random.random() < 0.3 else int(random.integers(1, 12))
+            if most == 1:  # other engines ask for whole pages
+                prompt = np.resize(prompt, max(size, len(prompt) // size * size))
             request = Request(
                 f"r{todo}", prompt, SamplingParams(max_tokens=most, seed=0), leases_pages=most == 1
             )
@@ -251,10 +285,12 @@ def crowd(seed: int, engine: Engine) -> tuple[list[Request], int]:
             if arrival is not None:
                 fill(engine, request)
                 if not is_whole:
-                    pages_of(engine)[arrival.filled[: random.integers(1, 9)]] = POISON
+                    spoil(engine, request, int(random.integers(1, 9)))
             engine.pages_arrived(request.id, is_whole=is_whole)
             engine.add(request)
-        leased += [each.id for each in done if engine.leased_pages(each.id) is not None]
+        for each in [each for each in done if engine.leased_pages(each.id) is not None]:
+            check_lease(engine, each)
+            leased.append(each.id)
         for name in [each for each in leased if random.random() < 0.3]:
             engine.release_pages(name)
         recount(engine.scheduler)
@@ -286,6 +322,63 @@ def test_random_schedules_with_arrivals_give_the_tokens_of_each_alone_and_replay
         gave_way += engine.scheduler.counters.preemptions
     assert hits
     assert gave_way
+
+
+def test_states_come_and_are_leased_with_the_pages_before_them() -> None:
+    counts = {"arrived": 0, "missed": 0, "gave way": 0}
+    for seed in range(cases(8, 300)):
+        random = np.random.default_rng(seed)
+        size = int(random.choice([16, 64, 48]))
+        limits = -(-330 // size), NUM_SLOTS + int(random.choice([0, 1, 4])), 8 * (seed % 2), 3, size
+        engine, memory = engine_of(*limits, compact_every_steps=seed % 3, overlap=seed % 2), Memory()
+        engine.observer = Recorder({}, memory)
+        gives_way = engine.scheduler.lifecycle.held.give_way
+
+        def give_way(gives_way: Callable[[], bool] = gives_way) -> bool:
+            counts["gave way"] += (gave := gives_way())
+            return gave
+
+        engine.scheduler.lifecycle.held.give_way = give_way  # type: ignore[method-assign]
+        requests, _ = crowd(seed, engine, 200)
+        for each in requests:
+            engine.release_pages(each.id)
+        check(*requests)
+        counters, states = engine.scheduler.counters, states_of(engine)
+        counts["arrived"] += counters.arrived_pages > 0
+        counts["missed"] += counters.missed_pages > 0
+        assert states.num_available == states.pool.num_pages - 1, "states leaked"
+        engine.observer.close()
+        memory.file.seek(0)
+        again = engine_of(*limits, compact_every_steps=seed % 3)
+        assert sum(1 for _ in replay(read_entries(memory.file), again.scheduler))
+        assert np.array_equal(states_of(again).pool.holders, states.pool.holders)
+        recount(again.scheduler)
+    assert min(counts.values()) >= 3, counts
+
+
+def test_a_state_that_is_gone_comes_with_the_page_before_it() -> None:
+    """It is found once it has come whole, and not before, though its pages are found all the while."""
+    engine = engine_of(40, NUM_SLOTS + 2)
+    prompt = np.random.default_rng(1).integers(0, VOCAB_SIZE, 70)
+    first, again = (Request(name, prompt, SamplingParams(max_tokens=2, seed=0)) for name in "ab")
+    engine.add(first)
+    run_out(engine)
+    states = states_of(engine)
+    engine.scheduler.tables.evict(states.num_idle, states.number)
+    for is_whole in (False, True):
+        assert expect(engine, again)
+        arrival = engine.arriving_pages("b")
+        assert (arrival.num_found, len(arrival.filled), len(arrival.state)) == (3, 1, 1)
+        if is_whole:
+            fill(engine, again)
+        engine.pages_arrived("b", is_whole=is_whole)
+        recount(engine.scheduler)
+        again.page_keys = engine.scheduler.page_keys(again)
+        assert len(engine.scheduler.lifecycle.find(again)) == 4 * is_whole
+    engine.add(again)
+    run_out(engine)
+    assert again.num_cached_tokens == 64
+    check(first, again)
 
 
 def test_a_replay_tells_where_pages_are_not_found_again() -> None:

@@ -17,9 +17,10 @@ from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_machine import SpoilingRunner
 from tests.continuous_batching.test_schedules import try_add, try_resize
 from tests.kv_cache.short_keys import shorten_keys
+from tests.thorough import cases
 
 NUM_REQUESTS, NUM_PROMPTS, LARGEST = 40, 6, 40
-NUM_SEEDS = 40
+NUM_SEEDS = cases(20, 40)
 
 
 def draw(random: np.random.Generator, number: int) -> Request:

@@ -34,6 +34,7 @@ from continuous_batching.step_time import StepTime
 from kv_cache.pages import Index, PagePool
 from simulation.replica import Clock, SimulatedRunner
 from tests.pairs import pairs
+from tests.thorough import cases
 
 Cost = Callable[[int, int, int], float]  # of tokens, spans and drafts: seconds
 ANSWER_TOKENS = 700
@@ -138,7 +139,10 @@ def plain_rate(cost: Cost, num: int, noise: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("cost", "num", "rate", "noise"), pairs(COSTS, [1, 4, 16, 64], [0.0, 0.3, 0.6, 0.8, 0.95], [0.0, 0.15])
+    ("cost", "num", "rate", "noise"),
+    pairs(
+        COSTS, cases([1, 16], [1, 4, 16, 64]), cases([0.0, 0.3, 0.8], [0.0, 0.3, 0.6, 0.8, 0.95]), [0.0, 0.15]
+    ),
 )
 def test_throughput_never_falls_below_plain(cost: Cost, num: int, rate: float, noise: float) -> None:
     adaptive, _ = served([rate] * num, cost, Throughput, noise=noise)

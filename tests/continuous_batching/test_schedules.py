@@ -243,7 +243,7 @@ def check_answers(ended: dict[str, Request], failing: set[str]) -> None:
 
 
 @settings(
-    max_examples=cases(250, 2000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=cases(125, 2000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(
     made=schedulers(DEPTHS),

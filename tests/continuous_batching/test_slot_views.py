@@ -78,3 +78,12 @@ def test_a_batch_of_decodes_is_the_table_s_own_rows() -> None:
     batch = scheduler.schedule(0.0)
     assert batch.slots is slots.busy
     assert np.shares_memory(slots.inputs(batch).positions, batch.starts)
+
+
+def test_states_kept_of_answers_add_few_functions_to_a_step() -> None:
+    """Once each answer has kept one, in steps in which some reach the end of a page."""
+    plain = num_calls(decoding(128))
+    kept = full_scheduler(128, 16, 3 * NUM_STEPS, 0, has_states=True)
+    for _ in range(2 * NUM_STEPS):
+        step_us(kept, RANDOM)
+    assert plain < max(num_calls(kept) for _ in range(NUM_STEPS - 1)) <= 1.2 * plain

@@ -72,7 +72,7 @@ def test_a_pool_of_the_largest_request_finishes_a_closed_loop(
     num_pages = 1 + round(factor * -(-(LARGEST - 1) // 4))
     engine = make(num_pages, num_host_pages=num_host_pages, victim=victim)
     random = np.random.default_rng(3)
-    requests = [draw(random, str(number), largest=number % 10 == 0) for number in range(150)]
+    requests = [draw(random, str(number), largest=number % 10 == 0) for number in range(cases(80, 150))]
     closed_loop(engine, requests)
     for request in requests:
         assert request.answer.tolist() == alone(request.prompt.tolist(), request.params.max_tokens)
@@ -111,7 +111,7 @@ def test_random_aborts_leak_nothing() -> None:
     engine = make(30, num_slots=8, num_host_pages=30, compact_every_steps=3)
     scheduler, served, done = engine.scheduler, dict[str, Request](), 0
     number = 0
-    while done < cases(600, 10_000):
+    while done < cases(300, 10_000):
         while len(scheduler.waiting) < 12:
             request = draw(random, f"r{number}")
             followers = int(random.integers(0, 3)) if number % 4 == 0 else 0

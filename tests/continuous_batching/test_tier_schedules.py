@@ -33,7 +33,7 @@ class InMemory:
 
 
 @settings(
-    max_examples=cases(40, 1000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=cases(20, 1000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(
     made=schedulers(has_tier=True),

@@ -232,7 +232,7 @@ def check(seed: int) -> None:
     assert scheduler.pool.num_held == scheduler.prefix.num_idle
 
 
-@pytest.mark.parametrize("first", range(0, 300, 60))
+@pytest.mark.parametrize("first", [0, 60])
 def test_every_policy_and_order_serves_everybody(first: int) -> None:
     for seed in range(first, first + 60):
         check(seed)
@@ -240,20 +240,20 @@ def test_every_policy_and_order_serves_everybody(first: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("first", range(300, cases(600, 10_000), 100))
+@pytest.mark.parametrize("first", range(120, cases(320, 10_000), 100))
 def test_every_policy_and_order_serves_everybody_in_many_traces(first: int) -> None:
     for seed in range(first, first + 100):
         check(seed)
 
 
 def test_the_same_trace_is_decided_the_same_twice() -> None:
-    digests = [[serve(Trace(seed))[0] for seed in range(1000, 1040)] for _ in range(2)]
+    digests = [[serve(Trace(seed))[0] for seed in range(1000, 1020)] for _ in range(2)]
     assert digests[0] == digests[1]
     assert len(set(digests[0])) == len(digests[0]), "and different ones differently"
 
 
 def test_a_recording_of_any_policy_and_order_is_decided_the_same_again(tmp_path: Path) -> None:
-    for seed in range(2000, 2040):
+    for seed in range(2000, 2020):
         recorder = Recorder({}, RecordingFile(tmp_path / str(seed)))
         trace = Trace(seed, searches=False)
         for request in trace.requests[::3]:

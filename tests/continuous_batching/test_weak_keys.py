@@ -42,7 +42,7 @@ def weak_keys() -> Iterator[None]:
     ),
 )
 @settings(
-    max_examples=cases(60, 5000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=cases(30, 5000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 def test_colliding_keys_change_no_answer(
     made: tuple[Scheduler, ChecksumRunner], plan: list[Arrival], resizes: dict[int, tuple[int, GiveUp]]

@@ -61,9 +61,11 @@ def drawn_groups(
 
 
 def recount_windows(scheduler: Scheduler) -> None:
-    """Assert who holds the pages of each group, and what lies beside the entries of the prefix cache."""
+    """Assert who holds the pages of each window, and what lies beside the entries of the prefix cache."""
     slots, prefix, tables = scheduler.slots, scheduler.prefix, scheduler.tables
     for group in tables.groups[1:]:
+        if group.is_of_rows:
+            continue
         assert isinstance(group, WindowGroup)
         pool, size = group.pool, group.page_size
         holders: Counter[int] = Counter({0: 1})
@@ -100,5 +102,6 @@ def recount_windows(scheduler: Scheduler) -> None:
             assert np.array_equal(
                 group.host.holders[1:], [left[page] for page in range(1, group.host.num_pages)]
             )
-    free = np.setdiff1d(np.arange(slots.num_slots), slots.busy)
+    free = np.ones(slots.num_slots, bool)
+    free[slots.busy] = False
     assert not any(group.stop[free].any() or group.table[free].any() for group in tables.groups)

@@ -29,6 +29,7 @@ from doctor.facts import (
 )
 from recipes.schema.recipe import ROOT
 from scripts.doctor import main
+from tests.each_of import each_of
 
 HOME = "/usr/local/Ascend/ascend-toolkit/latest"
 NEEDS = ("attrs", "cffi", "decorator", "protobuf", "psutil", "pyyaml", "scipy", "sympy")
@@ -240,7 +241,7 @@ def test_a_broken_torch_is_told_without_torch_npu_too() -> None:
     assert set(found) == {"torch_fails", "no_torch_npu"}
 
 
-@pytest.mark.parametrize(("name", "changes", "fix"), CASES)
+@each_of("name, changes, fix", CASES)
 def test_a_fault_is_told_by_its_check_alone(name: str, changes: dict[str, Any], fix: str) -> None:
     found = diagnose(replace(FIT, **changes))
     also = {"old_driver": {"old_driver_for_graphs"}, "torch_fails": {"autoload_off"}}

@@ -323,9 +323,10 @@ def test_the_stand_in_passes_as_every_product(name: str, tmp_path: Path) -> None
 @pytest.mark.npu
 @pytest.mark.timeout(3600)
 @stand_in_alone
-def test_eight_ranks_of_the_stand_in_give_the_tokens_of_a_cpu(tmp_path: Path) -> None:
-    widen(tmp_path / "eight", 8)
-    asked = [*ON_BF16, f"model.path={tmp_path / 'eight'}", "parallel.tensor=8"]
+def test_ranks_of_the_stand_in_give_the_tokens_of_a_cpu(tmp_path: Path) -> None:
+    ranks = cases(2, 8)
+    widen(tmp_path / "wide", ranks)
+    asked = [*ON_BF16, f"model.path={tmp_path / 'wide'}", f"parallel.tensor={ranks}"]
     for module, names in (("collectives", COLLECTIVES), ("tokens", ["bfloat16", "W8A8"])):
         command = [sys.executable, "-m", f"doctor.verify.{module}", *asked]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

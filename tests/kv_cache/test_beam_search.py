@@ -5,6 +5,7 @@ That holds however pages are moved or rows lost.
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import numpy as np
@@ -84,8 +85,13 @@ def meddle_with_all(engine: Engine, step: int) -> None:
         engine.abort(f"{step * 5 % 60}.0")
 
 
-@pytest.mark.parametrize("way", ["swaps", "compaction"])
-@pytest.mark.parametrize("attention", ["reference", "int8"])
+@pytest.mark.parametrize(
+    ("attention", "way"),
+    cases(
+        [("reference", "swaps"), ("int8", "compaction")],
+        [*itertools.product(["reference", "int8"], ["swaps", "compaction"])],
+    ),
+)
 def test_searches_that_lose_their_rows_find_what_each_finds_alone(
     attention: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,4 +111,4 @@ def test_searches_find_what_each_finds_alone_whatever_happens(attention: str) ->
     engine = device.make(
         attention, num_slots=9, num_pages=40, num_host_pages=20, compact_every_steps=1, poisoned=True
     )
-    check(engine, 150, meddle=meddle_with_all)
+    check(engine, cases(60, 150), meddle=meddle_with_all)

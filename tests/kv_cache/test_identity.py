@@ -1,4 +1,4 @@
-"""A hundred requests at once, or with --thorough two hundred, get the tokens of each alone.
+"""Fifty requests at once, or with --thorough two hundred, get the tokens of each alone.
 
 Pages move, go and are shared meanwhile. `test_poison.py` shows each of these ways by itself.
 """
@@ -16,7 +16,7 @@ from tests.kv_cache.short_keys import shorten_keys
 from tests.thorough import cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-COUNT = cases(100, 200)
+COUNT = cases(50, 200)
 
 
 @dataclass

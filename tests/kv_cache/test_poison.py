@@ -9,8 +9,10 @@ import torch
 
 from continuous_batching.engine import Engine
 from tests.kv_cache import device
+from tests.pairs import pairs
+from tests.thorough import cases
 
-COUNT = 24
+COUNT = cases(16, 24)
 SCENARIOS: dict[str, dict[str, object]] = {
     "recomputed": {"num_pages": 14},
     "swapped": {"num_pages": 14, "num_host_pages": 60},
@@ -20,16 +22,14 @@ SCENARIOS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.fixture(params=["reference", "fused", "int8"])
-def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "int8":
+@pytest.mark.parametrize(
+    ("attention", "scenario", "num_samples"), pairs(["fused", "reference", "int8"], [*SCENARIOS], [3, 1])
+)
+def test_poison_reaches_no_answer(
+    attention: str, num_samples: int, scenario: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if attention == "int8":
         device.exact(monkeypatch)
-    return str(request.param)
-
-
-@pytest.mark.parametrize("num_samples", [1, 3])
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_poison_reaches_no_answer(attention: str, num_samples: int, scenario: str) -> None:
     engine = device.make(attention, poisoned=True, **SCENARIOS[scenario])  # type: ignore[arg-type]
     made = device.requests(COUNT, num_samples)
     meddle: Callable[[Engine, int], None] | None = device.resize if scenario in ("resized", "all") else None

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,10 +17,11 @@ from attention.reference import Attention
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Observer
 from devices.shapes import AttentionShape
-from kv_cache.device.rank_pages import MOST_QUEUED, RankPages, held_by
+from kv_cache.device.rank_pages import MOST_QUEUED, HeldLayer, RankPages, held_by
 from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.exchange.shares import Held, Shares, layers_of
 from kv_cache.pages import Index, PageCopy
+from models.config import RecurrentConfig
 from models.parallel.share import Share
 from models.step.stage_runner import StageRunner
 from tests.kv_cache.test_shares import HEADS, LAYERS, PAGE, PAGES, cache_of, stages, tensor, whole
@@ -42,11 +43,18 @@ class Links:
 class Ranks:
     """The parts of all ranks of an engine, and the moves that the leader has told the others."""
 
-    def __init__(self, caches: Sequence[KVCache], shares: Shares, heads: int = HEADS) -> None:
+    def __init__(
+        self,
+        caches: Sequence[KVCache],
+        shares: Shares,
+        heads: int = HEADS,
+        state: HeldLayer | None = None,
+    ) -> None:
         count = len(shares)
         ways = {(a, b): SimpleQueue[torch.Tensor]() for a in range(count) for b in range(count)}
         holds = [
-            held_by(cache, share, [heads] * len(layers_of(share))) for cache, share in zip(caches, shares)
+            held_by(cache, share, [heads] * len(layers_of(share)), state)
+            for cache, share in zip(caches, shares)
         ]
         self.parts = [RankPages(cache, Links(rank, ways), holds) for rank, cache in enumerate(caches)]
         self.leader = self.parts[0]
@@ -105,6 +113,58 @@ def test_engines_of_any_ranks_exchange_the_pages_that_one_rank_would_hold(heads:
                         assert torch.equal(plane[targets], other[sources])
                         assert not plane[[1, 3, 6]].any(), "no other page is written"
         here.close()
+
+
+def part_of(
+    state: list[torch.Tensor], recurrent: RecurrentConfig, rank: int, ranks: int
+) -> list[torch.Tensor]:
+    """A rank's part of the planes of a state: equal parts of the heads, in channels those of q, k and v."""
+    return [
+        torch.cat([each.chunk(ranks, 2)[rank] for each in plane.split(recurrent.widths, 2)], 2)
+        if spec.name.endswith("inputs")
+        else plane.chunk(ranks, 1 if spec.name == "states" else 2)[rank]
+        for plane, spec in zip(state, recurrent.state("float32").planes)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["gated", "kimi"])
+def test_engines_of_any_ranks_exchange_states(kind: Literal["gated", "kimi"]) -> None:
+    """Key heads divide them, also what is kept beside them for drafts; compared with a whole one."""
+    recurrent = RecurrentConfig(kind, 4, 8 if kind == "gated" else 4, 2, 3, 4, num_tail=2)
+    state = [torch.randn(PAGES, *each.shape) for each in recurrent.state("float32").planes]
+    held = HeldLayer("a state", recurrent.head_runs("float32"), 4, holds_state=True)
+
+    def ranks_of(count: int, *, filled: bool) -> tuple[list[KVCache], Ranks]:
+        caches = []
+        for rank in range(count):
+            parts = part_of(state, recurrent, rank, count)
+
+            def new(pages: int, parts: list[torch.Tensor] = parts) -> tuple[torch.Tensor, ...]:
+                return tuple(torch.zeros(pages, *part.shape[1:]) for part in parts)
+
+            caches.append(KVCache([LayerPages(new, 0, 4 // count, holds_state=True)], 1, [PAGES]))
+            for plane, part in zip(caches[-1].of(0), parts):
+                plane[:] = part * filled
+        shares = tuple((Held(0, 1, 4 // count * rank, 4 // count * (rank + 1)),) for rank in range(count))
+        return caches, Ranks(caches, shares, 4, held)
+
+    source, target = np.array([3]), np.array([5])
+    (one,), whole_ranks = ranks_of(1, filled=True)
+    data = one.read_layer(0, source)()
+    for count in (1, 2, 4):
+        _, here = ranks_of(count, filled=True)
+        assert here.leader.layer_bytes == one.layer_bytes
+        assert here.leader.are_states == [True]
+        assert np.array_equal(here.read(0, source), data)
+        caches, there = ranks_of(count, filled=False)
+        there.write(0, target, data)
+        for each in (here, there):
+            each.close()
+        for rank, cache in enumerate(caches):
+            for plane, part in zip(cache.of(0), part_of(state, recurrent, rank, count), strict=True):
+                assert torch.equal(plane[target], part[source])
+                assert not plane[source].any(), "no other page is written"
+    whole_ranks.close()
 
 
 def test_heads_that_every_rank_holds_are_sent_by_none() -> None:
@@ -175,6 +235,22 @@ def test_a_leader_does_not_wait_for_what_it_has_queued() -> None:
     assert all(np.array_equal(wait(), one.read_layer(0, np.array([1]))()) for wait in waits)
     leader.close()
     follower.close()
+
+
+def test_pages_that_a_rank_does_not_have_are_refused() -> None:
+    """Of what a leader says that is no leader of this model."""
+    shares, planes = tensor(2, 2), whole(LAYERS, 2, columns=False)
+    caches = [cache_of(each, planes, columns=False, filled=True) for each in shares]
+    ranks = Ranks(caches, shares, 2)
+    follower = ranks.parts[1]
+    there = len(caches[1].of(0)[0])
+    for layer, pages in ((LAYERS, [1]), (2**53, [1]), (0, [there]), (0, [-1]), (0, [1] * (there + 1))):
+        for to_leader in (True, False):
+            with pytest.raises(ValueError, match="the leader moves"):
+                follower.move(layer, np.array(pages), to_leader)
+    one = cache_of(tensor(1, 2)[0], planes, columns=False, filled=True)
+    assert np.array_equal(ranks.read(0, np.array([there - 1])), one.read_layer(0, np.array([there - 1]))())
+    ranks.close()
 
 
 def test_where_a_batch_is_computed_later_the_leaders_pages_are_read_and_written_after_it() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor
 from kv_cache.device import storage
 from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.pages import Index, PageCopy
+from tests.each_of import each_of
 from tests.kv_cache.caches import plain_cache, plain_pages
 
 Way = Callable[[Tensor, Index, Tensor, Index], None]
@@ -24,6 +27,20 @@ def test_page_bytes_are_what_is_allocated() -> None:
     allocated = sum(tensor.nbytes for tensor in cache.tensors)
     assert allocated == 7 * sum(cache.layer_bytes) == 7 * 3 * 2 * 16 * 2 * 8 * 2
     assert not any(tensor.any() for tensor in cache.tensors)
+
+
+def test_a_cpu_is_given_the_memory_of_zeros_as_they_are_written() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident_bytes()
+    made = storage.zeros((2**20, 512), torch.bfloat16, torch.device("cpu"))
+    assert resident_bytes() - before < 2**28
+    made[5] = 1
+    assert made.nbytes == 2**30
+    assert float(made[:10].float().sum()) == 512
+    with pytest.raises(RuntimeError, match="cannot be mapped"):
+        storage.zeros((2**60,), torch.int8, torch.device("cpu"))
 
 
 def numbered(num_pages: int, num_host_pages: int = 0, head_dim: int = 2) -> KVCache:
@@ -90,8 +107,8 @@ COPIES = {
 
 
 @pytest.mark.usefixtures("_chunks")
-@pytest.mark.parametrize("head_dim", [2, 3, 4])  # pages of a whole number of wide elements, and not
-@pytest.mark.parametrize("case", COPIES)
+@each_of("head_dim", [2, 3, 4])  # pages of a whole number of wide elements, and not
+@each_of("case", COPIES)
 def test_copies_take_every_page_to_its_target_and_touch_no_other(case: str, head_dim: int) -> None:
     cache, want = numbered(10, head_dim=head_dim), np.arange(10)
     sources, targets = (np.array(pages, dtype=np.int64) for pages in COPIES[case])
@@ -133,7 +150,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_of("way", WAYS)
 def test_every_way_between_device_and_host_brings_the_same(way: Way) -> None:
     source, target = torch.arange(36.0).view(12, 3), torch.zeros(12, 3)
     read, written = np.array([1, 2, 3, 8, 5, 6]), np.array([4, 5, 9, 1, 2, 3])
@@ -169,8 +186,8 @@ def test_no_old_tensor_is_held_when_a_resize_releases_memory(monkeypatch: pytest
     assert held_then == [False] * 4
 
 
-@pytest.mark.parametrize("head_dim", [8, 3])
-@pytest.mark.parametrize("indexed", [True, False])
+@each_of("head_dim", [8, 3])
+@each_of("indexed", [True, False])
 def test_the_bytes_of_a_layer_come_to_the_same_in_other_pages(head_dim: int, indexed: bool) -> None:
     source, target = (plain_cache(2, 9, (5, 1, head_dim), torch.bfloat16, indexed=indexed) for _ in range(2))
     for tensor in source.tensors:

@@ -118,10 +118,13 @@ def schedule(seed: int) -> list[str]:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_random_schedules_differ_in_no_bit(checkpoint: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    "model",
+    [["model.dtype=float32"], ["model.dtype=bfloat16"], ["model.dtype=float32", "cache.dtype=int8"]],
+    ids=["float32", "bfloat16", "int8 pages"],
+)
+def test_random_schedules_differ_in_no_bit(checkpoint: Path, model: list[str]) -> None:
     """Chunks, hits, preemptions, drafts and numbers of threads are drawn; alone is what they are held to."""
-    model = [f"model.dtype={dtype}"]
     alone: dict[tuple[str, int], torch.Tensor] = {}
     answers: dict[str, list[int]] = {}
     for each in requests():

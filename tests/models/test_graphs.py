@@ -133,7 +133,7 @@ def test_each_group_of_windows_has_addresses_and_pages_of_its_own(width):
 
 def test_padding_writes_no_state_of_a_row():
     slots = slots_of_two()
-    slots.state_table = np.array([[0], [6], [0], [4]], dtype=np.int32)
+    slots.state_pages = np.array([0, 6, 0, 4], dtype=np.int32)
     values = torch.full((num_values(5, 1, slots.max_pages, 0, 1),), 77, dtype=torch.int32)
     inputs = GraphInputs(values, 5, 1, slots, 100, num_states=1)
     both, one = (Batch(np.array(rows), *[np.array([2])] * 5) for rows in ([1, 3], [3]))

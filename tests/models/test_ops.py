@@ -18,6 +18,7 @@ from models.ops.cuda.ops import CudaOps
 from models.ops.reference import Ops
 from tests.attention.test_attention import shape
 from tests.device_kinds import machine, on_each, operators
+from tests.each_of import each_of
 from tests.interpreter import DEVICE
 from tests.pairs import pairs
 
@@ -69,9 +70,7 @@ def near(ours: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "bias", "dtype"), pairs([1, 2, 7, 8, 9, 63, 64, 65, 130], [False, True], DTYPES)
-)
+@each_of("num_rows, bias, dtype", pairs([1, 2, 7, 8, 9, 63, 64, 65, 130], [False, True], DTYPES))
 def test_linear(ops: There, dtype: torch.dtype, num_rows: int, bias: bool) -> None:
     x, weight = drawn(num_rows, 24, dtype=dtype), drawn(40, 24, dtype=dtype, seed=1) / 5
     shift = drawn(40, dtype=dtype, seed=2) if bias else None
@@ -119,7 +118,7 @@ def test_add_rms_norm(ops: There, dtype: torch.dtype) -> None:
     near(normed, ops.rms_norm(x + residual, weight, 1e-6).double())
 
 
-@pytest.mark.parametrize(("dim", "num_heads"), [(16, 4), (64, 4), (128, 4), (128, 70)])
+@each_of("dim, num_heads", [(16, 4), (64, 4), (128, 4), (128, 70)])
 def test_rotary_turns_pairs_as_complex_numbers(
     ops: There, dtype: torch.dtype, dim: int, num_heads: int
 ) -> None:

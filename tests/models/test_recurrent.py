@@ -198,7 +198,7 @@ def test_a_step_of_fixed_size_checks_drafts_as_packed_spans_do(
     for plane in planes:
         plane.uniform_(-1, 0, generator=generator)
     slots = SlotPool(6, 80, 16)
-    slots.state_table = np.array([[3], [1], [7], [5], [2], [6]], dtype=np.int32)
+    slots.state_pages = np.array([3, 1, 7, 5, 2, 6], dtype=np.int32)
     slots.state_lag[:] = [0, 3, 1, 2, 0, 3]
     rows, drafts = np.array([4, 1, 0, 5, 2]), np.array([3, 3, 0, 0, 1])
     starts, lens = np.array([9, 20, 5, 31, 64]), 1 + drafts
@@ -221,7 +221,7 @@ def test_a_step_of_fixed_size_checks_drafts_as_packed_spans_do(
     wide_x = torch.randn(num_rows * width, x.shape[1], generator=generator)
     wide_x[places] = x
     of_rows = np.zeros((3, num_rows), dtype=np.int32)
-    of_rows[:, :5] = slots.state_table[rows, 0], slots.state_lag[rows], lens
+    of_rows[:, :5] = slots.state_pages[rows], slots.state_lag[rows], lens
     plan = decoder.recurrence.plan_drafts(torch.from_numpy(of_rows), width, mixer.sizes.conv_width)
     found = run(wide_x, plan, tuple(padded))
     torch.testing.assert_close(found[places], wanted, rtol=0, atol=1e-6)
@@ -229,7 +229,7 @@ def test_a_step_of_fixed_size_checks_drafts_as_packed_spans_do(
         torch.testing.assert_close(other[1:], one[1:], rtol=0, atol=1e-6, msg=plane)
     assert torch.equal(padded[0][0], planes[0][0]), "padding adds to no state"
     for one, other in zip(packed[2:], padded[2:]):  # the tails of drafts, which alone are read again
-        for row, count in zip(slots.state_table[rows, 0].tolist(), drafts.tolist()):
+        for row, count in zip(slots.state_pages[rows].tolist(), drafts.tolist()):
             torch.testing.assert_close(other[row, :count], one[row, :count], rtol=0, atol=1e-6)
 
 

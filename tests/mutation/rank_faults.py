@@ -7,6 +7,20 @@ from tests.mutation.fault import Fault
 _DIVIDED = "tests/models/test_tensor_parallel.py::test_ranks_compute_what_one_computes"
 
 FAULTS = {
+    "lost_spare_rank_taken": Fault(
+        "recipes/cluster/rank_process.py::SpareRanks.take",
+        "spare.is_running",
+        "True",
+        "an engine whose spare rank was lost does not start",
+        "tests/recipes/test_spare_process.py::test_ranks_that_have_waited_join_and_one_that_was_lost_is_replaced",
+    ),
+    "moved_pages_believed": Fault(
+        "kv_cache/device/rank_pages.py::RankPages.move",
+        "self._check(layer, pages)",
+        "",
+        "a leader's entry reads beyond a rank's pages",
+        "tests/kv_cache/test_rank_pages.py::test_pages_that_a_rank_does_not_have_are_refused",
+    ),
     "part_of_a_rank_dropped": Fault(
         "attention/divided.py::DividedAttention.joined",
         "parts[..., :-1], parts[..., -1:]",

@@ -5,6 +5,13 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 
 FAULTS = {
+    "ended_requests_kept": Fault(
+        "serving/engine/worker.py::Worker._end",
+        "del self._requests[stream]",
+        "",
+        "an engine keeps every request that it has answered",
+        "tests/serving/test_worker.py::test_an_engine_keeps_nothing_of_requests_that_have_ended",
+    ),
     "places_given_back_too_soon": Fault(
         "serving/async_llm.py::_all_ended",
         "return_exceptions=True",

@@ -189,11 +189,18 @@ FAULTS = {
         "a request comes back without its state",
         STORM,
     ),
-    "a_state_on_trial_is_written": Fault(
+    "a_state_on_trial_not_renewed": Fault(
         "kv_cache/states.py::StateGroup.try_to_keep",
-        "self._is_open[rows] = True",
+        "[*copies, PageCopy(self.live[rows].astype(np.int64), trial, group=self.number)]",
+        "copies",
+        "the last page of an answer lies beside the state of an earlier one",
+        f"{SCHEDULES}::test_an_answer_leaves_a_state_for_the_next_turn",
+    ),
+    "a_state_where_an_answer_ends_lost": Fault(
+        "continuous_batching/paging/prefix_matching.py::PrefixMatching.publish_all",
+        "self.checkpoints.keep_last(row)",
         "pass",
-        "a row goes on in the state that it has left at the end of a page of its answer",
+        "an answer that ends where its page does leaves the state of a page before",
         f"{SCHEDULES}::test_an_answer_leaves_a_state_for_the_next_turn",
     ),
     "captured_drafts_change_a_state": Fault(

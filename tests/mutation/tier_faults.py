@@ -153,7 +153,7 @@ FAULTS = {
         "tests/kv_cache/test_page_bytes.py::test_pages_go_to_bytes_and_to_the_host_and_back",
     ),
     "any_weights": Fault(
-        "recipes/assembly/page_tier.py::digest_of_weights",
+        "recipes/assembly/page_tier.py::digest_of_weights.read",
         '"own": own',
         '"own": ""',
         "a model finds the pages of one with other weights",

@@ -206,4 +206,25 @@ FAULTS = {
         "a chunk behind a window reads the pages behind its own",
         "tests/attention/test_cpu_source.py::test_a_query_has_the_same_bits_however_its_prompt_is_cut",
     ),
+    "kept_for_any_checkpoint": Fault(
+        "models/checkpoint/kept.py::origin_of",
+        "sorted(each for each in folder.iterdir() if each.is_file())",
+        "[]",
+        "the weights of a checkpoint that has changed since are taken for its own",
+        "tests/models/test_kept_weights.py::test_the_next_engine_of_a_recipe_takes_them",
+    ),
+    "kept_after_packing": Fault(
+        "models/checkpoint/weights.py::load",
+        "kept.keep(decoder)",
+        "decoder.pack() or kept.keep(decoder)",
+        "what is kept is not what the next start fills",
+        "tests/models/test_kept_weights.py::test_what_is_taken_is_what_was_kept",
+    ),
+    "kept_by_anyone": Fault(
+        "models/checkpoint/kept.py::_opened",
+        "not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022",
+        "False",
+        "whoever can write to the folder chooses the weights",
+        "tests/models/test_kept_weights.py::test_a_file_that_is_not_right_is_replaced",
+    ),
 }

@@ -25,6 +25,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT, Recipe
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import stand_in_alone
+from tests.each_of import each_of
 from tests.recipes import published
 from tests.thorough import THOROUGH, cases
 
@@ -58,7 +59,7 @@ def test_there_are_recipes_for_each_machine() -> None:
     assert {load(str(path)).model.quantization for path in RECIPES} == {"auto", "w8a8", "w4a16"}
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@each_of("path", RECIPES)
 def test_a_recipe_fits_its_device_and_its_readme(path: Path) -> None:
     recipe = load(str(path))
     assert recipe.device.product is not None
@@ -70,7 +71,7 @@ def test_a_recipe_fits_its_device_and_its_readme(path: Path) -> None:
     assert "not measured on hardware yet" in readme.lower()
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@each_of("path", RECIPES)
 def test_a_recipe_asks_for_what_its_product_has(path: Path) -> None:
     recipe = load(str(path))
     whole, share = share_of(recipe, 0)

@@ -12,6 +12,7 @@ from recipes.schema.keys import keys_of
 from recipes.schema.reader import load, profiles, read
 from recipes.schema.recipe import ROOT, CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 from recipes.schema.recipe_error import RecipeError
+from tests.each_of import each_of
 
 
 def made(**changes: Any) -> Recipe:
@@ -44,8 +45,8 @@ def made(**changes: Any) -> Recipe:
         ),
         ({"device__kind": "cuda", "device__compile": True}, "device.compile: read only where"),
         (
-            {"cache__dtype": "int8"},
-            "cache.dtype: only plain torch reads int8 keys and values here, and device.attention is fused;"
+            {"cache__dtype": "int8", "device__kind": "cuda"},
+            "cache.dtype: only plain torch reads int8 keys and values on cuda, and device.attention is fused;"
             " set device.attention to reference, or this to auto",
         ),
         (
@@ -158,8 +159,8 @@ def test_every_key_has_a_meaning_a_range_and_a_default_in_it():
 RECIPES = sorted(path for path in ROOT.glob("recipes/**/*.yaml") if path.parent.name != "profiles")
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.parent.name)
-@pytest.mark.parametrize("profile", [None, *profiles()])
+@each_of("path", RECIPES)
+@each_of("profile", [None, *profiles()])
 def test_every_recipe_here_can_be_read_under_every_profile(path, profile, monkeypatch):
     monkeypatch.setenv("MODELS", "/models")  # where a recipe's weights are the user's
     overrides = ["model.path=x"] if path.parent.name == "any" else []

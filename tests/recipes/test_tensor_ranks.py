@@ -224,7 +224,7 @@ def test_ranks_that_cannot_share_a_model_are_refused_with_those_that_can() -> No
 @pytest.mark.parametrize("changes", [(), ("parallel.nodes=[a,b]", "server.model_names=[x]", *DRAFT)])
 def test_a_rank_is_told_the_whole_recipe(changes: tuple[str, ...]) -> None:
     recipe = load(TINY, [*CPU, *changes])
-    assert restored(json.dumps(recipe.described()).encode()) == recipe
+    assert restored(json.dumps(recipe.described())) == recipe
 
 
 class Poorer(Alone):

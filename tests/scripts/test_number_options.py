@@ -62,7 +62,7 @@ OPTIONS = {
         ["--prompt-tokens", "--every", "--prompts", "--answers", "--answer-tokens", "--chunk"],
     ),
     "benchmark host": ([], ["--slots", "--page-sizes", "--chunk", "--steps", "--waiting"]),
-    "benchmark kv": ([], ["--page-sizes", "--repeats", "--requests"]),
+    "benchmark kv": ([], ["--page-sizes", "--repeats"]),
     "benchmark device": ([RECIPE], ["--repeats"]),
 }  # fmt: skip
 # What is a number for some options: a length or a time of 0 is one, and no one's answer changes with it
@@ -132,7 +132,7 @@ def test_a_number_within_its_bounds_is_taken() -> None:
 def test_a_picture_has_a_kind(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for verb, arguments in (
         ("demo", ["--output", f"{tmp_path}/{name}"]),
-        ("benchmark", ["offline", RECIPE, "--trace", "none", "--plot", f"{tmp_path}/{name}"]),
+        ("simulate", ["routes", RECIPE, "--trace", "none", "--plot", f"{tmp_path}/{name}"]),
     ):
         with pytest.raises(SystemExit):
             import_module(f"scripts.{verb}").main(arguments)

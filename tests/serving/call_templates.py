@@ -8,6 +8,7 @@ value that is no text, and `i` counts the calls of the conversation.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable
@@ -239,13 +240,18 @@ def _say(ways: Ways) -> Callable[[Any], str]:
     return say
 
 
+@functools.cache
+def _template(form: str) -> jinja2.Template:
+    """The template of a format's calls, whose compilation takes longer than any turn."""
+    return jinja2.Environment(keep_trailing_newline=True).from_string(CALLS[form])
+
+
 def render(form: str, turn: Turn, ways: Ways | None = None) -> str:
     """The turn as a template writes it, from the generation prompt on."""
     ways = ways or Ways()
     reasoning = REASONING.get(form, "think")
     js = lambda value: json.dumps(value, ensure_ascii=False, separators=ways.spaces)  # noqa: E731
-    environment = jinja2.Environment(keep_trailing_newline=True)
-    calls = environment.from_string(CALLS[form]).render(
+    calls = _template(form).render(
         calls=turn.calls,
         nl=ways.nl,
         i=turn.first,

@@ -152,14 +152,17 @@ def certificates_are_read_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Server]:
-    """A server for all tests that leave it as it is: the tiny model, called tiny."""
+    """A server for all tests that leave it as it is: the tiny model, called tiny.
+
+    The further ones end with their file: to wait until the end of the run would cost more than to start anew.
+    """
     origin = ("--cors-origin", "https://page.example")
     server = started((TINY, "server.max_requests=64", "--log-requests", *origin))
     yield server
     assert server.close() == 0
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def thinker() -> Iterator[Server]:
     """A server of the tiny model that may call tools and think."""
     server = started((TINY, "server.tool_format=hermes", "server.reasoning=think"))
@@ -167,7 +170,7 @@ def thinker() -> Iterator[Server]:
     assert server.close() == 0
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pooled() -> Iterator[Server]:
     """A server of the tiny model that gives embeddings, of which none fits into a step."""
     few = ("scheduler.max_batch_tokens=16", "scheduler.num_slots=4")
@@ -176,7 +179,7 @@ def pooled() -> Iterator[Server]:
     assert server.close() == 0
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def agent() -> Iterator[Server]:
     """A server of the model that was trained to call tools."""
     server = started(("recipes/tiny/agent.yaml", "server.drain_s=0"))

@@ -15,12 +15,14 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import pytest
 
 from serving.api.api_keys import ApiKeys
 from serving.api.app import application
 from serving.async_llm import AsyncLLM
 from serving.server import SignalFreeServer, configuration, listener_at
 from tests.patience import PATIENCE_S
+from tests.serving import warm
 from tests.serving.server import TINY
 
 PROMPTS = ["348+275=", "One day, ", "What is 17 + 25?", "Tell me of the sea. "]
@@ -37,6 +39,10 @@ class Served:
         app = application(self.llm, "tiny", ApiKeys({}), is_local=True)
         self._server = SignalFreeServer(configuration(app, 1000))
         self._thread = threading.Thread(target=self._run)
+        self._patch = pytest.MonkeyPatch()
+        self.engines = warm.Engines() if warm.is_possible() else None
+        if self.engines is not None:
+            self._patch.setattr(asyncio, "create_subprocess_exec", self.engines.start)
 
     def __enter__(self) -> Served:
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -50,6 +56,7 @@ class Served:
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
         self._thread.join(PATIENCE_S)
+        self._patch.undo()
         gc.unfreeze()
         gc.collect()
         gc.freeze()  # what the run has imported stays frozen, as it was before

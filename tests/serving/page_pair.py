@@ -155,8 +155,11 @@ class Pair:
         )
         for engine in engines:
             scheduler = engine.scheduler
-            assert not len(scheduler.lifecycle.held.pages)
+            held, states = scheduler.lifecycle.held, scheduler.tables.states
+            assert not len(held.pages)
+            assert not len(held.states)
             assert scheduler.pool.num_held == scheduler.prefix.num_idle
+            assert states is None or states.pool.num_held == states.num_idle
             recount(scheduler)
 
 
@@ -179,13 +182,19 @@ def alone(requests: Sequence[Request], attention: str = "fused") -> list[list[in
     """The answers of one engine that computes everything itself, one request after the other."""
     found = []
     for each in requests:
-        engine = device.make(attention)
-        request = Request(each.id, each.prompt, each.params)
-        engine.add(request)
-        while engine.has_work:
-            engine.step()
-        found.append(request.answer.tolist())
+        key = attention, each.prompt.tobytes(), repr(each.params)
+        if key not in _ALONE:  # many tests ask for the same prompts
+            engine = device.make(attention)
+            request = Request(each.id, each.prompt, each.params)
+            engine.add(request)
+            while engine.has_work:
+                engine.step()
+            _ALONE[key] = request.answer.tolist()
+        found.append(_ALONE[key])
     return found
+
+
+_ALONE: dict[tuple[str, bytes, str], list[int]] = {}
 
 
 class Listener:

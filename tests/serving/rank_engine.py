@@ -59,11 +59,12 @@ def answered(built: BuiltEngine, pages: PageExchange, asked: dict[str, Any]) -> 
             select.select([pages.wake.fd], [], [], 0.05)
     counters, scheduler = engine.scheduler.counters, engine.scheduler
     recount(scheduler)
+    held = scheduler.lifecycle.held
     return {
         "answer": request.answer.tolist(),
         "cached": request.num_cached_tokens,
         "missed": counters.missed_pages,
-        "held": len(scheduler.lifecycle.held.pages) + scheduler.pool.num_held - scheduler.prefix.num_idle,
+        "held": len(held.pages) + len(held.states) + scheduler.pool.num_held - scheduler.prefix.num_idle,
     }
 
 

@@ -16,6 +16,7 @@ import httpx
 
 from recipes.schema.recipe import ROOT
 from tests.patience import PATIENCE_S
+from tests.serving import warm
 
 TINY = "recipes/tiny/cpu.yaml"
 
@@ -24,9 +25,10 @@ TINY = "recipes/tiny/cpu.yaml"
 
 
 class Server:
-    """`python -m scripts.serve` on the tiny model, until it is closed; `log` is what it has said.
+    """`scripts.serve` on the tiny model, until it is closed; `log` is what it has said.
 
-    Without a spare engine, whose imports take longer than most tests, unless its arguments ask for one.
+    It is a fork of a process that has done the imports (see `warm`), unless it is to be fresh. It has no
+    spare engine, unless its arguments ask for one.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Server:
         limits: dict[int, int] | None = None,  # of the system, by resource.RLIMIT_...
         port: int = 0,
         verb: str = "scripts.serve",  # or another that listens, which knows no recipe's keys then
+        is_fresh: bool = False,  # started as a user does, with no imports done before it
     ) -> None:
         options = [*(arguments or (TINY,))]
         if verb == "scripts.serve" and not any(each.startswith("server.spare_engine=") for each in options):
@@ -45,14 +48,20 @@ class Server:
             for name, most in (limits or {}).items():
                 resource.setrlimit(name, (most, most))
 
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", verb, *options, "--port", str(port)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
-            preexec_fn=set_limits,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = [verb, *options, "--port", str(port)]
+        variables = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
+        self.process: subprocess.Popen[str] | warm.Process
+        if is_fresh or not warm.is_possible():
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                cwd=ROOT,
+                env=variables,
+                preexec_fn=set_limits,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        else:
+            self.process = warm.start(command[0], command[1:], variables, limits or {})
         # A test that fails before it closes the server leaves none behind that loads the machine
         weakref.finalize(self, self.process.kill)
         self.log: list[str] = []
@@ -97,9 +106,10 @@ class Server:
     def wait_until(self, path: str, status: int) -> None:
         """Until a path answers so."""
         until_s = time.monotonic() + PATIENCE_S
-        while httpx.get(self.url + path, timeout=PATIENCE_S).status_code != status:
-            assert time.monotonic() < until_s, f"{path} never gave {status}: {self.log[-5:]}"
-            time.sleep(0.02)
+        with httpx.Client(timeout=PATIENCE_S) as client:  # a new one for each question takes longer than both
+            while client.get(self.url + path).status_code != status:
+                assert time.monotonic() < until_s, f"{path} never gave {status}: {self.log[-5:]}"
+                time.sleep(0.05)
 
     @property
     def port(self) -> int:

@@ -30,6 +30,7 @@ from serving.tools.channels import HARMONY
 from serving.tools.definitions import tool_use
 from serving.tools.formats import THOUGHT_FORMATS, TOOL_FORMATS
 from serving.tools.parsing import ToolParser
+from tests.each_of import each_of
 from tests.serving.call_templates import (
     CALLS,
     KEYWORDS,
@@ -47,7 +48,7 @@ from tests.serving.call_templates import (
 from tests.serving.conftest import write_settings
 from tests.thorough import cases
 
-NUM_TURNS = cases(60, 1000)
+NUM_TURNS = cases(20, 1000)
 # The end of all calls, which models forget
 CLOSINGS = {
     "mistral": "]",
@@ -251,8 +252,8 @@ EDITS: dict[str, Edit] = {
 FORMS = list(CALLS)
 
 
-@pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("form", FORMS)
+@each_of("edit", EDITS)
 def test_calls_thoughts_and_text_are_those_of_the_template(form: str, edit: str) -> None:
     rng = random.Random(f"{form} {edit}")
     for _ in range(-(-NUM_TURNS // len(EDITS))):

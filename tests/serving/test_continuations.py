@@ -132,7 +132,7 @@ def test_an_answer_goes_on_byte_for_byte_from_any_token(server: Server, number: 
             fields["stream_options"] = {"include_usage": True}
     before = ask(server, path, fields)
     cuts = range(1, len(before.grown) + 1)
-    for cut in Random(number).sample(cuts, min(len(cuts), cases(3, 1000))):
+    for cut in Random(number).sample(cuts, min(len(cuts), cases(1 + is_stream, 1000))):
         found = go_on(server, before.until(cut))
         assert found.begun.group == before.begun.group
         assert found.begun.seed == before.begun.seed
@@ -212,6 +212,11 @@ def test_with_keys_a_router_shows_an_operators(tmp_path: Any) -> None:
 Change = dict[str, Any]
 
 
+@pytest.fixture(scope="module")
+def streamed(server: Server) -> Told:
+    return stream(server)
+
+
 @pytest.mark.parametrize(
     ("change", "begun", "status", "message"),
     [
@@ -240,10 +245,9 @@ Change = dict[str, Any]
     ],
 )  # fmt: skip
 def test_what_cannot_go_on_is_refused(
-    server: Server, change: Change, begun: Change, status: int, message: str
+    server: Server, streamed: Told, change: Change, begun: Change, status: int, message: str
 ) -> None:
-    before = stream(server)
-    sent = before.until(4)
+    sent = streamed.until(4)
     sent = msgspec.structs.replace(sent, begun=msgspec.structs.replace(sent.begun, **begun), **change)
     response = post(server, PATH, encode(sent), ROUTER)
     assert response.status_code == status, response.text

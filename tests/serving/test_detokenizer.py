@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from serving.text.tokenizer import Detokenizer, Text
 from tests.serving.conftest import KINDS
+from tests.thorough import cases
 
 SAMPLES = [
     "What is 12 plus 30? It is 42.",
@@ -21,7 +22,7 @@ SIGNS = st.text(st.sampled_from("ab <你好👩‍👧\n?é龘"), max_size=25)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skip", [True, False])
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=cases(40, 150), deadline=None)
 def test_any_tokens_in_any_pieces_add_up_to_their_text(
     texts: dict[str, Text], kind: str, skip: bool, data: st.DataObject
 ) -> None:
@@ -78,7 +79,7 @@ def slow_stop(whole: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(whole=SIGNS, stops=st.lists(SIGNS.filter(bool), max_size=3), data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(60, 200), deadline=None)
 def test_stop_strings_are_found_wherever_tokens_are_cut(
     texts: dict[str, Text], kind: str, whole: str, stops: list[str], data: st.DataObject
 ) -> None:
@@ -126,7 +127,7 @@ def test_after_a_stop_string_nothing_more_is_shown(texts: dict[str, Text]) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(whole=SIGNS, stops=st.lists(SIGNS.filter(bool), min_size=1, max_size=3))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=cases(20, 50), deadline=None)
 def test_a_stop_string_may_end_the_text_behind_itself(
     texts: dict[str, Text], kind: str, whole: str, stops: list[str]
 ) -> None:

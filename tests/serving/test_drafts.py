@@ -26,6 +26,7 @@ from serving.llm import LLM, SamplingParams
 from serving.metrics.exposition import Exposition
 from serving.offline import read_jobs, run_jobs
 from serving.terminal_view import frame, parse
+from tests.thorough import cases
 
 RECIPE = "recipes/tiny/cpu.yaml"
 SMALL = ("scheduler.num_slots=4", "device.threads=1", "device.compile=false", "model.dtype=float32")
@@ -107,7 +108,7 @@ def test_a_request_may_do_without(settings: tuple[str, ...], plain: list[list[tu
     assert counters.accepted_tokens > 0
 
 
-@BOTH
+@pytest.mark.parametrize("settings", cases([NGRAM], [NGRAM, DRAFT]))
 def test_a_served_answer_ends_where_it_does_without_drafts_and_what_was_guessed_is_counted_and_shown(
     settings: tuple[str, ...], plain: list[list[tuple[object, ...]]]
 ) -> None:
@@ -145,7 +146,7 @@ def test_a_served_answer_ends_where_it_does_without_drafts_and_what_was_guessed_
     assert f"{right / drafts:.0%}" in next(line for line in shown.splitlines() if "drafts right" in line)
 
 
-@BOTH
+@pytest.mark.parametrize("settings", cases([NGRAM], [NGRAM, DRAFT]))
 def test_each_answer_says_how_much_of_it_was_guessed(settings: tuple[str, ...]) -> None:
     engine = LLM(RECIPE, *settings)
     lines = [{"id": "a", "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True}]

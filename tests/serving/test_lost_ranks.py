@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -16,6 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
+from serving.engine.messages import Ready, Starting, decode_from_engine
+from serving.engine.process import EngineProcess
 from tests.device_kinds import stand_in_alone
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
@@ -33,6 +36,7 @@ OPTIONS = (
 )
 NO_LIMIT = "server.step_timeout_s=300"
 FOLLOWER = "recipes.assembly.follower_process"
+COMM = FOLLOWER.rpartition(".")[2][:15]  # of a fork, see `warm`; the system keeps so much of it
 
 
 def parents_of_ranks() -> dict[int, int]:
@@ -41,10 +45,10 @@ def parents_of_ranks() -> dict[int, int]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             parent = re.search(r"^PPid:\s*(\d+)$", (entry / "status").read_text(), re.MULTILINE)
-            command = (entry / "cmdline").read_text()
+            command = (entry / "cmdline").read_text() + (entry / "comm").read_text()
         except OSError:  # it has just ended
             continue
-        if parent and FOLLOWER in command:
+        if parent and (FOLLOWER in command or COMM in command):
             found[int(entry.name)] = int(parent[1])
     return found
 
@@ -198,6 +202,32 @@ def test_a_rank_that_is_stopped_is_named(way: str, _: int) -> None:
         assert "has said nothing for" in told
     finally:
         assert server.close() == 0
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_waited_follows_an_engine_that_is_begun_later() -> None:
+    """As beside a spare process, of which only the priority differs."""
+
+    async def test() -> None:
+        patient = f"parallel.connect_timeout_s={PATIENCE_S:g}"  # they may import at the lowest priority
+        engine = await EngineProcess.started([TINY, TENSOR, *OPTIONS, patient])
+        try:
+            assert engine.pid is not None
+            while not (waiting := followers(engine.pid)):
+                await asyncio.sleep(0.02)
+            engine.hurry()
+            engine.wake("")
+            stages: list[str] = []
+            while not isinstance(said := decode_from_engine(await engine.socket.recv()), Ready):
+                assert isinstance(said, Starting)
+                stages.append(said.doing)
+            assert followers(engine.pid) == waiting
+            assert "gathering its ranks" in stages
+        finally:
+            await engine.end()
+        wait_for_end(waiting[0])
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
 @pytest.mark.skipif(not THOROUGH, reason="THOROUGH=1 asks for it: an engine of a CPU is lost in the same way")

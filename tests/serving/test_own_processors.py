@@ -82,28 +82,22 @@ def test_they_act_in_turn_and_masks_hold_after_them() -> None:
     assert all("leave no token that could come next" in record["error"] for record in records)
 
 
+FAILURES = {
+    "raises": "Fail raised ValueError: no luck",
+    "nothing": "Fail raised AttributeError: 'NoneType' object has no attribute 'shape'",
+    "short": "Fail returned torch.float32 of (1023,) and not torch.float32 of (1024,)",
+    "double": "Fail returned torch.float64 of (1024,) and not torch.float32 of (1024,)",
+    "leaves nothing": "leave no token that could come next",
+}
+
+
 @pytest.mark.parametrize("way", ["plain", "ngram"])
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("raises", "Fail raised ValueError: no luck"),
-        (
-            "nothing",
-            "Fail raised AttributeError: 'NoneType' object has no attribute 'shape'",
-        ),
-        ("short", "Fail returned torch.float32 of (1023,) and not torch.float32 of (1024,)"),
-        (
-            "double",
-            "Fail returned torch.float64 of (1024,) and not torch.float32 of (1024,)",
-        ),
-        ("leaves nothing", "leave no token that could come next"),
-    ],
-)
-def test_what_fails_ends_its_request_alone(way: str, how: str, said: str) -> None:
-    first, second, third = answers(STORY, STORY | own("Fail", how=how), SUM, options=WAYS[way])
-    assert said in second["error"]
+def test_what_fails_ends_its_request_alone(way: str) -> None:
+    failing = [STORY | own("Fail", how=how) for how in FAILURES]
+    first, *failed, last = answers(STORY, *failing, SUM, options=WAYS[way])
+    assert all(said in each["error"] for said, each in zip(FAILURES.values(), failed, strict=True))
     assert first["token_ids"] == answers(STORY)[0]["token_ids"]
-    assert third["text"] == "623"
+    assert last["text"] == "623"
 
 
 @pytest.mark.parametrize(

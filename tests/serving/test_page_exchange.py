@@ -295,7 +295,7 @@ def test_pages_are_held_until_there_is_room_to_read_them(monkeypatch: pytest.Mon
     (request,) = prompts(1, longest=61)
     pair.ask([request])
     pair.until(lambda: pair.prompts.leased_pages("pages-1") is not None)
-    held = pair.prompts.leased_pages("pages-1")
+    held = pair.prompts.leased_pages("pages-1").pages
     pair.prompts.scheduler.tables.evict(pair.prompts.scheduler.prefix.num_idle)
     assert set(held.tolist()) <= set(pair.prompts.scheduler.prefix.pages.tolist())
     pair.until(lambda: not len(pair.fetches) and not pair.answers.has_work)

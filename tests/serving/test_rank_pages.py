@@ -7,17 +7,20 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from continuous_batching.request import Request
-from recipes.schema.recipe import ROOT
+from kv_cache.states import GRID
+from tests.models.families import VOCABULARY, make
+from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.patience import PATIENCE_S
+from tests.serving import warm
 from tests.serving.page_pair import alone, prompts
 from tests.serving.test_lost_ranks import followers, wait_for_end
 
@@ -36,13 +39,8 @@ class RankEngine:
         self.ranks, self.endpoint = ranks, endpoint
         asked = f"server.prompt_replicas=[{','.join(sources)}]"
         options = (*ranks.split(), f"server.pages_at={endpoint}", asked, *more)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.serving.rank_engine", *options],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        variables = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process = warm.start_speaking("tests.serving.rank_engine", options, variables)
 
     def said(self) -> dict[str, Any]:
         """The next line that it prints; empty if it has ended."""
@@ -61,8 +59,9 @@ class RankEngine:
         self.process.stdin.flush()
 
     def close(self) -> int:
-        self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(PATIENCE_S)
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -81,6 +80,8 @@ def opened() -> Iterator[ExitStack]:
 
 def test_engines_of_any_ranks_have_prompts_computed_by_each_other(opened: ExitStack) -> None:
     """1 to 2, 2 to 1, 2 to 4 and 4 to 2 ranks of two key-value heads, and 2 stages to 1; ranks are killed."""
+    if not warm.is_possible():
+        pytest.skip("no process can be forked beside this one")
     one, two, four, stages = (f"tcp://127.0.0.1:{free_port()}" for _ in range(4))
     engines = {
         one: RankEngine("parallel.tensor=1", one, [two, stages], "server.page_wait_s=300"),
@@ -126,3 +127,31 @@ def _lose_a_rank(losing: RankEngine, asked: RankEngine, request: Request, source
     asked.begin("lost", request.prompt.tolist(), source)
     os.kill(rank, signal.SIGKILL)
     wait_for_end(rank)
+
+
+def test_ranks_exchange_the_states_that_they_divide(opened: ExitStack, tmp_path: Path) -> None:
+    """1 to 2 ranks and 2 to 1, of two key heads; the states decay slowly, so that a wrong part shows."""
+    path = make(next(each for each in RECURRENT_VARIANTS if each.name == "qwen3_5"), tmp_path)[1]
+    keys = (
+        *("model.config=null", f"model.path={path}", "model.weights=checkpoint", "cache.page_size=16"),
+        *("cache.num_pages=40", f"scheduler.max_batch_tokens={GRID + 2}", "scheduler.max_request_tokens=200"),
+    )
+    one, two = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    engines = {
+        one: RankEngine("parallel.tensor=1", one, [two], "server.page_wait_s=300", *keys),
+        two: RankEngine("parallel.tensor=2", two, [one], "server.page_wait_s=300", *keys),
+    }
+    for engine in engines.values():
+        opened.callback(engine.kill)
+    for engine in engines.values():
+        assert engine.said(), "it did not begin"
+    random = np.random.default_rng(2)
+    for number, (source, target) in enumerate([(one, two), (two, one)]):
+        prompt = random.integers(1, VOCABULARY, 150).tolist()
+        engines[target].begin(f"r{number}", prompt, source)
+        found = engines[target].said()
+        assert (found["cached"], found["missed"], found["held"]) == (2 * GRID, 0, 0)
+        engines[source].begin(f"s{number}", prompt)
+        assert engines[source].said()["answer"] == found["answer"]
+    for engine in engines.values():
+        assert engine.close() == 0

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from serving.api.access import MOST_CONTAINERS
+from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server, defects
 
@@ -67,10 +68,8 @@ def raw_answer(server: Server, data: bytes, *, ends: bool = True) -> bytes:
     return answer
 
 
-@pytest.mark.parametrize(
-    "value", [2**31, 2**63 - 1, 2**63, 2**64, pytest.param(10**4000, id="10**4000"), -1, -(2**63) - 1]
-)
-@pytest.mark.parametrize(
+@each_of("value", [2**31, 2**63 - 1, 2**63, 2**64, 10**4000, -1, -(2**63) - 1])
+@each_of(
     "name",
     ["top_k", "max_tokens", "seed", "n", "min_tokens", "logprobs", "priority", "best_of", "beam_width"],
 )
@@ -83,8 +82,8 @@ def test_no_integer_is_too_large_to_be_refused(server: Server, name: str, value:
         assert name in refused(response)
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "timeout_s", "presence_penalty", "length_penalty"])
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e308", "-1e308", "1" * 400])
+@each_of("name", ["temperature", "top_p", "timeout_s", "presence_penalty", "length_penalty"])
+@each_of("value", ["NaN", "Infinity", "-Infinity", "1e308", "-1e308", "1" * 400])
 def test_no_number_is_too_strange_to_be_refused(server: Server, name: str, value: str) -> None:
     assert name in refused(ask(server, COMPLETIONS, f'{{"prompt": "1+1=", "{name}": {value}}}'))
 

@@ -6,9 +6,8 @@ import importlib
 import re
 from pathlib import Path
 
-import pytest
-
 from recipes.schema.server_section import ServerSection
+from tests.each_of import each_of
 from tests.test_imports import ROOT
 
 UNITS = {"MiB": 1, "bytes": 1, "s": 1, "characters": 1, "": 1}
@@ -30,7 +29,7 @@ def set_by(name: str) -> float:
     return getattr(ServerSection() if room == "server" else importlib.import_module(room), constant)
 
 
-@pytest.mark.parametrize(("said", "name"), [(row[1], row[2].strip("`")) for row in SET])
+@each_of("said, name", [(row[1], row[2].strip("`")) for row in SET])
 def test_a_bound_is_that_of_the_program(said: str, name: str) -> None:
     number, _, unit = said.partition(" ")
     assert unit in UNITS
@@ -61,7 +60,7 @@ def test_each_place_that_believes_another_names_its_tests() -> None:
             assert (Path(__file__).parent / path).is_file(), path
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row[0][:40])
+@each_of("row", rows())
 def test_each_bound_has_a_test(row: list[str]) -> None:
     for path, name in re.findall(r"`([\w/.]*test_\w+\.py)::(test_\w+)`", row[4]):
         assert f"def {name}(" in (Path(__file__).parent / path).read_text(encoding="utf-8"), (path, name)

@@ -16,7 +16,7 @@ import pytest
 from serving.api.api_keys import ApiKeys, Rights
 from serving.server import ServerOptions, listener_at
 from tests.patience import PATIENCE_S
-from tests.serving.server import TINY, Server, started
+from tests.serving.server import TINY, Server
 from tests.test_imports import ROOT
 
 SUM = {"prompt": "348+275=", "max_tokens": 8, "temperature": 0}
@@ -24,7 +24,7 @@ SUM = {"prompt": "348+275=", "max_tokens": 8, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    server = started([TINY, "server.spare_engine=true"])
+    server = Server(TINY, "server.spare_engine=true", is_fresh=True).ready()
     yield server
     assert server.close() == 0
 

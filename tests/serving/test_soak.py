@@ -13,9 +13,9 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from tests.serving.server import TINY, Server, started
+from benchmark.serve.overload import steady_slope
+from tests.serving.server import TINY, Server
 
 NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "6000"))
 NUM_AT_ONCE = 64
@@ -30,15 +30,6 @@ NOISE_BYTES = 2 * 2**20  # by which memory may move for no reason of ours
 
 def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def steady_slope(counts: NDArray[np.int64], memory: NDArray[np.float64]) -> float:
-    """Bytes a request: the median over all pairs of readings (Theil and Sen).
-
-    A leak raises every pair. A heap that meets its largest batch raises only the pairs around that moment.
-    """
-    first, second = np.triu_indices(len(counts), 1)
-    return float(np.median((memory[second] - memory[first]) / (counts[second] - counts[first])))
 
 
 def body(draw: random.Random, number: int) -> tuple[str, dict[str, object], int]:
@@ -101,7 +92,8 @@ async def soak(server: Server) -> tuple[list[int], list[list[int]]]:
 def test_memory_does_not_grow_with_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert NUM_WARM >= 3000, "SOAK_REQUESTS: 6000 is the least"
     monkeypatch.setenv(*NO_KERNELS_KEPT)
-    server = started([TINY, "server.max_requests=4096", "cache.num_pages=256"])
+    # Fresh, since what a fork has in common with others is no memory of its own
+    server = Server(TINY, "server.max_requests=4096", "cache.num_pages=256", is_fresh=True).ready()
     try:
         counts, readings = asyncio.run(soak(server))
     finally:
@@ -109,7 +101,7 @@ def test_memory_does_not_grow_with_requests(monkeypatch: pytest.MonkeyPatch) -> 
     first = int(np.searchsorted(counts, NUM_WARM))
     served = counts[-1] - counts[first]
     for name, memory in zip(("the server", "its engine"), np.array(readings, dtype=np.float64).T):
-        slope = steady_slope(np.array(counts[first:]), memory[first:])
+        slope = steady_slope(np.array(counts[first:], dtype=np.float64), memory[first:])
         print(
             f"{name}: {memory[first] / 2**20:.1f} MiB after {counts[first]} requests, "
             f"{memory[-1] / 2**20:.1f} MiB after {counts[-1]}, {slope:.1f} bytes a request"

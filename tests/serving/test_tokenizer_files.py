@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -334,11 +335,16 @@ def test_an_older_file_that_cannot_be_used_is_named(
         Text.load(tmp_path)
 
 
+@functools.cache
+def trained() -> ByteLevelBPETokenizer:
+    found = ByteLevelBPETokenizer()
+    found.train_from_iterator(CORPUS, vocab_size=500, special_tokens=["<|endoftext|>"], show_progress=False)
+    return found
+
+
 def pairs(folder: Path) -> None:
     """vocab.json and merges.txt alone, as a slow tokenizer was saved."""
-    trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(CORPUS, vocab_size=500, special_tokens=["<|endoftext|>"], show_progress=False)
-    trained.save_model(str(folder))
+    trained().save_model(str(folder))
 
 
 WORDS = (

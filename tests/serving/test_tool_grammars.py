@@ -14,6 +14,7 @@ from serving.grammars.structured_output import FormedAnswer
 from serving.tools.definitions import ToolUse, tool_use
 from serving.tools.formats import TOOL_FORMATS
 from serving.tools.parsing import ToolParser
+from tests.each_of import each_of
 from tests.serving.test_tool_parsing import parsed, written
 
 SCHEMA = {
@@ -255,8 +256,8 @@ STRICT_ONES: list[tuple[Any, list[Any], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "right", "wrong"), STRICT_ONES)
 @pytest.mark.parametrize("name", NOT_JSON)
+@each_of("schema, right, wrong", STRICT_ONES)
 def test_all_parts_of_a_strict_schema_are_held(name: str, schema: Any, right: Any, wrong: Any) -> None:
     use = one_tool(schema, strict=True)
     assert use.notes_in(TOOL_FORMATS[name]) == ()

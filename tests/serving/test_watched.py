@@ -83,6 +83,7 @@ def server() -> Iterator[Server]:
         "server.spare_engine=false",
         environment={"API_KEY": KEY},
         limits={resource.RLIMIT_NOFILE: NUM_DESCRIPTORS},
+        is_fresh=True,  # all of its children are engines, which the test kills
     ).ready()
     yield server
     if server.process.poll() is None:

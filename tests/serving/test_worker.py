@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import subprocess
 import sys
 import threading
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,7 @@ import zmq
 
 from borders.refusal import BadRequest
 from continuous_batching.inspection import Recount
-from continuous_batching.request import SamplingParams
+from continuous_batching.request import Request, SamplingParams
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from serving.engine.facts import facts_of
@@ -192,3 +195,48 @@ def test_what_waits_for_its_grammar_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         may_end.set()
     (found,) = (each.gauges for each in told)
     assert (found.waiting_requests, found.queued_tokens) == (1, 20)
+
+
+def num_kept() -> int:
+    """How many objects there are, and how many entries all containers have together."""
+    gc.collect()
+    sizes = (len(each) for each in gc.get_objects() if type(each) in (dict, list, set, deque))
+    return len(gc.get_objects()) + sum(sizes)
+
+
+def test_an_engine_keeps_nothing_of_requests_that_have_ended() -> None:
+    """With samples, ends from outside, refusals and log-probabilities; one entry a request would show."""
+    settings = ["scheduler.num_slots=8", "cache.num_pages=64", "device.threads=1"]
+    built = build(load(TINY, settings))
+    context = zmq.Context()
+    ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    theirs.bind("inproc://engine")
+    ours.connect("inproc://engine")
+    worker = Worker(built.engine, ours, facts_of(built, prefix_sharing=True))
+    random, streams = np.random.default_rng(1), itertools.count()
+
+    def serve(count: int) -> None:
+        for number in range(count):
+            length = 4000 if number % 20 == 7 else int(random.integers(1, 60))  # one that does not fit
+            params = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=2 if number % 3 == 0 else None)
+            prompt = random.integers(3, 300, length).astype(np.int32)
+            samples = [next(streams) for _ in range(1 + (number % 4 == 0))]
+            leader = Request(f"request {samples[0]}", prompt, params, cache_salt=str(number))
+            leader.followers = [Request(f"request {each}", prompt, params) for each in samples[1:]]
+            worker._handle(Add.of(samples[0], leader, 0.0))
+            if number % 5 == 0:
+                worker._handle(Finish(samples[0], "abort"))
+        while worker._has_work:
+            step = built.engine.step()
+            if step is not None:
+                worker._after(step)
+        while theirs.poll(0):
+            theirs.recv()
+
+    serve(120)  # the prefix cache and all pools are full
+    before = num_kept()
+    serve(240)
+    assert num_kept() - before < 60
+    for each in (ours, theirs):
+        each.close()
+    context.term()

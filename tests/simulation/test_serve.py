@@ -134,8 +134,8 @@ def test_memory_does_not_grow_with_the_trace() -> None:
             tracemalloc.stop()
 
     peak_bytes(50)  # what is made once and kept
-    short, long = peak_bytes(150), peak_bytes(600)
-    assert long - short < 450 * 60, f"{(long - short) / 450:.0f} bytes for each request more"
+    short, long = peak_bytes(100), peak_bytes(300)
+    assert long - short < 200 * 60, f"{(long - short) / 200:.0f} bytes for each request more"
 
 
 def test_who_is_refused_has_failed() -> None:

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests.each_of import each_of
+from tests.pairs import pairs
+from tests.thorough import cases
 from tests.virtual_npu.batches import MASK, Dense, first_version, int8_pages, oracle, paged
 from virtual_npu.contract import Conditions, ContractError
 from virtual_npu.operators import operator
@@ -18,10 +21,10 @@ FP32 = Conditions(fp32=True)
 V1, V2 = operator("npu_fused_infer_attention_score"), operator("npu_fused_infer_attention_score_v2")
 
 
-@pytest.mark.parametrize("page_size", [16, 32, 128])
-@pytest.mark.parametrize("by_heads", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 7, 40])
-@pytest.mark.parametrize("heads", [(2, 1), (8, 2)])
+@each_of(
+    "page_size, by_heads, window, heads",
+    pairs([16, 32, 128], [False, True], [None, 1, 7, 40], [(2, 1), (8, 2)]),
+)
 def test_mixed_batches(page_size: int, by_heads: bool, window: int | None, heads: tuple[int, int]) -> None:
     seed = [page_size, by_heads, window or 0, heads[0]]
     arguments, dense = paged(
@@ -32,8 +35,7 @@ def test_mixed_batches(page_size: int, by_heads: bool, window: int | None, heads
     assert all(map(torch.equal, V1(FP32, **first_version(arguments)), (out, lse)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(300))
+@each_of("seed", range(cases(40, 300)))
 def test_random_batches(seed: int) -> None:
     rng = np.random.default_rng(seed)
     heads = ((1, 1), (2, 2), (4, 2), (12, 2), (8, 1))[seed % 5]
@@ -49,7 +51,7 @@ def test_random_batches(seed: int) -> None:
     close(*V2(FP32, **arguments), dense)
 
 
-@pytest.mark.parametrize("heads", [(3, 3), (6, 1)])
+@each_of("heads", [(3, 3), (6, 1)])
 def test_heads_of_128(heads: tuple[int, int]) -> None:
     arguments, dense = paged(np.random.default_rng(heads), heads=heads, dim=128)
     close(*V2(FP32, **arguments), dense)
@@ -61,8 +63,8 @@ def test_sinks(window: int | None) -> None:
     close(*V2(FP32, **arguments), dense)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (6, 1)])
+@each_of("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each_of("heads", [(2, 2), (8, 2), (6, 1)])
 def test_pages_of_int8(dtype: torch.dtype, heads: tuple[int, int]) -> None:
     lens = [(1, 70), (1, 1), (1, 33), (1, 32)]
     arguments, dense = int8_pages(np.random.default_rng(heads), dtype, lens=lens, heads=heads, dim=128)
@@ -90,8 +92,8 @@ def test_without_a_page_table_lengths_of_keys_add_up(dims: tuple[int, int]) -> N
     close(*V2(FP32, **arguments), dense)
 
 
-@pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD"])
-@pytest.mark.parametrize("mode", [0, 1, 2, 3, 4])
+@each_of("layout", ["BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD"])
+@each_of("mode", [0, 1, 2, 3, 4])
 def test_other_layouts(layout: str, mode: int) -> None:
     torch.manual_seed(mode)
     query, key, value = torch.randn(2, 6, 4, 64), torch.randn(2, 9, 2, 64), torch.randn(2, 9, 2, 64)

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from tests.each_of import each_of
+
 pytestmark = [pytest.mark.npu, pytest.mark.usefixtures("device")]
 
 INDEX = torch.tensor([2, 0])
@@ -58,7 +60,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_of("name", CASES)
 def test_operators_give_the_cpu_s_results(name):
     x, y = torch.randn(3, 4), torch.randn(3, 4)
     expected = CASES[name](x, y)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
+from tests.each_of import each_of
 from tests.thorough import cases
 from tests.virtual_npu.right_calls import RIGHT
 from virtual_npu.operators import OPERATORS, operator
@@ -14,10 +14,10 @@ def test_every_operator_has_right_calls() -> None:
     assert set(RIGHT) == {each.name for each in OPERATORS}
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@each_of("name", RIGHT)
 def test_right_calls_pass(name: str) -> None:
-    """20 of each operator; with --thorough 200 of each, which are 8,800 in all."""
+    """10 of each operator; with --thorough 200 of each, which are 8,800 in all."""
     called = operator(name)
-    for seed in range(cases(20, 200)):
+    for seed in range(cases(10, 200)):
         arguments, conditions = RIGHT[name](np.random.default_rng([seed, len(name)]))
         called(conditions, **arguments)

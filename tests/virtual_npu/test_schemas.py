@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.each_of import each_of
 from tests.virtual_npu.batches import first_version, paged
 from tests.virtual_npu.right_calls import RIGHT, Arguments
 from virtual_npu.contract import Conditions, ContractError, Operator
@@ -34,7 +35,7 @@ def of_the_wheel(each: Operator) -> torch._ops.OpOverload:
     return getattr(getattr(getattr(torch.ops, space), short), overload or "default")
 
 
-@pytest.mark.parametrize("each", OPERATORS, ids=lambda each: each.name)
+@each_of("each", OPERATORS)
 def test_a_schema_is_the_wheels_own(each: Operator) -> None:
     assert str(of_the_wheel(each)._schema) == str(each.parsed)
 
@@ -63,7 +64,7 @@ def test_references_return_what_the_wheels_meta_kernels_say() -> None:
             assert [described(one) for one in tensors(said)] == [described(one) for one in tensors(made)]
 
 
-@pytest.mark.parametrize("each", OPERATORS, ids=lambda each: each.name)
+@each_of("each", OPERATORS)
 def test_a_call_on_the_device_comes_to_what_the_reference_makes(
     each: Operator, under: Callable[[Conditions], None]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.each_of import each_of
 from tests.thorough import cases
 from virtual_npu.contract import Conditions
 from virtual_npu.operators import operator as contract_of
@@ -22,6 +23,7 @@ from virtual_npu.verify import PACKER, in_words, main, on_device, product_of, ve
 ROOT = Path(__file__).resolve().parents[2]
 
 
+NUM_GROUPED = cases(14, 60)
 CASES = [(product, operator) for product in PRODUCTS.values() for operator in makers(product)]
 
 
@@ -31,7 +33,7 @@ def by_reference(operator: str, arguments: Mapping[str, Any], product: Product =
 
 @pytest.mark.npu
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("operator", MAKERS)
+@each_of("operator", MAKERS)
 def test_a_device_computes_what_the_contract_says(operator: str) -> None:
     verdict = verify(operator, on_device, "npu:0", 2, seed=0)
     assert verdict.is_right, verdict.first_fault
@@ -43,14 +45,14 @@ def scaled(operator: str, arguments: Mapping[str, Any]) -> Any:
     return [each * 1.1 for each in ([results] if isinstance(results, torch.Tensor) else results)]
 
 
-@pytest.mark.parametrize(("product", "operator"), CASES, ids=[f"{each.name}-{name}" for each, name in CASES])
+@each_of("product, operator", CASES)
 def test_the_contract_lets_an_engines_calls_through(product: Product, operator: str) -> None:
-    verdict = verify(operator, partial(by_reference, product=product), "cpu", cases(8, 60), 0, product)
+    verdict = verify(operator, partial(by_reference, product=product), "cpu", cases(4, 60), 0, product)
     assert verdict.is_right, verdict.first_fault
     assert verdict.worst == 0
 
 
-@pytest.mark.parametrize("operator", ["npu_rms_norm", "npu_fused_infer_attention_score", "npu_quant_matmul"])
+@each_of("operator", ["npu_rms_norm", "npu_fused_infer_attention_score", "npu_quant_matmul"])
 def test_a_wrong_result_shows(operator: str) -> None:
     verdict = verify(operator, scaled, "cpu", 2, seed=5)
     assert verdict.num_right == 0
@@ -95,7 +97,7 @@ def test_a_seed_draws_one_call() -> None:
 def test_grouped_products_of_int8_with_4_and_with_8_bits_are_drawn() -> None:
     """And those of 4 bits without their bias are found wrong, as by an operator that adds nothing."""
     seen, calls = set[tuple[torch.dtype, bool]](), 0
-    for seed in range(60):
+    for seed in range(NUM_GROUPED):
         call = sample_call("npu_grouped_matmul", seed).arguments
         if call["x"][0].dtype == torch.int8:
             seen.add((call["weight"][0].dtype, call["output_dtype"] == torch.int32))
@@ -107,7 +109,8 @@ def test_grouped_products_of_int8_with_4_and_with_8_bits_are_drawn() -> None:
             arguments = {**arguments, "bias": [0 * arguments["bias"][0]]}
         return by_reference(operator, arguments)
 
-    assert verify("npu_grouped_matmul", without_bias, "cpu", 60, 0).num_right == 60 - calls
+    verdict = verify("npu_grouped_matmul", without_bias, "cpu", NUM_GROUPED, 0)
+    assert verdict.num_right == NUM_GROUPED - calls
 
 
 def test_what_the_engine_calls_is_tried() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from tests.each_of import each_of
 from tests.virtual_npu.batches import first_version
 from tests.virtual_npu.right_calls import FIA, RIGHT, Arguments, outputs
 from tests.virtual_npu.wrong import Wrong, put
@@ -48,7 +49,7 @@ def family(operator: Operator) -> list[Wrong]:
     ]
 
 
-@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
+@each_of("operator", OPERATORS)
 def test_a_wrong_call_is_refused(operator: Operator) -> None:
     assert [complaint for wrong in family(operator) if (complaint := _complaint(operator, wrong))] == []
 

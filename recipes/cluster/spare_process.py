@@ -1,11 +1,12 @@
-"""Prepare a process to replace an engine, without slowing the one that serves.
+"""Prepare a process to replace an engine or one of its ranks, without slowing the engine that serves.
 
-    python -m serving.engine.spare_process MODULE [ARGUMENT ...]
+    python -m recipes.cluster.spare_process MODULE [ARGUMENT ...]
 
 It imports large modules in a thread of the lowest priority, and continues as MODULE. A byte on its standard
 input says that the engine is needed now, or may be soon: the rest of the import then runs at the usual
 priority. The byte stays there for MODULE to read. Kernels that divide processor time by session (sched(7),
-autogroup) need the session's niceness changed as well.
+autogroup) need the session's niceness changed as well, which only the session's first process does: the ranks
+of an engine share its session.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 LARGE = "recipes.assembly.engine"  # it imports torch
@@ -48,24 +49,34 @@ def import_gently(module: str, *rare: str) -> None:
     The rare modules follow; none of them is begun once the engine is needed.
     """
     importlib.import_module("numpy")  # its own threads start now, at the usual priority
-    if _is_needed(0):
+    if is_needed(0):
         importlib.import_module(module)
         return
-    usual = session_niceness()
     needed = threading.Event()
     thread = threading.Thread(target=_import, args=(module, rare, needed))
-    set_session_niceness(LAST)
-    thread.start()
-    while thread.is_alive() and not _is_needed(_LOOKS_S):
-        pass
-    needed.set()
-    set_session_niceness(usual)
+    with lowest_session_niceness() if os.getsid(0) == os.getpid() else contextlib.nullcontext():
+        thread.start()
+        while thread.is_alive() and not is_needed(_LOOKS_S):
+            pass
+        needed.set()
     if thread.is_alive():
         _hurry(thread)
     thread.join()
 
 
-def _is_needed(within_s: float) -> bool:
+@contextlib.contextmanager
+def lowest_session_niceness() -> Iterator[None]:
+    """Let this session run only when no other wants to, while inside this context."""
+    usual = session_niceness()
+    set_session_niceness(LAST)
+    try:
+        yield
+    finally:
+        set_session_niceness(usual)
+
+
+def is_needed(within_s: float) -> bool:
+    """Return whether a byte, or the end, of standard input has come within this time."""
     return bool(select.select([0], [], [], within_s)[0])
 
 

@@ -11,17 +11,23 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from continuous_batching.request import Request, SamplingParams
+from recipes.assembly.engine import build
+from recipes.cluster import rank_process, spare_process
+from recipes.cluster.rank_process import SpareRanks
+from recipes.cluster.spare_process import LAST, restore_priority, session_niceness
+from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from serving.engine import spare_process
 from serving.engine.messages import BEGIN, HURRY
-from serving.engine.spare_process import LAST, restore_priority, session_niceness
 from tests.patience import PATIENCE_S
+from tests.serving.server import TINY
 
 TELL = """
 import importlib, os, sys, threading, time
-from serving.engine import spare_process
+from recipes.cluster import rank_process, spare_process
 
 def priorities():
     group = spare_process.AUTOGROUP
@@ -57,7 +63,7 @@ def spare(*arguments: str) -> subprocess.Popen[str]:
 @pytest.fixture(scope="module")
 def has_group() -> bool:
     """Whether the system schedules a new session as a group; ours may be older than that."""
-    brief = "from serving.engine import spare_process; print(spare_process.own_niceness())"
+    brief = "from recipes.cluster import spare_process; print(spare_process.own_niceness())"
     command = [sys.executable, "-c", brief]
     return subprocess.check_output(command, cwd=ROOT, text=True, start_new_session=True) != "None\n"
 
@@ -97,7 +103,7 @@ def test_it_gives_way_no_longer_once_it_is_needed(has_group: bool) -> None:
 
 def test_it_goes_on_as_the_module_it_is_told() -> None:
     brief = (
-        "from serving.engine import spare_process; spare_process.LARGE = 'json'; import sys;"
+        "from recipes.cluster import spare_process; spare_process.LARGE = 'json'; import sys;"
         " spare_process.main(sys.argv[1:])"
     )
     done = subprocess.run(
@@ -135,7 +141,7 @@ def test_who_shall_hurry_has_not_begun() -> None:
 
 def test_what_only_some_need_is_not_begun_once_the_engine_is_needed() -> None:
     brief = (
-        "import os, sys, threading; from serving.engine import spare_process\n"
+        "import os, sys, threading; from recipes.cluster import spare_process\n"
         "begun, needed = [], threading.Event()\n"
         "def told(name): begun.append(name); needed.set() if name == 'b' else None\n"
         "spare_process.importlib.import_module = told\n"
@@ -229,3 +235,36 @@ def test_a_system_that_restores_no_priority_ends_nothing(name: str, monkeypatch:
         importing.run()
         assert done == ["large"]
         spare_process._hurry(threading.current_thread())
+
+
+@pytest.mark.slow
+def test_ranks_that_have_waited_join_and_one_that_was_lost_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The variable says where ranks meet; what it was when they began to wait would let none join.
+
+    They import at the usual priority, since what runs beside this test does not end.
+    """
+    monkeypatch.setattr(rank_process, "SPARE", rank_process.FOLLOWER)
+    asked = ("parallel.pipeline=3", "device.threads=1", "device.compile=false", "scheduler.num_slots=2")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
+    spares = SpareRanks(4)
+    try:
+        lost, waited, *left = (each.process for each in spares._waiting)
+        lost.kill()
+        lost.wait()
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        built = build(load(TINY, asked), spares=spares)
+        try:
+            assert built.ranks is not None
+            followers = [each.pid for each in built.ranks._processes]
+            assert followers == [waited.pid, left.pop(0).pid]
+            request = Request("a", np.arange(3, 20, dtype=np.int32), SamplingParams(max_tokens=4))
+            built.engine.add(request)
+            while request.finish_reason is None:
+                built.engine.step()
+        finally:
+            built.engine.close()
+    finally:
+        spares.close()
+    assert [each.poll() for each in left] == [-signal.SIGKILL]

@@ -1,1 +1,0 @@
-"""Re-run the experiments of the sources under a gate that refuses impossible figures."""

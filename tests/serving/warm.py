@@ -1,0 +1,358 @@
+"""Start servers and their engines as forks of a process that has imported what takes seconds to import.
+
+A server costs three seconds of a processor before it answers, of which two and a half are imports. `start`
+runs a command of this project in a fork of one process that each test run keeps for it. The server's
+engine is such a fork, too, and a child of the server as usual, and so are the engine's further ranks: each
+learns from the system that another has ended. Only `python -m` is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import resource
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from recipes.cluster import rank_process
+from recipes.cluster.rank_process import FOLLOWER
+from recipes.schema.recipe import ROOT
+from serving.engine.process import SPARE
+
+# None of them starts a thread, which a fork would not have
+COSTLY = (
+    "torch",
+    "jsonschema",
+    "serving.server",
+    "scripts.serve",
+    "scripts.route",
+    "recipes.assembly.engine",
+    "serving.engine.main",
+    "serving.engine.worker",
+    "serving.engine.page_exchange",
+    "serving.own_processors",
+    FOLLOWER,
+)
+_PR_SET_CHILD_SUBREAPER = 36
+_ASKING = threading.Lock()  # answers come in the order of the requests
+_LONGEST_REQUEST = 1 << 17
+READY = b"ready"
+
+
+class Process:
+    """A child of this process, with what tests use of subprocess.Popen."""
+
+    def __init__(
+        self,
+        pid: int,
+        *,
+        stderr: IO[str] | None = None,
+        stdin: IO[bytes] | None = None,
+        stdout: IO[bytes] | None = None,
+    ) -> None:
+        self.pid, self.stderr, self.stdin, self.stdout = pid, stderr, stdin, stdout
+        self.returncode: int | None = None
+        self._ended = os.pidfd_open(pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit status, negative for a signal."""
+        if self.returncode is None:
+            if not select.select([self._ended], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            os.close(self._ended)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Return its exit status, or None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+
+def start(
+    module: str, arguments: Sequence[str], environment: dict[str, str], limits: dict[int, int]
+) -> Process:
+    """Run `python -m MODULE ARGUMENT ...` in a fork under limits of the system; its stderr is a pipe."""
+    reader, writer = os.pipe()
+    try:
+        files = {1: 1, 2: writer}
+        pid = ask(_source(), module, arguments, environment, files, limits=limits)
+    finally:
+        os.close(writer)
+    return Process(pid, stderr=os.fdopen(reader, encoding="utf-8", errors="replace"))
+
+
+def start_speaking(module: str, arguments: Sequence[str], environment: dict[str, str]) -> Process:
+    """Run `python -m MODULE ARGUMENT ...` in a fork; its standard input and output are pipes."""
+    (their_input, our_input), (our_output, their_output) = os.pipe(), os.pipe()
+    try:
+        pid = ask(_source(), module, arguments, environment, {0: their_input, 1: their_output})
+    finally:
+        os.close(their_input)
+        os.close(their_output)
+    return Process(pid, stdin=os.fdopen(our_input, "wb"), stdout=os.fdopen(our_output, "rb"))
+
+
+def is_possible() -> bool:
+    """Whether processes can be forked here; a device's driver may start threads when torch is imported."""
+    return sys.platform == "linux" and _first()[1]
+
+
+def _source() -> socket.socket:
+    return _first()[0]
+
+
+@functools.cache
+def _first() -> tuple[socket.socket, bool]:
+    """Start the process of which all are forks, which ends with this one; return whether it can be forked."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+    )
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours, ours.recv(64) == READY
+
+
+def ask(
+    source: socket.socket,
+    module: str,
+    arguments: Sequence[str],
+    environment: dict[str, str],
+    files: dict[int, int],
+    *,
+    leads_session: bool = False,
+    limits: dict[int, int] | None = None,
+) -> int:
+    """Have a module run by a fork of the process at `source`, with these files, and return its id."""
+    request = {
+        "module": module,
+        "arguments": [*arguments],
+        "environment": environment,
+        "files": [*files],
+        "leads_session": leads_session,
+        "limits": [*(limits or {}).items()],
+    }
+    with _ASKING, _adopting():
+        socket.send_fds(source, [json.dumps(request).encode()], [*files.values()])
+        return int(source.recv(64))
+
+
+def answer(source: socket.socket) -> None:
+    """Fork for each request until the other end has closed; return also in each fork, once it has ended."""
+    while True:
+        data, files, _, _ = socket.recv_fds(source, _LONGEST_REQUEST, 8)
+        if not data:
+            return
+        if (pid := _forked_beside()) == 0:
+            source.close()
+            run(json.loads(data), files)
+            return
+        for each in files:
+            os.close(each)
+        source.send(str(pid).encode())
+
+
+def _forked_beside() -> int:
+    """Fork a process whose parent is not this one but the nearest that adopts processes: who asks for it."""
+    reader, writer = os.pipe()
+    if (between := os.fork()) == 0:
+        if (pid := os.fork()) == 0:
+            os.close(reader)
+            os.close(writer)
+            return 0
+        os.write(writer, str(pid).encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(between, 0)
+    with os.fdopen(reader, "rb") as told:
+        return int(told.read())
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Let this process become the parent of processes whose own parent, below it, ends meanwhile."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def run(request: dict[str, Any], files: list[int]) -> None:
+    """Run the module as `python -m` does."""
+    if request["leads_session"]:
+        os.setsid()
+    for number, each in zip(request["files"], files, strict=True):
+        os.dup2(each, number)
+    for each in files:
+        os.close(each)
+    for name, most in request["limits"]:
+        resource.setrlimit(name, (most, most))
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    module, arguments = request["module"], request["arguments"]
+    Path("/proc/self/comm").write_text(module.rpartition(".")[2])  # by which tests find it
+    sys.argv = [module, *arguments]
+    if module.startswith("scripts."):
+        asyncio.create_subprocess_exec = Engines(_nest()).start  # type: ignore[assignment]  # only for engines
+    elif any(each.startswith("parallel.") for each in arguments):
+        vars(rank_process)["subprocess"] = Ranks(_nest())
+    for name in (module, *arguments[:1]):  # and the module that a spare process goes on as
+        sys.modules.pop(name, None)  # else runpy warns that it is there, in the log
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _nest() -> socket.socket:
+    """Return the connection to a child of this process, of which its engines are forks."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        answer(theirs)
+        os._exit(0)
+    theirs.close()
+    return ours
+
+
+class Engines:
+    """Start a server's engines as forks of the process at `nest`, by default that of all servers."""
+
+    def __init__(self, nest: socket.socket | None = None) -> None:
+        self.forks_spares = True
+        self._nest = nest or _source()
+        self._executes = asyncio.create_subprocess_exec
+
+    async def start(self, *command: str, **options: Any) -> Any:
+        """Stand in for asyncio.create_subprocess_exec."""
+        if command[1] != "-m" or (command[2] == SPARE and not self.forks_spares):
+            return await self._executes(*command, **options)
+        (their_input, our_input), (our_log, their_log) = os.pipe(), os.pipe()
+        files = {0: their_input, 2: their_log}
+        pid = ask(self._nest, command[2], command[3:], dict(os.environ), files, leads_session=True)
+        for each in files.values():
+            os.close(each)
+        process = _Engine(pid, _Input(our_input))
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(process.stderr), os.fdopen(our_log, "rb", 0)
+        )
+        return process
+
+
+class Ranks:
+    """Start an engine's further ranks as forks; it stands in for the module subprocess."""
+
+    PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
+
+    def __init__(self, nest: socket.socket) -> None:
+        self._nest = nest
+
+    def Popen(self, command: list[str], *, env: dict[str, str], **_: Any) -> Process:
+        """Start a rank, which is told its recipe by its standard input."""
+        theirs, ours = os.pipe()
+        pid = ask(self._nest, command[2], command[3:], env, {0: theirs})
+        os.close(theirs)
+        return Process(pid, stdin=os.fdopen(ours, "wb"))
+
+
+class _Input:
+    """Standard input of an engine, of which only few bytes are ever written."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._pipe = os.fdopen(descriptor, "wb", 0)
+
+    def write(self, data: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.write(data)
+
+    def close(self) -> None:
+        self._pipe.close()
+
+
+class _Engine:
+    """A child of this process, as asyncio has it."""
+
+    def __init__(self, pid: int, stdin: _Input) -> None:
+        self.pid, self.stdin = pid, stdin
+        self.stderr = asyncio.StreamReader()
+        self.returncode: int | None = None
+        self._loop = asyncio.get_running_loop()
+        self._has_ended = asyncio.Event()
+        self._pidfd = os.pidfd_open(pid)
+        self._loop.add_reader(self._pidfd, self._end)
+
+    def _end(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self._has_ended.set()
+
+    async def wait(self) -> int:
+        await self._has_ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def main() -> None:
+    """Import, and answer at the socket that is the argument."""
+    with socket.socket(fileno=int(sys.argv[1])) as source:
+        for name in COSTLY:
+            importlib.import_module(name)
+        gc.collect()
+        gc.freeze()
+        if len(os.listdir("/proc/self/task")) == 1 and _can_be_waited_for():  # a fork lacks other threads
+            source.send(READY)
+            answer(source)
+
+
+def _can_be_waited_for() -> bool:
+    """Whether the system, and a container's rules, let processes be waited for beside others."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()
