@@ -175,28 +175,43 @@ def test_show_says_what_divided_pages_would_hold(capsys: pytest.CaptureFixture[s
     assert f"divided pages between 8 ranks; {cost}" in lines
 
 
-def kind_of(recipe: Recipe) -> object:
+def traits_of(recipe: Recipe) -> set[tuple[str, object]]:
     """What of a recipe matters where another model is served; all of it with --thorough.
 
-    The contract of a 910C is the 910B's; one of each kind is a recipe of either.
+    The contract of a 910C is the 910B's.
     """
     device, model, parallel = recipe.device, recipe.model, recipe.parallel
-    divided = parallel.tensor > 1, parallel.pipeline > 1, parallel.expert > 1
-    contract = "910B" if device.product == "910C" else device.product
-    kind = contract, device.attention, device.graphs > 0, model.quantization, divided
-    return recipe if THOROUGH else (*kind, recipe.scheduler.policy, recipe.scheduler.overlap)
+    if THOROUGH:
+        return {("recipe", recipe)}
+    return {
+        ("attention", device.attention),
+        ("graphs", device.graphs > 0),
+        ("quantization", model.quantization),
+        *((name, getattr(parallel, name) > 1) for name in ("tensor", "pipeline", "expert")),
+        ("policy", recipe.scheduler.policy),
+        ("overlap", recipe.scheduler.overlap),
+    }
 
 
 def one_of_each() -> dict[str | None, list[str]]:
-    """A recipe of each kind, by product: to start the stand-in, of which a process has one, takes longest."""
+    """By product, as few recipes as have all that its recipes have: to start an engine of each takes long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MODELS", os.curdir)
-        recipes = sorted(RECIPES, key=lambda path: "910c" not in path.stem)  # so that few processes start
-        last = {kind_of(load(str(path))): str(path) for path in recipes}
-        by_product: dict[str | None, list[str]] = {}
-        for path in last.values():
-            by_product.setdefault(load(path).device.product, []).append(path)
+        recipes = sorted(RECIPES, key=lambda path: "910c" in path.stem)  # so that few processes start
+        loaded = {str(path): load(str(path)) for path in recipes}
+    has = {path: {(contract_of(each), *trait) for trait in traits_of(each)} for path, each in loaded.items()}
+    lacking = set[tuple[object, ...]]().union(*has.values())
+    by_product: dict[str | None, list[str]] = {}
+    while lacking:
+        path = max(loaded, key=lambda path: len(has[path] & lacking))
+        lacking -= has[path]
+        by_product.setdefault(loaded[path].device.product, []).append(path)
     return by_product
+
+
+def contract_of(recipe: Recipe) -> str | None:
+    """The product whose operators a recipe calls."""
+    return "910B" if recipe.device.product == "910C" else recipe.device.product
 
 
 SERVED_PRODUCTS = cases(["310P", "910", "910B"], sorted(CHIP_GIB))
