@@ -266,12 +266,7 @@ class Scheduler:
         targets = stops[sampled]
         if num_drafts:
             sampled, owners, targets = yield_at_drafts(slots, sampled, owners, targets)
-        cuts: tuple[StateCut, ...] = ()
-        if self._checkpoints is not None:
-            known = np.minimum(stops, slots.num_tokens[rows]) if num_drafts else stops
-            at = starts if self.speculation is None else starts - slots.state_lag[rows]
-            self._checkpoints.keep_answers(rows, at)
-            cuts = self._checkpoints.cuts(rows, starts, known)
+        cuts = () if self._checkpoints is None else self._states_kept(rows, starts, stops, num_drafts)
         copies, unknown = self.tables.take_copies(), self.in_flight.is_unknown(rows)
         drafter = () if self.speculation is None else self.speculation.draft_spans(rows, starts, stops)
         batch = Batch(rows, starts, stops, sampled, owners, targets, copies, unknown, num_drafts, *drafter)
@@ -279,6 +274,15 @@ class Scheduler:
             batch = replace(batch, cuts=cuts)
         self.in_flight.launch(batch, involved, EMPTY if only_decodes else involved, now_s)
         return batch
+
+    def _states_kept(self, rows: Index, starts: Index, stops: Index, num_drafts: int) -> tuple[StateCut, ...]:
+        """Keep the states that are wanted of these spans; return the cuts within them."""
+        assert self._checkpoints is not None, "there are no states"
+        slots = self.slots
+        known = np.minimum(stops, slots.num_tokens[rows]) if num_drafts else stops
+        at = starts if self.speculation is None else starts - slots.state_lag[rows]
+        self._checkpoints.keep_answers(rows, at)
+        return self._checkpoints.cuts(rows, starts, known)
 
     def _shared(self, rows: Index) -> tuple[Index, Index, Index, bool]:
         """Share the budget of a step; return the spans, and whether all of them are decodes."""
