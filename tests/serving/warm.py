@@ -229,7 +229,8 @@ def run(request: dict[str, Any], files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     module, arguments = request["module"], request["arguments"]
-    Path("/proc/self/comm").write_text(module.rpartition(".")[2])  # by which tests find it
+    becomes = arguments[0] if module == SPARE else module
+    Path("/proc/self/comm").write_text(becomes.rpartition(".")[2])  # by which tests find it
     sys.argv = [module, *arguments]
     if module.startswith("scripts."):
         asyncio.create_subprocess_exec = Engines(_nest()).start  # type: ignore[assignment]  # only for engines
