@@ -174,11 +174,12 @@ def test_a_state_is_kept_until_there_is_room_to_read_it(
     path_of: PathOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On its lease, which gives way to who runs; then the prompt is computed where it is needed."""
-    monkeypatch.setattr(page_exchange, "MOST_UNSENT_BYTES", 1)
+    has_room = False
+    monkeypatch.setattr(page_exchange.PageSends, "_may_read", lambda *_: has_room)
     built = engine(path_of("qwen3_5")), engine(path_of("qwen3_5"))
     want = served_alone(built[1], requests(150))
     for gives_way in (False, True):
-        pair = once_more(built)
+        pair, has_room = once_more(built), False
         (asked,) = requests(150)
         pair.ask([asked])
         pair.until(lambda pair=pair: pair.prompts.leased_pages("pages-1") is not None)
@@ -188,6 +189,7 @@ def test_a_state_is_kept_until_there_is_room_to_read_it(
         scheduler.tables.evict(states.num_idle, states.number)
         if gives_way:
             assert scheduler.lifecycle.held.give_way()
+        has_room = True
         pair.until(lambda pair=pair: not len(pair.fetches) and not pair.answers.has_work)
         assert [asked.answer.tolist()] == want
         assert asked.num_cached_tokens == (0 if gives_way else usable(asked))
