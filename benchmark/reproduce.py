@@ -235,7 +235,7 @@ SCHEDULERS = (
     Case("vLLM before chunks", RISING, whole("prefill_first")),
     Case("Sarathi", RISING, chunked(512)),
 )
-EXPERIMENTS = (  # in the order of the report
+EXPERIMENTS = (
     Experiment(
         "static_continuous",
         "Static and continuous batching, LLaMA-7B on 8 x Ascend 910",

@@ -46,7 +46,7 @@ class StepRecord:
     num_waiting: int
     num_ended: int
     num_sampled: int = 0
-    hit_tokens: int = 0  # by the engine's counter after this step
+    hit_tokens: int = 0  # the engine's counter after this step
 
 
 @dataclass(slots=True)

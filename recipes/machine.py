@@ -179,9 +179,7 @@ class Cpu(Machine):
             return "device.attention is reference, the plain torch"
         if not self._others_compile:
             return "another rank compiles nothing"
-        with (
-            ThreadPoolExecutor() as pool
-        ):  # at the first start a compiler runs for each, on a core of its own
+        with ThreadPoolExecutor() as pool:  # the first start runs a compiler for each, on a core of its own
             attention = None if pages is None else pool.submit(attention_source, pages)
             ahead = pool.submit(rowwise)
             own, rows = products(), ahead.result()

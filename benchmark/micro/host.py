@@ -117,7 +117,7 @@ def step_us(scheduler: Scheduler, random: np.random.Generator) -> float:
     batch = scheduler.schedule(start)
     scheduler.slots.inputs(batch)
     if scheduler.slots.state_pages is not None:
-        scheduler.slots.state_pages[batch.slots].astype(np.int64)  # as `models/step/inputs.py` reads them
+        scheduler.slots.state_pages[batch.slots].astype(np.int64)  # models/step/inputs.py reads them so
     scheduled = time.perf_counter()
     sampled = Sampled(random.integers(0, VOCAB_SIZE, len(batch.sampled)))  # the device's work
     computed = time.perf_counter()

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 2**26
 _MOST_TEXT_BYTES = 2**20
-_TYPES = {  # as safetensors names them
+_TYPES = {  # the names that safetensors has for them
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -158,6 +158,8 @@ def _opened(file: Path) -> Iterator[io.BufferedReader]:
 def _written(file: Path) -> Iterator[BinaryIO]:
     """Yield a file that takes the place of `file` once it is whole, and that its user alone can read."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for left in file.parent.glob(f".{file.name}.*"):
+        left.unlink(missing_ok=True)  # a process that was killed while it wrote has left it
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         with naming(file), open(partial, "xb", opener=_own) as kept:

@@ -324,7 +324,7 @@ def test_random_schedules_with_arrivals_give_the_tokens_of_each_alone_and_replay
     assert gave_way
 
 
-def test_states_come_and_are_leased_with_the_pages_before_them() -> None:
+def test_states_come_and_are_leased_with_the_pages_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"arrived": 0, "missed": 0, "gave way": 0}
     for seed in range(cases(8, 300)):
         random = np.random.default_rng(seed)
@@ -338,7 +338,7 @@ def test_states_come_and_are_leased_with_the_pages_before_them() -> None:
             counts["gave way"] += (gave := gives_way())
             return gave
 
-        engine.scheduler.lifecycle.held.give_way = give_way  # type: ignore[method-assign]
+        monkeypatch.setattr(engine.scheduler.lifecycle.held, "give_way", give_way)
         requests, _ = crowd(seed, engine, 200)
         for each in requests:
             engine.release_pages(each.id)

@@ -150,11 +150,14 @@ def test_a_file_that_is_not_right_is_replaced(
     kept = KeptWeights(tmp_path / "rank.safetensors", origin_of(path))
     weights.load(fresh(engine), path, kept=kept)
     spoil(kept.file)
+    left = kept.file.with_name(f".{kept.file.name}.1")
+    left.touch()  # by a rank that was killed while it wrote
     with caplog.at_level(logging.INFO, "models.checkpoint.kept"):
         weights.load(read := fresh(engine), path, kept=kept)
     check_alike(engine.runner.decoder, read)
     assert str(kept.file) in caplog.text
     assert kept.file.lstat().st_mode == stat.S_IFREG | 0o600
+    assert not left.exists()
     assert kept.take(fresh(engine)), "it is right again"
 
 

@@ -233,7 +233,7 @@ def run(request: dict[str, Any], files: list[int]) -> None:
     Path("/proc/self/comm").write_text(becomes.rpartition(".")[2])  # by which tests find it
     sys.argv = [module, *arguments]
     if module.startswith("scripts."):
-        asyncio.create_subprocess_exec = Engines(_nest()).start  # type: ignore[assignment]  # only for engines
+        vars(asyncio)["create_subprocess_exec"] = Engines(_nest()).start
     elif any(each.startswith("parallel.") for each in arguments):
         vars(rank_process)["subprocess"] = Ranks(_nest())
     for name in (module, *arguments[:1]):  # and the module that a spare process goes on as
