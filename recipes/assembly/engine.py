@@ -33,7 +33,7 @@ from models.parallel.share import Share
 from models.sampling.follower import FollowerSampler
 from models.sampling.sampler import Sampler
 from models.step.adapters import Adapters
-from models.step.expert_counts import ExpertCounts
+from models.step.expert_counts import ExpertCounts, StageCounts
 from models.step.graphs import captured_sizes
 from models.step.runner import ModelRunner, RowSampler
 from models.step.stage_runner import StageRunner
@@ -45,7 +45,7 @@ from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
 from recipes.assembly.page_parts import rank_pages
 from recipes.assembly.page_tier import attach_tier, tier_for, tier_of_rank
-from recipes.assembly.rank_works import ADAPTER, adapter_work, live_works
+from recipes.assembly.rank_works import ADAPTER, EXPERTS, adapter_work, live_works
 from recipes.assembly.scheduler import SchedulerLimits, costs_of, facts_of, scheduler_of
 from recipes.assembly.sizing import plan_memory
 from recipes.cluster.cluster import find_cluster
@@ -187,7 +187,8 @@ def assemble(
     runner = kind(decoder, cache, decoder.attention, _sampler(decoder, world), scheduler.slots, drafter)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
-    experts = ExpertCounts(decoder) if recipe.device.count_experts and world.rank == 0 else None
+    # The ranks of a stage choose alike
+    experts = ExpertCounts(decoder) if recipe.device.count_experts and share.tensor == 0 else None
     captured_bytes = _first_steps(recipe, runner, scheduler.max_batch_tokens, tell)
     world.meet("the meeting after compiling")  # then the time of the largest step includes no wait
     tell("running its largest step")
@@ -201,10 +202,13 @@ def assemble(
     limits = _within(limits, memory)
     facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
     live = LiveMemory(recipe, engine, runner, memory, world.rank)
+    works = live_works(live) | ({} if adapters is None else {ADAPTER: adapter_work(adapters)})
+    if recipe.device.count_experts and share.stages > 1:
+        works[EXPERTS] = StageCounts(experts, world, share)
     return BuiltEngine(
         *(engine, runner, config, memory, machine.name, largest_step_s, facts, experts),
         adapters=adapters,
-        works=live_works(live) | ({} if adapters is None else {ADAPTER: adapter_work(adapters)}),
+        works=works,
         live=live,
         pages=rank_pages(recipe, config, runner, world, share, machine),
         learned=lambda: machine.learned,

@@ -119,20 +119,11 @@ def context_contradictions(
         )
 
 
-def stage_contradictions(
-    section: ParallelSection, drafts: str, *, count_experts: bool
-) -> Iterator[RecipeError]:
-    """Yield what contradicts several stages of layers, several devices, or the placement of experts.
+def stage_contradictions(section: ParallelSection, drafts: str) -> Iterator[RecipeError]:
+    """Yield what contradicts several stages of layers, or the placement of experts.
 
-    `drafts` is the value of speculation.kind, and `count_experts` that of device.count_experts.
+    `drafts` is the value of speculation.kind.
     """
-    if section.pipeline > 1 and count_experts:
-        yield RecipeError(
-            ("device.count_experts", "parallel.pipeline"),
-            f"parallel.pipeline is {section.pipeline}, and rank 0 sees the experts of its own stage alone",
-            "set device.count_experts to false, or parallel.pipeline to 1",
-            value=True,
-        )
     if section.placement is not None and section.expert == 1:
         yield RecipeError(
             ("parallel.placement", "parallel.expert"),

@@ -357,9 +357,7 @@ class Recipe:
         yield from adapter_contradictions(self.adapters)
         yield from contradictions(self.scheduler)
         yield from speculation_contradictions(self.speculation, self.device.kind)
-        yield from stage_contradictions(
-            self.parallel, self.speculation.kind, count_experts=self.device.count_experts
-        )
+        yield from stage_contradictions(self.parallel, self.speculation.kind)
         yield from self._length_contradictions()
 
     def _context_contradictions(self) -> Iterator[RecipeError]:
