@@ -23,7 +23,7 @@ from kv_cache.device.rank_pages import RankPages
 from models.checkpoint import weights
 from models.checkpoint.adapter_files import look_at
 from models.checkpoint.int4 import inputs_of_experts, largest_side
-from models.config import DecoderConfig
+from models.config import DecoderConfig, HeadConfig
 from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
 from models.modelslim import Described
@@ -39,7 +39,14 @@ from models.step.runner import ModelRunner, RowSampler
 from models.step.stage_runner import StageRunner
 from models.step.warm_up import capture, largest_step_bytes, warm_up
 from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, kept_weights, operators_of
-from recipes.assembly.families import WITH_MTP, overridden_fields, share_of, unknown_fields, unread_layers
+from recipes.assembly.families import (
+    WITH_MTP,
+    draft_config,
+    overridden_fields,
+    share_of,
+    unknown_fields,
+    unread_layers,
+)
 from recipes.assembly.live_memory import LiveMemory
 from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
@@ -163,6 +170,9 @@ def assemble(
     tell("planning its memory")
     config, share = share_of(recipe, world.rank)
     group, stages = divided(world, share)
+    drafts = draft_config(recipe, config)
+    if share.stages > 1 and drafts is not None:
+        stages.open_for_drafts(world, share)
     machine = start(recipe.device, learned)
     machine.join(group)
     memory = plan_memory(recipe, config, machine.memory_bytes(), share=share)
@@ -171,13 +181,14 @@ def assemble(
     # The smaller model is loaded first, so that a mistake in it is refused before the larger one is read.
     draft = draft_decoder(recipe, config, memory, machine, group, share)
     decoder = _loaded(recipe, config, memory, machine, (group, share, stages), tell)
+    if isinstance(drafts, HeadConfig) and not share.is_last:
+        decoder.tap(drafts.taps)
     adapters = _adapters(recipe, decoder)
     tell("")
     world.meet("the meeting after loading")
     cache = cache_of([decoder] if draft is None else [decoder, draft], recipe, memory)
     most = (memory.num_pages, memory.num_host_pages, memory.longest_tokens)
     states = memory.num_states, memory.num_host_states
-    drafts = None if draft is None else draft.config
     limits = SchedulerLimits.of(config, *most, drafts, memory.window_pools, states)
     depth, costs = recipe.parallel.pipeline, costs_of(recipe, config, machine, world)
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
