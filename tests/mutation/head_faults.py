@@ -10,7 +10,7 @@ FAULTS = {
         "self.slots.token_ids[batch.owners[guessed], batch.targets[guessed]] = drafts",
         "",
         "the first stage computes zeros in the places of the drafts that the last one checks",
-        "tests/models/test_mtp.py::test_ranks_share_the_layer_and_say_what_one_says",
+        "tests/models/test_eagle3.py::test_ranks_share_a_head_and_say_what_one_says",
     ),
     "taps_counted_from_the_stage": Fault(
         "models/decoder.py::Decoder.forward",
@@ -24,7 +24,7 @@ FAULTS = {
         "self._left.popleft()",
         "self._left.pop()",
         "with two batches in flight, entries of the second are computed from what the first has found",
-        "tests/models/test_mtp.py::test_ranks_share_the_layer_and_say_what_one_says",
+        "tests/models/test_eagle3.py::test_ranks_share_a_head_and_say_what_one_says",
     ),
     "a_features_place_in_a_graph_is_its_own": Fault(
         "models/step/graphs.py::_before_index",
