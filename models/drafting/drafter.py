@@ -199,7 +199,7 @@ class HeadDrafter(Drafter):
     def __init__(self, head: Head, cache: CacheLayers, slots: SlotPool, most_tokens: int, most: int) -> None:
         super().__init__(head, cache, slots, most_tokens, most + 1)
         self._head = head
-        # For each batch whose drafts are made, what is to be computed once the target has computed it
+        # What is to be computed once the target has computed a batch, for each whose drafts are made
         self._left = deque[_Left | None]()
 
     def run(self, batch: Batch) -> Tensor | None:

@@ -170,9 +170,6 @@ def assemble(
     tell("planning its memory")
     config, share = share_of(recipe, world.rank)
     group, stages = divided(world, share)
-    drafts = draft_config(recipe, config)
-    if share.stages > 1 and drafts is not None:
-        stages.open_for_drafts(world, share)
     machine = start(recipe.device, learned)
     machine.join(group)
     memory = plan_memory(recipe, config, machine.memory_bytes(), share=share)
@@ -181,8 +178,7 @@ def assemble(
     # The smaller model is loaded first, so that a mistake in it is refused before the larger one is read.
     draft = draft_decoder(recipe, config, memory, machine, group, share)
     decoder = _loaded(recipe, config, memory, machine, (group, share, stages), tell)
-    if isinstance(drafts, HeadConfig) and not share.is_last:
-        decoder.tap(drafts.taps)
+    drafts = _link_stages(decoder, draft_config(recipe, config), world)
     adapters = _adapters(recipe, decoder)
     tell("")
     world.meet("the meeting after loading")
@@ -198,8 +194,7 @@ def assemble(
     runner = kind(decoder, cache, decoder.attention, _sampler(decoder, world), scheduler.slots, drafter)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
-    # The ranks of a stage choose alike
-    experts = ExpertCounts(decoder) if recipe.device.count_experts and share.tensor == 0 else None
+    experts = ExpertCounts(decoder) if recipe.device.count_experts and not share.tensor else None
     captured_bytes = _first_steps(recipe, runner, scheduler.max_batch_tokens, tell)
     world.meet("the meeting after compiling")  # then the time of the largest step includes no wait
     tell("running its largest step")
@@ -213,17 +208,39 @@ def assemble(
     limits = _within(limits, memory)
     facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
     live = LiveMemory(recipe, engine, runner, memory, world.rank)
-    works = live_works(live) | ({} if adapters is None else {ADAPTER: adapter_work(adapters)})
-    if recipe.device.count_experts and share.stages > 1:
-        works[EXPERTS] = StageCounts(experts, world, share)
     return BuiltEngine(
         *(engine, runner, config, memory, machine.name, largest_step_s, facts, experts),
         adapters=adapters,
-        works=works,
+        works=_works(recipe, live, adapters, experts, world, share),
         live=live,
         pages=rank_pages(recipe, config, runner, world, share, machine),
         learned=lambda: machine.learned,
     )
+
+
+def _link_stages(decoder: Decoder, drafts: DecoderConfig | None, world: Group) -> DecoderConfig | None:
+    """Let stages send each other what the drafter in the last one reads and makes; return the drafter."""
+    if decoder.share.stages == 1 or drafts is None:
+        return drafts
+    decoder.stages.open_for_drafts(world, decoder.share)
+    if isinstance(drafts, HeadConfig) and not decoder.share.is_last:
+        decoder.tap(drafts.taps)
+    return drafts
+
+
+def _works(
+    recipe: Recipe,
+    live: LiveMemory,
+    adapters: Adapters | None,
+    experts: ExpertCounts | None,
+    world: Group,
+    share: Share,
+) -> dict[str, Work]:
+    """Return what this rank does when the leader asks or tells all ranks."""
+    works = live_works(live) | ({} if adapters is None else {ADAPTER: adapter_work(adapters)})
+    if recipe.device.count_experts and share.stages > 1:
+        works[EXPERTS] = StageCounts(experts, world, share)
+    return works
 
 
 def _within(limits: SchedulerLimits, memory: MemoryPlan) -> SchedulerLimits:
