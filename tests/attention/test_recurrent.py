@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.cpu.recurrent import CpuRecurrence
+from attention.cpu.recurrent import CpuRecurrence, compiled_recurrence
 from attention.recurrent import SHORT, Recurrence
 from kv_cache.states import GRID
 from tests.lazy import LazyModule
@@ -20,7 +20,7 @@ from tests.thorough import cases
 QWEN = LazyModule("transformers.models.qwen3_next.modeling_qwen3_next")
 KIMI = LazyModule("transformers.models.kimi_linear.modeling_kimi_linear")
 Kind = Literal["gated", "kimi"]
-WAYS = (Recurrence, CpuRecurrence)
+WAYS = ("defined", "plain", "compiled")
 LENGTH, KEYS, VALUES = 220, 24, 20
 # Half of the heads fill the vectors of any processor; what remains of fewer is computed by other instructions
 KEY_HEADS, HEADS = 16, 32
@@ -88,9 +88,14 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param
 
 
-@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+@pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Recurrence:
-    return request.param()
+    if request.param == "compiled":
+        found = compiled_recurrence()
+        if isinstance(found, str):
+            pytest.skip(found)
+        return CpuRecurrence(found)
+    return Recurrence() if request.param == "defined" else CpuRecurrence()
 
 
 @pytest.mark.parametrize("multiple", [1, 7, GRID])
