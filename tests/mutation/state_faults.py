@@ -77,6 +77,20 @@ FAULTS = {
         "a decode after a hit goes on from what its row held before",
         f"{RULE}::test_a_decode_goes_on_from_another_row",
     ),
+    "compiled_rule_writes_what_it_shares": Fault(
+        "attention/cpu/recurrent.py::_spans",
+        "(metadata.tokens, one, one + 1, metadata.sources, metadata.targets)",
+        "(metadata.tokens, one, one + 1, metadata.targets, metadata.sources)",
+        "the first decode after a hit reads its own row and destroys the state that was found",
+        f"{RULE}::test_a_decode_goes_on_from_another_row",
+    ),
+    "compiled_rule_reads_decays_of_other_heads": Fault(
+        "attention/cpu/recurrent.py::CompiledRecurrence.advance",
+        "decay, beta = (each.contiguous() for each in inputs[3:])",
+        "decay, beta = inputs[3:]",
+        "decays that lie in a wider tensor are read as if they filled it",
+        f"{RULE}::test_heads_on_other_ranks_change_no_bit",
+    ),
     "decay_behind_the_update": Fault(
         "attention/recurrent.py::block_by_channel",
         "key * (last - total).exp()",
