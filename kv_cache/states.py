@@ -73,12 +73,12 @@ class StateGroup(BesideGroup):
         super().__init__(number, page_size, num_rows, 1, pool, host, num_entries, num_host_entries)
         self.live = self.table[:, 0]
         self.every_pages = math.lcm(page_size, GRID) // page_size
-        self._left: dict[int, list[Checkpoint]] = {}  # by row
+        self._left: dict[int, list[Checkpoint]] = {}  # the keys are rows
         self._num_left = np.zeros(pool.num_pages, dtype=np.int32)  # checkpoints of each page in `_left`
         # [N] the last state that each row has left in its answer, and its position; it is on trial: it gives
         # way first, and is the first to be evicted until a request has found it
         self._trial_page, self._trial_position = np.zeros_like(self.stop), np.zeros_like(self.stop)
-        self._ends: dict[int, End] = {}  # by page, or -h of the host's pool
+        self._ends: dict[int, End] = {}  # the keys are pages, or -h of the host's pool
         # Pages that are evicted first: of states that later ones cover, or that were left on the way
         self._spent: set[int] = set()
         self.answers_return = False  # whether prompts go on from answers as they were given
@@ -224,7 +224,7 @@ class StateGroup(BesideGroup):
             source, target = np.array([page]), self.pool.take(1)
             copies.append(PageCopy(-source, target, "from_host", group=self.number))
             self._rename_pages(source, target)
-            self.pool.share(target)  # by the row, beside the prefix cache
+            self.pool.share(target)  # the row shares it with the prefix cache
             assert self.host is not None, "pages rest in a host pool"
             self.host.release(-source)
             self.counts.promoted_pages += 1

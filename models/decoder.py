@@ -365,7 +365,7 @@ class Decoder(nn.Module):
         self.group, self.stages = group, stages
         self.share = share or Share(group.rank, group.size)
         self.config, self.part = config, self.share.part(config)
-        # For each group of layers the windows that it has, for planning; None: whatever the layers have
+        # The windows of each group of layers, for planning; None: whatever the layers have
         self.group_windows: tuple[tuple[int | None, ...] | None, ...] = (None,)
         if config.window_groups:
             kept = {window for window in self.part.windows if window not in config.window_groups}

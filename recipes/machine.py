@@ -235,7 +235,7 @@ class Cuda(Accelerator):
         from attention.cuda.attention import CudaAttention
         from models.ops.cuda.ops import CudaOps
 
-        # Where other types or devices compute, torch's grouped product waits for the device to report where
+        # Other types and devices: torch's grouped product waits for the device to report where
         # groups end.
         is_grouped = shape.dtype == torch.bfloat16 and torch.cuda.get_device_capability(self.device) >= (9, 0)
         ops = CudaOps(

@@ -46,7 +46,7 @@ class Checkpoints:
         self._slots, self._group, self._prefix, self._shares = slots, group, prefix, shares
         self._copy = copy
         self.every = group.every_pages * slots.page_size  # tokens between positions where states are kept
-        # Above 0: of late, prompts went on from answers as they were given more often than from other texts
+        # Above 0 if recent prompts went on from answers as they were given more often than from other texts
         self._returned = 0
         self._wanted: dict[int, list[int]] = {}  # ascending, by row
         self._on_the_way: dict[int, list[int]] = {}  # likewise, those that need a free page

@@ -171,7 +171,7 @@ class Group:
         a graph is captured.
         """
         if self._hccl_name is None:
-            # Of torch_npu, whose backends have more methods than torch knows
+            # A backend of torch_npu has more methods than torch knows
             backend: Any = self._ranks._get_backend(torch.device("npu"))
             self._hccl_name = backend.get_hccl_comm_name(self.rank)
         return self._hccl_name

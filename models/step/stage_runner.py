@@ -23,7 +23,7 @@ class StageRunner(ModelRunner):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        # For each batch that the leader has started and not computed, what is to follow it
+        # What is to follow each batch that the leader has started and not computed
         self._following = deque[list[Callable[[], None]]]()
 
     def later(self, action: Callable[[], None]) -> None:

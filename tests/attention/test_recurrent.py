@@ -24,7 +24,7 @@ WAYS = (Recurrence, CpuRecurrence)
 LENGTH, KEYS, VALUES = 220, 24, 20
 # Half of the heads fill the vectors of any processor; what remains of fewer is computed by other instructions
 KEY_HEADS, HEADS = 16, 32
-NEAR = 5e-6  # of numbers around 1, in float32
+NEAR = 5e-6  # error of numbers around 1, in float32
 
 
 @dataclass
@@ -137,7 +137,7 @@ def test_a_span_leaves_states_where_it_is_cut(kind: Kind, way: Recurrence) -> No
     """Each is that of a request that ends there, and the last one is that of an uncut span."""
     given, whole, states = drawn(kind), rows_of_states(2), rows_of_states(5)
     read = one_by_one(way, given, [], whole)
-    ends = [GRID, 3 * GRID, 3 * GRID + 1, LENGTH]  # of which one part is of one token
+    ends = [GRID, 3 * GRID, 3 * GRID + 1, LENGTH]  # one part has one token
     sources, targets = np.array([1, 3, 4, 2]), np.array([3, 4, 2, 1])
     plan = way.plan(np.array([0, *ends[:-1]]), np.array(ends), sources, targets)
     cut = way.advance(*given.parts, states, plan)
@@ -245,7 +245,7 @@ def test_decays_by_channel_neither_overflow_nor_vanish(way: Recurrence) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_channels_are_mixed_with_the_last_positions(way: Recurrence, width: int, dtype: torch.dtype) -> None:
     """As torch's convolution does; however the positions are cut, to the same bits."""
-    rng, channels = np.random.default_rng(3), 32  # of which the same is true
+    rng, channels = np.random.default_rng(3), 32  # the same is true of it
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(LENGTH, channels, generator=generator).to(dtype)
     taps = torch.randn(width, channels, generator=generator)

@@ -1,4 +1,4 @@
-"""How does msModelSlim store a checkpoint, and what does its arithmetic say of the answers?
+"""Write checkpoints as msModelSlim stores them, and compute the answers that its arithmetic gives.
 
 Types, tensors and formulas are those of its exporter and of vllm-ascend, which reads them, written here by
 themselves: nothing of the product is used. transformers' model computes everything but the linears.

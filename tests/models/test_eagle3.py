@@ -61,7 +61,7 @@ def check(
     ("variant", "most", "form", "more"),
     [
         (LLAMA, 4, {"draft_vocab": 120}, {}),
-        (LLAMA, 20, {"gain": 1.0}, {"scheduler.overlap": "true"}),  # above a page of 16
+        (LLAMA, 20, {"gain": 1.0}, {"scheduler.overlap": "true"}),  # more than a page of 16
         (QWEN3, 1, {"owns_embedding": True, "head_dim": 20}, {"cache.page_size": 8, "cache.num_pages": 28}),
         (QWEN3, 3, {"norm_before_residual": True, "sharpness": 0.3}, {"scheduler.overlap": "true"}),
     ],

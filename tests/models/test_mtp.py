@@ -46,7 +46,7 @@ def engine_of(target: Path, kind: Kind, most: int = 0, **more: Any) -> Engine:
         ("deepseek_v3", 1, {}),
         ("deepseek_v3", 4, {"scheduler.overlap": "true"}),
         ("glm4_moe", 3, {"cache.page_size": 8, "cache.num_pages": 28}),
-        ("glm4_moe", 20, {"scheduler.overlap": "true"}),  # above a page of 16
+        ("glm4_moe", 20, {"scheduler.overlap": "true"}),  # more than a page of 16
         ("v32", 2, {}),
         ("glm_5_shared", 3, {"scheduler.overlap": "true"}),
     ],
@@ -106,7 +106,7 @@ def test_captured_steps_make_the_published_guesses(name: str, tmp_path: Path) ->
         assert engine.scheduler.counters.accepted_tokens > 10
         made.append(watched.drafts)
     assert made[0] == made[1]
-    # Of latents, the operator reads a key of zeros before the first
+    # The operator for latents reads a key of zeros before the first
     model.further.reads_zeros = name == "deepseek_v3"
     num_made, _ = check_head_drafts(model.further, made[0], plain)
     assert num_made > 100

@@ -249,7 +249,7 @@ def check(found: Found, cell: Cell, asking: Asking) -> None:
     ours = torch.tensor(leader.logprobs)  # [prompts, num_new, 1 + NUM_TOP, 2]
     theirs = torch.stack([logprobs for _, logprobs in told]).gather(2, ours[..., 0].long())
     torch.testing.assert_close(ours[..., 1], theirs, rtol=0, atol=asking.near)
-    if "PP 2" not in cell[1]:  # where the second rank alone has logits
+    if "PP 2" not in cell[1]:  # the second rank alone has logits
         assert leader.logits == follower.logits, "ranks have the same logits, to the bit"
         assert len(leader.logits) >= asking.num_new or cell[0] == "guesses"
     assert leader.happened["preemptions"] >= 1, "the pool was too large to force preemptions"
