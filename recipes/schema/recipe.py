@@ -24,7 +24,7 @@ from recipes.schema.keys import key, keys_of
 from recipes.schema.parallel_section import (
     ParallelSection,
     context_contradictions,
-    stage_contradictions,
+    placement_contradictions,
 )
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_section import SchedulerSection
@@ -357,9 +357,7 @@ class Recipe:
         yield from adapter_contradictions(self.adapters)
         yield from contradictions(self.scheduler)
         yield from speculation_contradictions(self.speculation, self.device.kind)
-        yield from stage_contradictions(
-            self.parallel, self.speculation.kind, count_experts=self.device.count_experts
-        )
+        yield from placement_contradictions(self.parallel)
         yield from self._length_contradictions()
 
     def _length_contradictions(self) -> Iterator[RecipeError]:

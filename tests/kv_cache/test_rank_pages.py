@@ -342,8 +342,11 @@ class Traced(StageRunner):
     """The leader of a last stage, which says what it does in place of computing."""
 
     def __init__(self, order: list[str]) -> None:
-        self._order, self._following = order, deque()
+        self._order, self._started = order, deque()
         self.decoder = SimpleNamespace(share=Share())  # type: ignore[assignment]
+
+    def _drafted(self, batch: Any) -> None:
+        return None
 
     def _prepared(self, batch: Any) -> Callable[[], Any]:
         def compute() -> Any:

@@ -177,6 +177,7 @@ SERVED: dict[Cell, Asking] = {
     ("latents", "pages"): of_crowd(LONGER, "deepseek_v3", PAGES_2),
     ("one head", "pages"): of_crowd(LONGER, "qwen2_yarn", PAGES_2, REFERENCE, num_key_value_heads=1),
     ("guesses", "pages"): with_guesses(LONGER, PAGES_2),
+    ("guesses", "PP 2"): with_guesses(LONGER, "parallel.pipeline=2"),
     ("qwen3_5", "states, TP 2"): with_states("qwen3_5"),
     ("qwen3_next", "states, EP 2"): with_states("qwen3_next", "parallel.expert=2"),
     ("kimi_linear", "states, TP 2"): with_states("kimi_linear", "parallel.least_divided_tokens=8"),
@@ -194,6 +195,13 @@ ON_NPU: dict[Cell, Asking] = {
         on_npus=True,
     )
     for name, way in ways_of(ONE_A_FAMILY)
+} | {
+    ("guesses", "PP 2"): Asking(
+        partial(target_of, "glm4_moe", is_wide=True, vocab_size=VOCABULARY),
+        (*ON_NPUS.settings, *GUESSES, "parallel.pipeline=2", f"device.graphs={4 * ON_NPUS.num_slots}"),
+        ON_NPUS.prompts(),
+        ON_NPUS.num_new,
+    )
 }
 
 
@@ -274,6 +282,7 @@ def check(found: Found, cell: Cell, asking: Asking) -> None:
         assert len(leader.logits) >= asking.num_new or cell[0] == "guesses"
     assert leader.happened["preemptions"] >= 1, "the pool was too large to force preemptions"
     assert leader.happened["hit_tokens"] > 0, "no prefix was shared"
+    assert leader.happened["accepted_tokens"] > 0 or cell[0] != "guesses", "no guess was right"
     assert leader.happened["chunks"] > 0 or cell[0] == "guesses", "no prompt was cut"
     assert follower.happened.items() <= leader.happened.items()
 

@@ -206,6 +206,13 @@ FAULTS = {
         "a layer is computed twice",
         "tests/models/test_share.py::test_stages_hold_each_layer_once_and_the_first_ranks_hold_the_last",
     ),
+    "experts_of_the_last_stage_alone": Fault(
+        "models/step/expert_counts.py::StageCounts.collected",
+        "(*found, self._own)",
+        "(self._own,)",
+        "the layers of other stages are missing, and the last ones take their numbers",
+        "tests/models/test_expert_counts.py::test_readings_of_stages_are_those_of_one_rank",
+    ),
     "inputs_of_a_later_table": Fault(
         "models/step/stage_runner.py::StageRunner.start",
         "self._prepared(batch)",
