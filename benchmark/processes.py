@@ -50,7 +50,7 @@ class ServerProcess:
         self._name, self._log, self.url = name, log, ""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
-            # In a session of its own ctrl-C reaches only this process, which then stops the server.
+            # The server has its own session, so that ctrl-C reaches only this process, which then stops it.
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
             )

@@ -143,7 +143,7 @@ _SAMPLING = (
         "none", _SAMPLED,
         "the operator's own that change the logits, of those that the recipe names (docs/serving.md); not "
         "beside `beam_width`"),
-    # As much of an answer's text is held back as a stop string has characters
+    # Text as long as a stop string is held back until it is known not to be one
     _parameter("stop", strings(16, 1024, or_one=True), "none", _SAMPLED + _PYTHON,
         "ends the text before it, also across the borders of tokens"),
     _parameter("stop_token_ids", token_ids(MOST_NAMED_TOKENS), "none", _SAMPLED + _PYTHON,

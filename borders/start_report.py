@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TextIO
 
-EVERY_S = 5.0  # between two lines
-REDRAW_S = 0.5  # between two states of a terminal's line
+EVERY_S = 5.0  # time between two lines
+REDRAW_S = 0.5  # time between two states of a terminal's line
 GIB = 2**30
 LOADING, QUANTISING = "loading its weights", "loading and quantising its weights"
 TAKING, KEEPING = "taking its kept weights", "keeping its weights"

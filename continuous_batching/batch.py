@@ -52,7 +52,7 @@ class Batch:
     # last. Both arrays are empty without a draft model or head.
     draft_starts: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     draft_stops: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    cuts: tuple[StateCut, ...] = ()  # by span, then by position
+    cuts: tuple[StateCut, ...] = ()  # sorted by span, then by position
     num_tokens: int = field(init=False)  # total over all spans, summed once because it is read often
 
     def __post_init__(self) -> None:
@@ -139,10 +139,10 @@ class Sampled:
         default_factory=dict
     )  # by index into tokens, only for requests that asked
     candidates: dict[int, Candidates] = field(default_factory=dict)  # by index into tokens, only for beams
-    # For each row that asked: an entry for every prompt token that follows a token of this batch, except
+    # Each row that asked has an entry for every prompt token that follows a token of this batch, except
     # those computed by an earlier batch
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    # For each row that pools: the sum of the hidden states of those tokens of this batch that count
+    # Each row that pools has the sum of the hidden states of those tokens of this batch that count
     pooled: dict[int, Vector] = field(default_factory=dict)
     # Drafts that the device proposed within this step, in the order of `Batch.is_draft`
     drafts: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
@@ -177,7 +177,7 @@ class PackedTokens:
 
     token_ids: NDArray[np.int32]  # [T]
     positions: Index  # [T] position of each token in its request
-    # For each group [T]: cache address of each token's key and value, page * page_size + offset
+    # [T] in each group: cache address of each token's key and value, page * page_size + offset
     write_indexes: tuple[Index, ...]
 
     @property

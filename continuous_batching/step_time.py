@@ -72,7 +72,7 @@ class Coefficients:
     token_s: float = 0.0
     context_s: float = 0.0
     drafted_s: float = 0.0  # counts in steps that only decode
-    pair_s: float = 0.0  # of steps with chunks
+    pair_s: float = 0.0  # counts in steps with chunks
 
 
 @dataclass(frozen=True, slots=True)

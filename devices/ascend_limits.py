@@ -205,7 +205,7 @@ ATB_PAGES = (128, 64)  # the first that fits is the best
 ATB_DIM_STEP, ATB_MOST_DIM = 16, 256
 ATB_MOST_PAGE = 128 * 128  # tokens x head dim
 INT8_PAGE_STEP, MOST_INT8_PAGE = 32, 512  # tokens of a page in int8, which single queries read
-# For longer spans keys and values are gathered: those of several requests up to so many tokens at a time
+# Longer spans gather keys and values: those of several requests, up to so many tokens at a time
 MOST_GATHERED = 8192
 # npu_weight_quant_batchmatmul: the step of a group's size, and the most inputs or outputs
 INT4_GROUP, MOST_INT4_SIDE = 32, 65535

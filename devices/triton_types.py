@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-# In Triton's interpreter, kernels run on a CPU. It multiplies bfloat16 as if it were integers and truncates
+# Triton's interpreter runs kernels on a CPU. It multiplies bfloat16 as if it were integers and truncates
 # where a GPU rounds, so the callers let kernels multiply and store float32 there.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 

@@ -21,7 +21,7 @@ class BlockStored(Event):
     lora_id: int | None = None
     medium: str | None = "GPU"
     lora_name: str | None = None
-    group_idx: int | None = None  # of layers that see a window, or of states; None: of all other layers
+    group_idx: int | None = None  # layers that see a window, or states; None: all other layers
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
 

@@ -55,12 +55,12 @@ MOST_QUEUED = 10_000  # events between the engine and the thread
 MOST_BATCHED = 1_000  # events in a batch
 MOST_BATCHES, MOST_BATCH_BYTES = 10_000, 2**26  # batches that are kept, to be sent again
 _MOST_UNREAD = 100_000  # batches queued for each subscriber
-_MOST_ASKED_BYTES = 1024  # of what a subscriber says: a topic or a question; more ends its connection
+_MOST_ASKED_BYTES = 1024  # a subscriber's topic or question; more ends its connection
 _MOST_QUESTIONS = 1000  # questions that wait
 _PAUSE_MS = 10  # pause between two batches
 _CLOSE_S = 1.0
 _PUBLISHES, _READS = b"events of pages: publishes", b"events of pages: reads"  # roles, each with a key
-_ADMISSION = "inproc://zeromq.zap.01"  # where ZeroMQ asks who may connect (RFC 27)
+_ADMISSION = "inproc://zeromq.zap.01"  # ZeroMQ asks there who may connect (RFC 27)
 
 
 def _key_pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:

@@ -102,7 +102,7 @@ class PageGroup(ABC):
     another lifetime answers the abstract ones.
     """
 
-    name = "pages"  # in messages
+    name = "pages"  # what messages call them
     # Whether rows give pages back while they run, so that a prefix may be cached and not resumable
     gives_back = False
     # Whether each row has one page, however many tokens it has, which its steps write anew
@@ -725,7 +725,7 @@ class WindowGroup(BesideGroup):
     ) -> None:
         super().__init__(number, page_size, num_rows, max_pages, pool, host, num_entries, num_host_entries)
         self.window, self.name = window, f"pages of the layers that see {window} tokens"
-        self.most_of_a_row = most_pages(window, page_size)  # while it decodes
+        self.most_of_a_row = most_pages(window, page_size)  # most pages of a row that decodes
 
     def first_seen(self, positions: Index) -> Index:
         pages: Index = np.maximum(positions - (self.window - 1), 0) // self.page_size
@@ -802,7 +802,7 @@ class WindowGroup(BesideGroup):
             targets = self.pool.take(len(resting))
             copies.append(PageCopy(-resting, targets, "from_host", group=self.number))
             self._rename_pages(resting, targets)
-            self.pool.share(targets)  # by the row, beside the prefix cache
+            self.pool.share(targets)  # the row shares them with the prefix cache
             assert self.host is not None, "pages rest in a host pool"
             self.host.release(-resting)
             self.counts.promoted_pages += len(resting)

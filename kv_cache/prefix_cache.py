@@ -45,7 +45,7 @@ class PageListener:
 class PagesBeside(Protocol):
     """Pages that hold the same tokens as entries of the cache, and follow what happens to these."""
 
-    number: int  # of their group
+    number: int  # the group that they belong to
     window: int  # positions that a query sees; 0 if that is not what bounds what is kept
     gone: Lookup  # why a lookup ends before an entry that lacks its page here
     changes: int  # counts what changes what can be resumed from

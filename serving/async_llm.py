@@ -192,7 +192,7 @@ class EntryPlace:
             self._timer = None
 
 
-PLACE: ContextVar[EntryPlace | None] = ContextVar("PLACE", default=None)  # of the request that is handled
+PLACE: ContextVar[EntryPlace | None] = ContextVar("PLACE", default=None)  # the request that is handled
 
 
 def _name_of(fields: Mapping[str, Any]) -> str:

@@ -116,7 +116,7 @@ class Roofline:
         if sparse:
             positions = self._near(starts, stops, top)
             is_dense = stops <= top
-            # Of a span that sees more, each query gathers what it reads, on one device where they divide rows
+            # Each query of a span that sees more gathers what it reads, on one device where they divide rows
             ways = self.tensor if self._counts.divides_choice(num_tokens) else 1
             context += sparse * float(np.where(is_dense, stops, positions / ways).sum())
             pairs += sparse * float(positions.sum())

@@ -19,7 +19,7 @@ from continuous_batching.slots import SlotPool
 from simulation.replica import Clock, SimulatedRunner, Speaker
 from simulation.shared_prompts import Turn
 
-TOKEN_BYTES = 24 * 2**10  # of Qwen3-Next's keys and values: 12 layers in bfloat16
+TOKEN_BYTES = 24 * 2**10  # Qwen3-Next's keys and values: 12 layers in bfloat16
 STATE_BYTES = 77_266_944  # 36 layers: states in float32, and the inputs of convolutions in bfloat16
 STEP_S = 1e-3  # what every simulated step takes; shares do not depend on it
 
@@ -35,7 +35,7 @@ class KeepingRule:
     )
     prompt_ends: bool = False
     answer_ends: bool = False
-    branches: bool = False  # where a prompt parts from pages that are there, but have no state
+    branches: bool = False  # states where a prompt parts from pages that are there, but have none
     num_running: int = 0  # further states that an engine holds for what runs, and cannot keep
     needs_states: bool = True
 

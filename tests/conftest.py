@@ -21,7 +21,7 @@ from tests.thorough import THOROUGH
 # The tests' tensors are tiny: a second thread would only wait, and for long on a busy machine
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Without a GPU, Triton's kernels run in its interpreter, which must be known when Triton is first imported
+# Triton's kernels run in its interpreter without a GPU, which must be known when Triton is first imported
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -30,7 +30,7 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 settings.register_profile("untimed", deadline=None, derandomize=not THOROUGH)
 settings.load_profile("untimed")
 
-# For those who ask only whether a test fails: `pytest --hypothesis-profile=no_shrink`
+# Settings to ask only whether a test fails: `pytest --hypothesis-profile=no_shrink`
 settings.register_profile(
     "no_shrink",
     phases=[Phase.explicit, Phase.generate],

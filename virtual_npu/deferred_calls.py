@@ -279,7 +279,7 @@ def _kind(value: Any) -> Any:
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
         return tuple(map(_kind, value))
-    return type(value), value  # of 1, 1.0 and True, which are equal, each has its own results
+    return type(value), value  # 1, 1.0 and True are equal, and each has its own results
 
 
 def _meta(view: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ def _compile(site: Path, folder: Path) -> None:
             compiler,
             *flags,
             f"-I{include}",
-            f"-I{include / 'third_party/acl/inc'}",  # where torch_npu 2.10 has CANN's headers
+            f"-I{include / 'third_party/acl/inc'}",  # torch_npu 2.10 has CANN's headers there
             f"-Wl,-soname,{MAIN}",
             *code,
             "-o",

@@ -168,7 +168,7 @@ def measure(options: argparse.Namespace, load: FleetLoad) -> dict[str, Any]:
 def figures(found: Found, reported: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of one round."""
     loads = [each["prompt_tokens"] - each["hit_tokens"] for each in reported["replicas"]]
-    # Without page events, a router knows no best replica.
+    # A router knows no best replica without page events.
     is_known = reported["route"] == "prefix"
     of_best = {"of_best": found.cached_tokens / max(1, reported["best_hit_tokens"])} if is_known else {}
     p50, p99 = np.percentile(found.ttft_s, [50, 99]).tolist()

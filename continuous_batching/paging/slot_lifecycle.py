@@ -28,7 +28,7 @@ from kv_cache.prefix_cache import PrefixCache
 class Swapped:
     """The pages that one request left in the host pools."""
 
-    # For each group the index of its first swapped page, and its host pages
+    # Each group's index of its first swapped page, and its host pages
     parts: tuple[tuple[int, Index], ...]
     num_computed: int  # tokens computed in the shared and swapped pages together
     draft_lag: int  # copied from SlotPool.draft_lag

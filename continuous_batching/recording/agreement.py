@@ -79,7 +79,7 @@ class PreparedWork(Generic[Made]):
     def work(self, name: str, body: bytes) -> int:
         """Make ready what a question asks for; return 1, or 0 where it has been decided already."""
         with self._lock:
-            if name in self._over:  # while this rank worked on questions before it
+            if name in self._over:  # decided while this rank worked on earlier questions
                 self._over.discard(name)
                 return 0
         made: Made | None = None
@@ -159,7 +159,7 @@ class Settled:
 
     topic: str
     name: str
-    answers: Mapping[str, RankAnswer]  # by the rank's name
+    answers: Mapping[str, RankAnswer]  # the keys are ranks' names
     missing: tuple[str, ...]  # ranks that did not answer in time
 
     @property

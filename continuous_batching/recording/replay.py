@@ -319,6 +319,8 @@ def _replay_quiet(scheduler: Scheduler, entry: Quiet, device: Device) -> None:
             device.copy(scheduler.tables.take_copies())
         scheduler.prefix.forget_all()
     elif isinstance(entry, PagesExpected):
+        if lifecycle.held.arriving(entry.id) is not None:
+            raise Divergence(f"pages are expected twice for {entry.id}")
         tokens = unpacked(entry.tokens).astype(np.int32)
         if lifecycle.expect(entry.id, tokens, entry.cache_salt, []) is None:
             raise Divergence(f"no pages are found for {entry.id}, for which there were some")

@@ -255,7 +255,7 @@ class Scheduler:
                 stops, num_drafts = extend_by_drafts(self.lifecycle, rows, stops, left)
         if not self.tables.grow_to(rows, stops):
             rows, starts, stops = self.preemption.make_room(rows, starts, stops)
-            num_drafts = int(np.maximum(stops - slots.num_tokens[rows], 0).sum())  # without preempted rows
+            num_drafts = int(np.maximum(stops - slots.num_tokens[rows], 0).sum())  # preempted rows have left
         sampled = (stops >= slots.num_tokens[rows]).nonzero()[0]
         owners, involved = rows[sampled], rows
         if self._parallel_samples.leader_of:

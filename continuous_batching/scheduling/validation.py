@@ -173,7 +173,7 @@ def _check_beams(request: Request, vocab_size: int, stop_tokens: Index, slots: S
     allowed = np.arange(vocab_size)
     if params.allowed_token_ids is not None:
         allowed = np.frombuffer(params.allowed_token_ids, dtype=np.int32)
-    # In the worst case, each bad word lacks only its last token
+    # The worst case: each bad word lacks only its last token
     banned = [word[-1] for word in params.bad_words]
     going_on = len(np.setdiff1d(allowed, [*stop_tokens, *banned]))
     if width > going_on:

@@ -21,7 +21,7 @@ from continuous_batching.speculation.lengths import Lengths, Offers, Verdicts
 from continuous_batching.speculation.proposer import DraftSpans, Guesses, Proposer
 from kv_cache.pages import Index
 
-# While no row has a proposal, one step in so many is skipped for each group of this many rows
+# One step in so many is skipped for each group of this many rows while none has a proposal
 ROWS_PER_PAUSE = 16
 MOST_PAUSE_STEPS = 32  # bounds the tokens that proposers have not seen yet
 
@@ -136,7 +136,7 @@ class Speculation:
         num_drafts = self._drafts_of(batch, owners) if batch.num_drafts else np.zeros_like(owners)
         if self.spans is not None:  # only tokens that became drafts were made on the device
             compared = num_drafts
-        else:  # without drafts the first proposal is compared with the sampled token, which costs nothing
+        else:  # the first proposal is compared with the sampled token, which costs nothing
             compared = np.minimum(np.maximum(num_drafts, 1), self._counts[owners])
         compared = np.where(self._known[owners] == positions[first], np.minimum(compared, booked), 0)
         self._counts[owners] = 0

@@ -30,8 +30,8 @@ class SoughtBeside:
     """What a group needs beside the pages of group 0, to go on after a prefix."""
 
     group: int
-    seen_after: Callable[[int], int]  # of a number of pages: the first that the query behind them sees
-    is_here: NDArray[np.bool_]  # of the first pages, as many as group 0 has here: whether this group has them
+    seen_after: Callable[[int], int]  # the first page that a query behind so many pages sees
+    is_here: NDArray[np.bool_]  # whether this group has each of the pages that group 0 has here
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,7 +248,7 @@ class PageWrites:
         self._store, self._health, self._counters = store, health, counters
         self._identity, self._secret = identity, secret
         self._most_queued_bytes = most_queued_bytes
-        self._queued_bytes = 0  # of queued pages, including those being written
+        self._queued_bytes = 0  # queued pages, including those being written
         # Entries without contents are removals
         self._queue = deque[tuple[Sequence[bytes], Contents | None, int]]()
         self._changed = threading.Condition()

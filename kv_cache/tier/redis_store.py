@@ -19,7 +19,7 @@ from borders.refusal import one_line
 from kv_cache.tier.store import MOST_ENTRY_BYTES, StoreFailed
 
 PREFIX = b"cb-pages:"
-_NO_ENTRY = b"no entry"  # in the place of what is none
+_NO_ENTRY = b"no entry"  # stands for a page that is absent
 # What the client's parser and handshake raise where a server says what none of its kind does
 _FAULTS = (
     redis.RedisError,

@@ -598,9 +598,9 @@ def check_attended(hf: Mapping[str, Any], layers: Sequence[LayerSpec], max_posit
     if types is not None and types != computed:
         fix = f"this family's layers are {abbreviate(computed)} by its other keys: remove it"
         raise refused("layer_types", types, fix)
-    # Without layer_types, transformers cuts its cache to such a window in families whose layers attend to all
-    # positions, so that its generated tokens differ from its own forward pass. Qwen's files have a window
-    # that is switched off.
+    # If layer_types is absent, transformers cuts its cache to such a window in families whose layers attend
+    # to all positions, so that its generated tokens differ from its own forward pass. Qwen's files have a
+    # window that is switched off.
     has_switch = str(hf.get("model_type")).startswith("qwen")
     for key in ("attention_chunk_size",) if has_switch else ("attention_chunk_size", "sliding_window"):
         window = hf.get(key)

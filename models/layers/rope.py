@@ -78,7 +78,7 @@ class Rope:
         """
         factor, original, dim = self.config.factor, self.config.original_max_positions, self.config.dim
         growth = (factor * lens.clamp_min(original) / original) - (factor - 1)
-        # In float32 the power is off by 3e-7, which becomes visible at positions of some hundreds
+        # The power in float32 is off by 3e-7, which becomes visible at positions of some hundreds
         base = self.config.theta * (growth.double() ** (dim / (dim - 2))).float()
         stretched = F.pad(1.0 / base[:, None] ** _exponents(self.config), (0, self.config.num_fixed // 2))
         return torch.where((lens > original)[:, None], stretched, self.frequencies)

@@ -234,7 +234,7 @@ class DecodeGraphs:
     def capture(self) -> None:
         """Capture all sizes, the largest first, since the others share its memory."""
         pool = self.device.graph_pool_handle()
-        # Before a capture, its step runs once with padding only, in more rows than the null page may have
+        # A step runs once before its capture, with padding only, in more rows than the null page may have
         # places
         scratch = self.cache.scratch(max(rows * width for rows, width in self._all()))
         # A capture that cannot begin leaves its own stream

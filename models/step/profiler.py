@@ -67,7 +67,7 @@ class StepProfiler:
         if self._kind == "cuda":
             torch.cuda.synchronize()  # the launches of the last step are still being computed
         with _failures():
-            recording.stop()  # on an NPU this writes the folder
+            recording.stop()  # this writes the folder on an NPU
             if self._kind == "npu":
                 return self._path
             path = self._path.with_suffix(".json")

@@ -41,7 +41,7 @@ from recipes.assembly.memory_plan import GIB, MemoryPlan
 from recipes.assembly.page_tier import attach_tier, tier_for
 from recipes.schema.recipe import Recipe
 
-SEGMENTS = Path("/dev/shm")  # where Linux keeps POSIX shared memory by its names
+SEGMENTS = Path("/dev/shm")  # Linux keeps POSIX shared memory there by its names
 _PIECE_BYTES = 2**22
 # Bytes of a segment: those of all weights in the widest type, and a manifest
 _WIDEST_BYTES, _MANIFEST_BYTES = 8, 2**26
@@ -52,7 +52,7 @@ class NewWeights:
     """Weights that have been read, checked and packed, and what has to change with them."""
 
     pairs: list[rewriting.Pair]
-    tier: PageTier | None  # where pages of these weights rest; None: the engine has no tier
+    tier: PageTier | None  # the pages of these weights rest there; None: the engine has no tier
 
     def drop(self) -> None:
         """Give up weights that will not be put."""

@@ -66,7 +66,7 @@ class SchedulerLimits:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_shared_tokens: int | None  # most tokens of a prompt that shares pages (see Scheduler)
-    # For each group of layers with a window: its size, its pages, and its pages in the host's memory
+    # Each group of layers with a window has its size, its pages, and its pages in the host's memory
     windows: tuple[tuple[int, int, int], ...] = ()
     num_states: int = 0  # recurrent states, including the null one; 0: the model has none
     num_host_states: int = 0

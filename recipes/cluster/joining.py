@@ -68,7 +68,7 @@ def tell_libraries(interface: str | None) -> None:
     if interface not in (None, ALL_ADDRESSES):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", str(interface))
         for name in ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, f"={interface}")  # without =, they take every one that begins so
+            os.environ.setdefault(name, f"={interface}")  # they take every one that begins so if = is absent
 
 
 def address_of(interface: str) -> str:

@@ -17,7 +17,7 @@ from msgspec import Meta
 from borders.refusal import one_line
 
 _ANSWER_S = 2.0
-_MOST_BYTES = 2**24  # of an answer: 4,096 replicas are the most that a router has
+_MOST_BYTES = 2**24  # the most bytes of an answer; a router has at most 4,096 replicas
 Answer = TypeVar("Answer")
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 

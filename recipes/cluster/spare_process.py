@@ -104,7 +104,7 @@ def set_session_niceness(niceness: int) -> None:
     for _ in range(_TRIES if has_one else 0):
         try:
             AUTOGROUP.write_text(str(niceness))
-        except BlockingIOError:  # except from root, the kernel accepts only one write in 0.1 s
+        except BlockingIOError:  # the kernel accepts only one write in 0.1 s, except from root
             time.sleep(0.05)
         except OSError:  # this /proc cannot be written
             break

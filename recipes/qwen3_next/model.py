@@ -68,7 +68,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         turned=0.25,
     )
     recurrent = gated_delta(hf, is_interleaved=True)
-    further = integer(hf, "num_nextn_predict_layers", 1, least=0)  # of which published files say nothing
+    further = integer(hf, "num_nextn_predict_layers", 1, least=0)  # published files say nothing of it
     return replace(
         plain,
         recurrent=recurrent,

@@ -84,7 +84,7 @@ class CompletionFormat:
         """Return a piece of a choice; the first piece starts with the prompt, if an echo was asked for."""
         is_first = index not in self._offsets
         choice = self._choice(delta, index)
-        is_said = is_first or choice["text"] or self._text is None  # without a tokenizer, tokens have no text
+        is_said = is_first or choice["text"] or self._text is None  # tokens have no text without a tokenizer
         return choice if is_said or not is_silent(choice) else None
 
     def _choice(self, delta: AnswerDelta, index: int) -> Json:

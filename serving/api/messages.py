@@ -80,7 +80,7 @@ class ConversationBody(SamplingBody):
 
     def fields(self) -> dict[str, Any]:
         """Return what is asked for as fields of a chat; raises BadRequest."""
-        if self.thread is not None:  # by the code, a client knows that it has to go on without one
+        if self.thread is not None:  # the code tells a client to go on without one
             fix = "send the whole conversation without it"
             raise BadRequest("thread", "is not supported; nothing is stored", fix=fix, code=_NO_THREADS)
         messages = messages_of(self.messages, self.system)

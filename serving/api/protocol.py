@@ -226,7 +226,7 @@ class Protocol(HttpToolsProtocol):
         if self._in_request and not self._responses.is_closing():
             self._refuse(400, "the request ended before it was complete; send it again", lingers=False)
         last = self.cycle
-        if not self._responses.can_write_eof():  # with TLS, the connection ends in both directions
+        if not self._responses.can_write_eof():  # a connection with TLS ends in both directions
             return False
         if last is None or last.more_body or last.response_complete or self._responses.is_closing():
             return False  # the transport then closes itself

@@ -211,8 +211,8 @@ def refused(field: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{message}", {"message": message, "field": field})
 
 
-_BOUNDS = ("max_completion_tokens", "max_tokens")  # where both are sent, the first counts
-_UNBOUNDED = (*_BOUNDS, "n_predict", "max_new_tokens")  # of which -1 asks for as many tokens as fit
+_BOUNDS = ("max_completion_tokens", "max_tokens")  # the first counts if both are sent
+_UNBOUNDED = (*_BOUNDS, "n_predict", "max_new_tokens")  # -1 asks for as many tokens as fit
 
 
 class StrictBody(BaseModel):
@@ -260,7 +260,7 @@ class StrictBody(BaseModel):
                     bounds.append(value)
                     continue
                 beside = own.get(field)
-                if field == "stream_options" and isinstance(beside, dict):  # of which each sets a part
+                if field == "stream_options" and isinstance(beside, dict):  # each sets a part
                     given_there = {each: said for each, said in beside.items() if said is not None}
                     beside, value = {**value, **given_there}, {**given_there, **value}
                 if beside is not None and not same_value(beside, value):

@@ -121,7 +121,7 @@ class _Pace:
         self._left_s = PATIENCE_S
         self._in_turn = asyncio.Lock()  # parts and signs of life come from two tasks
         self.sent_s = time.monotonic()  # when a message was last sent
-        self.is_between_events = False  # after the head, or after an event that is complete and not the last
+        self.is_between_events = False  # the head or an event is complete, and more is to come
 
     async def send(self, message: Message) -> None:
         """Send a message; raises _TooSlow."""

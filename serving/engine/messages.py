@@ -116,7 +116,7 @@ class ReadWeights(Message, frozen=True):
 
     folder: str
     segment: str
-    sha256: str  # of the segment's bytes
+    sha256: str  # digest of the segment's bytes
 
 
 class PutWeights(Message, frozen=True):
@@ -134,7 +134,7 @@ class OrderDone(Message, frozen=True):
     """
 
     problem: str
-    num_bytes: int = 0  # of pages that were given back or allocated
+    num_bytes: int = 0  # size of the pages that were given back or allocated
 
 
 class EngineFacts(msgspec.Struct, frozen=True):

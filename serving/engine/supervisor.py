@@ -60,7 +60,7 @@ class Supervisor:
         self.state: State = "starting"
         self.facts: EngineFacts | None = None  # facts of the engine, while it is ready
         self.trouble = ""  # why the last engine ended
-        self.starting = StartReport(say=lambda text: log.info("start: %s", text))  # while an engine starts
+        self.starting = StartReport(say=lambda text: log.info("start: %s", text))  # what a start does
         self.has_failed = False  # there will be no engine, although nobody asked for that
         self.start_s = 0.0  # how long the last start took
         self._ready_s = math.inf  # when this engine became ready

@@ -28,7 +28,7 @@ from borders.refusal import BadRequest, abbreviate_json
 from serving.grammars.schema_references import Path, References, are_apart, written
 
 MOST_LEVELS = 32  # levels of nested schemas
-MOST_LEVELS_IN_ALL = 600  # of it and of each part that references lead to; the matcher's stack is finite
+MOST_LEVELS_IN_ALL = 600  # levels with those that references lead to; the matcher's stack is finite
 MOST_DEPTH = 200  # lists and objects in each other, in constants and annotations, too
 MOST_PROPERTIES = 500  # properties of all objects together; a step's cost grows with them
 MOST_VALUES = 1000  # values of all enums together
@@ -38,7 +38,7 @@ _BOUNDS = numbers(-(2**53), 2**53)  # JavaScript's largest integers, which its s
 LONGEST_NOTE = 100  # characters of a note
 MOST_REPEATS = 100_000  # largest minLength, maxLength, minItems, ...
 MOST_NOTES = 50  # notes of one schema
-_MOST_KEPT_BYTES = 2**21  # of prepared schemas that are kept; an agent sends the same ones with each turn
+_MOST_KEPT_BYTES = 2**21  # prepared schemas are kept; an agent sends the same ones with each turn
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 _NOTES = frozenset(
@@ -145,7 +145,7 @@ class _Preparation:
         self._deepest = self._num_levels = 0
         self._num_properties = self._num_values = self._num_branches = 0
         self._made: dict[Path, dict[str, Any] | bool] = {}  # each schema that is prepared, by its place
-        self._levels: dict[Path, int] = {}  # of each of them, itself included
+        self._levels: dict[Path, int] = {}  # levels of each schema, itself included
         self._names: dict[Path, str] = {}  # the name in `$defs` of each place that a reference leads to
         self._waiting: list[Path] = []  # those of them that `$defs` does not have yet
         self._taken = set[str]()  # the names
@@ -308,7 +308,7 @@ class _Preparation:
             raise self._bad(place[:-1], problem, "leave it out, or strict")
         is_any_name = keyword == "propertyNames" and (value is True or value in ({}, {"type": "string"}))
         is_off = value is False and keyword in ("uniqueItems", "not")  # elsewhere false allows no value
-        is_read = keyword == "additionalItems"  # beside a list of items; it means nothing elsewhere
+        is_read = keyword == "additionalItems"  # it means nothing without a list of items
         if not (keyword in _NOTES or keyword.startswith("x-") or is_off or is_any_name or is_read):
             self._note(place)
             if keyword not in _HARD | _UNHELD:

@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
     place: Path
     base: Path  # place of the innermost part with an `$id` around it, or of itself
-    uri: str  # of that part
+    uri: str  # the `$id` of that part
     node: Mapping[str, Any]
 
 
@@ -39,7 +39,7 @@ class References:
 
     def __init__(self, root: object) -> None:
         self._root = root
-        self._anchors: dict[tuple[Path, str], Path] | None = None  # by the part that an anchor belongs to
+        self._anchors: dict[tuple[Path, str], Path] | None = None  # keys: the anchor's part, its name
         self._of_uri: dict[str, Path] = {}  # places of parts by their absolute `$id`
         self._uris: dict[Path, str] = {(): ""}  # the absolute `$id` of each part that has one
         self._targets: dict[tuple[str, Path], Path | None] = {}

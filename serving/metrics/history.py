@@ -21,7 +21,7 @@ NUM_SAMPLES = 300
 # What a cell says of a slot: nothing is in it, a request of another key, or the viewer's own request, whose
 # prompt is read, or whose answer has one of the colours.
 FREE, OTHERS, PROMPT, FIRST_COLOUR = range(4)
-NUM_COLOURS = 5  # with four, none would be left where both neighbours and the last request in a slot differ
+NUM_COLOURS = 5  # four would leave none where both neighbours and the last request in a slot differ
 
 
 class Sample(NamedTuple):
@@ -77,7 +77,7 @@ class History:
 
     def __init__(self) -> None:
         self.samples: deque[Sample] = deque(maxlen=NUM_SAMPLES)
-        self.colours: list[int] = []  # of the requests in the slots, as of the last reading
+        self.colours: list[int] = []  # colours of the requests in the slots, as of the last reading
         self._columns: deque[tuple[bytes, list[str | None]]] = deque(
             maxlen=NUM_SAMPLES
         )  # cells, their owners

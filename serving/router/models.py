@@ -98,7 +98,7 @@ class FleetModels:
         may = self._may_serve(model)
         others = [number for number in self._listed if number not in may]
         if model is None or any(model in each.entries for each in self._telling.values()):
-            self._others[model] = others  # of names that clients make up, none is kept
+            self._others[model] = others  # names that clients make up are not kept
         return others
 
     def turn_of(self, model: str | None) -> str:

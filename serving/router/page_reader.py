@@ -110,7 +110,7 @@ class PageReader:
             if self._secret is not None:
                 prove_as_reader(each, self._secret)
         self._live.subscribe(b"")
-        # By default it would be named by a descriptor, which the socket before it may have had
+        # The default is named by a descriptor, which the socket before it may have had
         address = f"inproc://connection-{next(self._connections)}"
         self._gone = self._live.get_monitor_socket(zmq.EVENT_DISCONNECTED | _HANDSHAKES, address)
         self._live.connect(self._endpoint)

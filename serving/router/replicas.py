@@ -232,7 +232,7 @@ class FleetReplica:
         self._ready_path = "/ready"
         self._num_silent = 0
         self._is_asked = False  # whether its pages' endpoint and its prompt replicas are known
-        self._events: str | None = None  # where it publishes its pages, if they are of the router's size
+        self._events: str | None = None  # its pages' endpoint, if they are of the router's size
         self._warned_paths: set[str] = set()  # paths whose answer was warned of, and has not been good since
 
     @property

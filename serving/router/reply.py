@@ -27,7 +27,7 @@ STREAM_HEAD: HeaderLines = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_ENDS = (b"\r\n\r\n", b"\n\n", b"\r\r")  # of an event
+_ENDS = (b"\r\n\r\n", b"\n\n", b"\r\r")  # how an event ends
 _END = re.compile(b"|".join(_ENDS))
 _MOST_FIRST = 2**16  # bytes after which an event is taken to be part of an answer before its end
 _ANTHROPICS = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -191,14 +191,14 @@ class RouterOptions:
     most_open: int = 256  # requests at each replica
     drain_s: float = 30.0
     keep_alive_s: float = 15.0  # silence of a stream after which its client gets a sign of life; 0: none
-    model_name: str | None = None  # by which replicas serve the recipe's model; None: as scripts.serve would
+    model_name: str | None = None  # the name of the recipe's model at replicas; None: as scripts.serve would
     api_keys: str | None = None
     log_format: str = "text"
     log_requests: bool = False
     tls_certificate: str | None = None
     tls_private_key: str | None = None
     tls_client_authority: str | None = None
-    tls_authority: str | None = None  # of the replicas
+    tls_authority: str | None = None  # signs the replicas' certificates
 
     @property
     def tls(self) -> TlsFiles:

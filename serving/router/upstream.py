@@ -250,7 +250,7 @@ class Upstream:
     async def _connected(self) -> UpstreamAnswer:
         loop = asyncio.get_running_loop()
         try:
-            with anyio.move_on_after(CONNECT_S) as limit:  # before 3.12, wait_for may swallow a cancellation
+            with anyio.move_on_after(CONNECT_S) as limit:  # wait_for may swallow a cancellation before 3.12
                 _, answer = await loop.create_connection(UpstreamAnswer, self.host, self.port, ssl=self._tls)
         except OSError as error:
             raise Lost(f"no connection: {error.strerror or error}", may_be_done=False) from None

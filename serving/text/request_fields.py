@@ -78,7 +78,7 @@ def fit(request: Request, limit: int) -> None:
         each.prompt = each.tokens = prompt
 
 
-# Below the likeliest token's probability in any vocabulary, and float32 tells 1 less this from 1
+# It is below the likeliest token's probability in any vocabulary, and float32 tells 1 less this from 1
 LEAST_TOP_P = 1e-6
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 _SHORT = 500  # most characters or tokens of a short prompt
@@ -130,7 +130,7 @@ def parse_request(
         prompt = truncated(prompt, asked, limit, _least_answer(values, fills=longest is not None))
     is_given = bool(values.keys() & {"max_tokens", "max_completion_tokens"})
     if longest is not None and (shorten or not is_given):
-        # Where too little room is left, the scheduler refuses the request as too long.
+        # The scheduler refuses a request as too long if too little room is left.
         most = min(longest - len(prompt), values.get("max_tokens", defaults.get("max_tokens", longest)))
         values["max_tokens"] = max(1, most, 0 if is_given else values.get("min_tokens", 0))
     salt = values.get("cache_salt", "")

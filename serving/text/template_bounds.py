@@ -23,8 +23,8 @@ from jinja2.visitor import NodeTransformer
 
 MOST_TEXT = 2**25  # characters of one text, or entries of one list
 MOST_WORK = 2**28  # characters and entries that one rendering may make
-MOST_NUMBER = 10**6  # of a width, an indent or a count
-_MOST_BITS = 2**12  # of an integer
+MOST_NUMBER = 10**6  # the largest width, indent or count
+_MOST_BITS = 2**12  # the size of an integer
 _WIDE = re.compile(r"[0-9]{7}|%[^a-zA-Z%]*\*|\{[^{}]*\{")  # a width of more digits, or one from an argument
 _CHECK, _JOIN = "_check_the_time", "_join_texts"
 # Filters that look at what a list or a mapping holds without making text of it

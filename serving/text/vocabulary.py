@@ -181,7 +181,7 @@ class SentencePieceVocabulary:
     def _place(self, name: str, index: int) -> None:
         """Give a token its id, unless the vocabulary has it under another."""
         if name not in self._id_of:
-            self._id_of.pop(self._names.get(index, ""), None)  # of a place that was kept for such tokens
+            self._id_of.pop(self._names.get(index, ""), None)  # the name of a place kept for such tokens
             self._names[index], self._id_of[name] = name, index
 
     def _make_finder(self, added: Iterable[AddedToken]) -> tuple[Tokenizer, dict[int, int]]:
@@ -440,7 +440,7 @@ KINDS: dict[str, Callable[[Path, Mapping[str, Any]], Vocabulary]] = {
 }
 TEKKEN_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 _RANK, _LONGEST_RANK = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n"), 2**16
-# Where classes cut texts into words before pairs are joined; None: where GPT-2 does
+# How classes cut texts into words before pairs are joined; None: as GPT-2 does
 WORDS_OF_CLASS = {
     "GPT2Tokenizer": None,
     "Qwen2Tokenizer": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"

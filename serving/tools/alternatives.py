@@ -144,7 +144,7 @@ def _both(one: Any, other: Any) -> Any:
         return one
     if one is True or one == {}:
         return other
-    # In one order and without nesting, so that parts that recur are the same however they came together.
+    # The order is fixed and nothing is nested, so that parts that recur are the same however they came.
     parts = {_spelt(each): each for given in (one, other) for each in _all_of(given)}
     return {"allOf": [parts[spelt] for spelt in sorted(parts)]} if len(parts) > 1 else one
 

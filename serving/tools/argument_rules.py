@@ -26,7 +26,7 @@ from serving.tools.formats import Pairs, ToolFormat
 from serving.tools.patterns import whole_text
 
 _MOST_NAMED = 1000  # rules of parts that Gemma's notation may need for one schema
-_MOST_ALTERNATIVES = 2000  # of all parts of one schema
+_MOST_ALTERNATIVES = 2000  # alternatives of all parts of one schema
 _ANY: Alternative = {"type": [*TYPES]}
 _OF_TEXT = frozenset({"minLength", "maxLength", "pattern", "allOf"})
 _WORDS = {"boolean": ("true", "false"), "null": ("null",)}

@@ -74,12 +74,12 @@ class PairReader:
         self._allowed = frozenset[str]()  # the types that this value may have
         self._is_silent = False  # whether this value is passed over
         self._is_fresh = True  # whether nothing of this value has been read
-        self._sought = 0  # where in the text that is held the search for the value's end goes on
+        self._sought = 0  # the search for the value's end goes on here in the text that is held
 
     def read(self, held: str) -> tuple[int, str]:
         """Return how many characters are decided, and the JSON that they add."""
         taken, said = (0, "") if self._key is None else self._value(held)
-        if self._key is None and not taken:  # with this value, or before it, nothing is left but what follows
+        if self._key is None and not taken:  # the value has ended, and what follows is left
             further, more = self._between(held)
             return further, said + more
         return taken, said
@@ -203,7 +203,7 @@ class PairReader:
 
     def _ended(self, held: str, start: int, at: int, end: int) -> tuple[int, str]:
         margin = self._pairs.margin
-        is_closed = end > at  # by its tag, and not by a key that is not its own
+        is_closed = end > at  # its tag closes it, and not a key that is not its own
         if is_closed and margin and held[start:at].endswith(margin):
             at -= len(margin)
         text, was_silent, opened = held[start:at], self._is_silent, self._opened()

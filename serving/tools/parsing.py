@@ -275,7 +275,7 @@ class ToolParser:
         self._closings = [form.closing + end for _, end in form.wraps if end]
         self._closings += [form.closing] if form.closing else []
         self._first = re.compile("|".join(re.escape(each[0]) for each in self._leads))
-        # Behind an opening, and behind a call in the block that it opens, calls need no opening.
+        # Calls need no opening behind an opening, and behind a call in the block that it opens.
         self._is_within = False
         head = re.escape(form.head[0]) if form.head else r"[\w.-]"
         marks = (form.opening[:1], form.closing.lstrip()[:1])

@@ -66,7 +66,7 @@ class Bench:
         self.layers = range(len(shape.windows))
         drawn = torch.randn(len(self.layers), shape.num_heads, generator=torch.Generator().manual_seed(seed))
         for layer, sinks in enumerate(drawn if shape.has_sinks else ()):
-            attention.sinks[layer] = (2 * sinks).bfloat16().to(self.device)  # as checkpoints have them
+            attention.sinks[layer] = (2 * sinks).bfloat16().to(self.device)  # as in checkpoints
         max_pages = -(-MOST_TOKENS // shape.page_size)
         num_pages = 1 + ROWS * max_pages
         layers = [LayerPages(attention.new_planes)] * len(self.layers)
@@ -260,7 +260,7 @@ def test_random_schedules(pair: Pair, seed: int) -> None:
 @each_of("seed, dtype", [(0, torch.float32), (1, torch.bfloat16), (2, torch.float32)])
 @pytest.mark.parametrize("pair", [each for each in on_each("reference") if each.values[0][0] != "npu"])
 def test_random_schedules_over_pages_of_int8(pair: Pair, dtype: torch.dtype, seed: int) -> None:
-    head_dim = (8, 10, 64)[seed]  # with 10, scales lie where no float32 may
+    head_dim = (8, 10, 64)[seed]  # 10 would place scales where no float32 may lie
     run_random_schedule(pair, seed, [1, 8, 16], dtype=dtype, head_dim=head_dim, int8_pages=True)
 
 

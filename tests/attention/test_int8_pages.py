@@ -21,7 +21,7 @@ from recipes.assembly.families import decoder_config
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_numbers_are_nearest_by_the_scale_of_their_own_head(dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
-    sizes = torch.tensor([1e-3, 1.0, 500.0])[:, None]  # of heads: one scale for all would lose the first
+    sizes = torch.tensor([1e-3, 1.0, 500.0])[:, None]  # scales of heads: one for all would lose the first
     x = (torch.randn(40, 3, 10, generator=random) * sizes).to(dtype)
     stored = packed(x)
     assert stored.shape == (40, 3, row_bytes(10)) == (40, 3, 14)

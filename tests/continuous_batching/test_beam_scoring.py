@@ -32,7 +32,7 @@ def test_the_best_live_on_and_only_the_very_best_end(
         row[random.permutation(num_candidates)[: int(random.integers(0, stops + 1))]] = True
     order = sorted(
         np.ndindex(totals.shape), key=lambda at: (-totals[at], at[0], tokens[at])
-    )  # of equals the better beam's first, then the smaller token
+    )  # equals: the better beam's first, then the smaller token
     living, ended = choose(totals, tokens, ends, width)
     assert list(zip(*living)) == [at for at in order if not ends[at]][:width]
     assert list(zip(*ended)) == [at for at in order[:width] if ends[at]]

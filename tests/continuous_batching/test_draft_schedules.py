@@ -52,7 +52,7 @@ class Knowing:
     """Knows what every request would say alone, and guesses that, other tokens, or some of both."""
 
     def __init__(self, slots: SlotPool, share: float, seed: int) -> None:
-        self._slots, self._share = slots, share  # of guesses that are right
+        self._slots, self._share = slots, share  # share of guesses that are right
         self._random = np.random.default_rng(seed)
         self._stories: dict[tuple[bytes, int], list[int]] = {}
 

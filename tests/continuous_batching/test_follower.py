@@ -335,7 +335,7 @@ def test_a_leader_that_is_gone_is_no_end_in_order(has_begun: bool) -> None:
             time.sleep(0.01)
     following.near.shutdown(socket.SHUT_RDWR)
     if has_begun:
-        while listeners.lost is None:  # before the test closes the socket that a thread of theirs waits at
+        while listeners.lost is None:  # they end before the test closes the socket that their thread waits at
             time.sleep(0.01)
         engine.observer.close()
     error = following.end()

@@ -31,7 +31,7 @@ from continuous_batching.recording.format import (
     read_entries,
 )
 from continuous_batching.recording.listeners import LAST_WORDS, Heard, Listeners, RankLost, _percent, beat
-from continuous_batching.recording.replay import NoDevice, replay
+from continuous_batching.recording.replay import Divergence, NoDevice, replay
 from tests.continuous_batching.test_recorder import record, scheduler
 from tests.mutated import Mutator, encoded
 from tests.thorough import cases
@@ -108,6 +108,16 @@ def test_a_recording_that_no_leader_writes_is_refused(bodies: list[bytes]) -> No
         with suppress(ValueError):
             for _ in replay(read_entries(io.BytesIO(data)), scheduler()):
                 pass
+
+
+def test_pages_that_are_expected_twice_are_refused(bodies: list[bytes]) -> None:
+    entry = msgspec.msgpack.encode(PagesExpected("a", packed(np.arange(9)), ""))
+    data, before = b"", BEGIN
+    for body in [bodies[0], entry, entry]:
+        frame, before = framed(body, before)
+        data += frame
+    with pytest.raises(Divergence, match="expected twice for a"):
+        list(replay(read_entries(io.BytesIO(data)), scheduler(), Deciding()))
 
 
 def test_what_ranks_agree_on_and_move_is_refused_where_no_leader_says_it(bodies: list[bytes]) -> None:

@@ -36,7 +36,7 @@ from simulation.replica import Clock, SimulatedRunner
 from tests.pairs import pairs
 from tests.thorough import cases
 
-Cost = Callable[[int, int, int], float]  # of tokens, spans and drafts: seconds
+Cost = Callable[[int, int, int], float]  # seconds of tokens, spans and drafts
 ANSWER_TOKENS = 700
 
 

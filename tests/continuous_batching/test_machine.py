@@ -58,7 +58,7 @@ class SpoilingRunner(ChecksumRunner):
 class Engines(RuleBasedStateMachine):
     """Operations on one engine, and what must hold between any two of them."""
 
-    num_operations = 0  # of all runs
+    num_operations = 0  # counts of all runs
 
     @initialize(made=schedulers())
     def start(self, made: tuple[Scheduler, ChecksumRunner]) -> None:
@@ -68,9 +68,9 @@ class Engines(RuleBasedStateMachine):
         self.engine = Engine(self.scheduler, self.runner, clock=lambda: self.now_s)
         self.known: dict[str, Request] = {}  # all that were taken
         self.ended: dict[str, Request] = {}
-        self.answers: dict[str, list[int]] = {}  # by request, that it gets alone
-        self.written: dict[str, Words] = {}  # by request, what its tokens leave in the cache
-        self.content: dict[bytes, Words] = {}  # by page key
+        self.answers: dict[str, list[int]] = {}  # what each request gets alone
+        self.written: dict[str, Words] = {}  # what each request's tokens leave in the cache
+        self.content: dict[bytes, Words] = {}  # keys are page keys
         self.counters = astuple(self.scheduler.counters)
 
     @rule(arrival=arrivals)

@@ -14,7 +14,7 @@ from continuous_batching.recording.format import Entry, read_entries
 from tests.continuous_batching.test_recorder import record, scheduler
 from tests.thorough import cases
 
-EVERY = cases(7, 1)  # of so many bits one is flipped
+EVERY = cases(7, 1)  # one of so many bits is flipped
 
 
 @pytest.fixture(scope="module")

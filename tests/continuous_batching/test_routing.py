@@ -116,7 +116,7 @@ def test_own_sends_count_until_they_are_told() -> None:
     routing = Routing(2)
     chosen = [sent(routing, RoutedPrompt(100), 1.0).replica for _ in range(10)]
     assert chosen.count(0) == chosen.count(1) == 5
-    routing.report_load(0, 500, 5, 0.5)  # as of before they were sent
+    routing.report_load(0, 500, 5, 0.5)  # what was known before they were sent
     assert routing.queued_tokens.tolist() == [1000, 500]
     routing.report_load(0, 500, 5, 1.0)
     assert routing.queued_tokens.tolist() == [500, 500]

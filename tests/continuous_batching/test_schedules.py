@@ -24,7 +24,7 @@ from tests.thorough import cases
 
 MAX_TOKENS = 64
 EOS = 5
-DEPTHS = (1, 1, 2, 3)  # of batches in flight at once
+DEPTHS = (1, 1, 2, 3)  # batches in flight at once
 FAMILIES = [np.random.default_rng(family).integers(0, VOCAB_SIZE, 40).tolist() for family in range(3)]
 
 

@@ -106,7 +106,7 @@ class Trace:
         self.in_order = policy != "static" and not fair and not outrank and long_tokens == ALL
         self.runner = ChecksumRunner(slots, self.scheduler.pool, host_pool)
         self.requests = [self._request(random, number) for number in range(int(random.integers(2, 12)))]
-        self.cost_s = random.uniform(0.5, 1.5, 4000)  # of each step
+        self.cost_s = random.uniform(0.5, 1.5, 4000)  # one for each step
         self.overlap = policy != "static" and bool(random.integers(2))
         self.searches = searches and num_slots > 1 and bool(random.integers(2))
         for request in self.requests[::3] if self.searches else ():

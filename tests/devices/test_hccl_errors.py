@@ -16,7 +16,7 @@ from devices.hccl_errors import end_of_log, explained
 from recipes.cluster import ranks
 from tests.patience import PATIENCE_S
 
-# As torch_npu and HCCL print them, with other addresses and numbers
+# What torch_npu and HCCL print, with other addresses and numbers
 NOTIFY = """The execution of the internal task times out.
 EI0002: [PID: 7277] The wait execution of the Notify register times out. Reason: The Notify register has not
 received the Notify record from remote rank{}. base information: [streamID:[2282987520], tag[AllReduce]]"""

@@ -96,7 +96,7 @@ class RowOps(CpuOps):
     """Multiplies each row by itself, so that its sums do not depend on how many rows there are."""
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
-        linear = super().linear  # of two rows at least
+        linear = super().linear  # takes two rows at least
         return torch.cat([linear(row.expand(2, -1).contiguous(), packed)[:1] for row in x.split(1)])
 
 

@@ -284,7 +284,7 @@ def test_who_lacks_the_secret_reads_nothing_and_cannot_ask(tmp_path: Path) -> No
     assert found[-1]["block_hashes"] == keys
     number = 100
     until_s = time.monotonic() + PATIENCE_S
-    while not hears.poll(50):  # until its subscription has come
+    while not hears.poll(50):  # ends when its subscription has come
         assert time.monotonic() < until_s, "its subscription never comes"
         engine.compute([number] * PAGE)
         number += 1

@@ -50,7 +50,7 @@ def test_requests_through_two_lives_of_an_engine_get_the_tokens_of_each_alone(
     def meddle(engine: Engine, step: int) -> None:
         device.resize(engine, step)
         if not len(engine.slots.busy):
-            time.sleep(0.002)  # for a lookup
+            time.sleep(0.002)  # waits for a lookup
 
     for life in range(2):
         engine = device.make(

@@ -1,4 +1,4 @@
-"""How does msModelSlim store a checkpoint, and what does its arithmetic say of the answers?
+"""Write checkpoints as msModelSlim stores them, and compute the answers that its arithmetic gives.
 
 Types, tensors and formulas are those of its exporter and of vllm-ascend, which reads them, written here by
 themselves: nothing of the product is used. transformers' model computes everything but the linears.
@@ -153,8 +153,10 @@ def quantised(
     norm_biases: bool = False,
     more: dict[str, Any] | None = None,
     further: Any = None,
+    further_name: str | None = None,
 ) -> Path:
-    """Store a checkpoint so, and let transformers' model compute by it; `further` is a layer behind its own.
+    """Store a checkpoint so, and let transformers' model compute by it; `further` is a layer behind its own,
+    or the one whose tensors' names begin with `further_name`.
 
     Linears that share an input share its scale, unless they `are_apart`; `ranks` divide the inputs of dense
     linears, and `divided` of them those of an expert. Scales of a cache (C8) are coarse, so that they matter,
@@ -211,7 +213,7 @@ def quantised(
     _write(path, made, {"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0"} | described | (more or {}))
     _replace(model, linears)
     if further is not None:
-        _replace(further, linears, f"model.layers.{model.config.num_hidden_layers}.")
+        _replace(further, linears, further_name or f"model.layers.{model.config.num_hidden_layers}.")
     return path
 
 

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 PAGE_SIZE, NUM_PAGES = 16, 8
 LENS = (41, 22)  # of two requests, the last tokens of which are computed one by one
-STOPS = ((17, 5), (33, 14), *((33 + step, 14 + step) for step in range(1, 9)))  # of each step
+STOPS = ((17, 5), (33, 14), *((33 + step, 14 + step) for step in range(1, 9)))  # one for each step
 NUM_DRAWN = 8  # tokens that are drawn for each of them
 
 

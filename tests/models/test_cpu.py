@@ -121,7 +121,7 @@ def test_swiglu(ops: CpuOps, dtype: torch.dtype) -> None:
 def test_greedy(ops: CpuOps, dtype: torch.dtype) -> None:
     for count in rows():
         logits = some(dtype, count, 500)
-        logits[0, [7, 300]] = 30  # of equals, the first
+        logits[0, [7, 300]] = 30  # the first of equals
         tokens, finite = ops.greedy(logits)
         assert torch.equal(tokens, logits.float().argmax(-1))
         assert int(tokens[0]) == 7

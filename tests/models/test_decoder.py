@@ -92,7 +92,7 @@ def fitting(variant: Variant, pair: Pair) -> Variant:
     return replace(wide(variant), saved_as=torch.bfloat16) if variant.family == "gpt_oss" else wide(variant)
 
 
-# Of each family, where all would take minutes
+# One of each family, since all would take minutes
 WIDE_ANGLES = ("ernie4_5", "olmo3")  # whose angles transformers keeps in float32
 SOME = cases([*{each.family: each for each in VARIANTS}.values()], VARIANTS)
 

@@ -146,7 +146,7 @@ def check(engine: Engine, most: int) -> None:
 )
 def test_drafts_change_no_token(variant: Variant, tmp_path: Path) -> None:
     _, path = make(variant, tmp_path)
-    check(engine_of(path, "cpu"), most=20)  # above a page of 16
+    check(engine_of(path, "cpu"), most=20)  # more than a page of 16
 
 
 @pytest.mark.slow

@@ -200,7 +200,7 @@ def test_a_draft_model_changes_no_token(tmp_path: Path) -> None:
     near = noisy(path, 0.1)
     model = transformers.LlamaForCausalLM.from_pretrained(near, attn_implementation="eager")
     other, far = make(OTHER, tmp_path)
-    right = check(path, path, target, "cpu", 20, plain)  # above a page of 16
+    right = check(path, path, target, "cpu", 20, plain)  # more than a page of 16
     mixed = check(path, near, model, "cpu", 4, plain)
     wrong = check(path, far, other, "cpu", 5, plain)
     assert right > mixed + 0.05

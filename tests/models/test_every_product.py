@@ -68,7 +68,7 @@ HEAD_DIMS = {
 CAPPED = {"gemma2": 64}
 MIXTURES = {"qwen3_moe_window": 64, "mixtral": 64, "qwen2_moe": 128, "glm4_moe": 64, "gpt_oss_half": 64}
 LATENTS = {"deepseek_v2": 64, "deepseek_v3": 64}  # whose head_dim says nothing
-# Of the dense ones, where time matters: each kind of head, rope, bias and window that the product has
+# The dense ones that stand for all others: each kind of head, rope, bias and window that the product has
 FEW = {
     "910B": ("llama_dynamic", "llama_biased", "qwen3_layer_types", "gemma3_layer_types"),
     "310P": ("llama_biased", "qwen2_yarn"),

@@ -166,7 +166,7 @@ def test_an_npu_answers_so_within_its_rounding(name: str, types: Types, dtype: A
     right = expected(model, path)
     for graphs in (False, True):
         decoder, _ = built(path, ALONE, "npu", way="fused", dtype=dtype)
-        decoder.ops._prefetches = torch.npu.Stream()  # as if verify_npu.sh had found that it gains
+        decoder.ops._prefetches = torch.npu.Stream()  # set where verify_npu.sh has found that it gains
         for mixture in (layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Mixture)):
             held = torch.int32 if types is kimi else torch.int8
             assert all(each.weight.dtype == held for each in mixture._joined), "all experts are one product"

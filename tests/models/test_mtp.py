@@ -46,7 +46,7 @@ def engine_of(target: Path, kind: Kind, most: int = 0, **more: Any) -> Engine:
         ("deepseek_v3", 1, {}),
         ("deepseek_v3", 4, {"scheduler.overlap": "true"}),
         ("glm4_moe", 3, {"cache.page_size": 8, "cache.num_pages": 28}),
-        ("glm4_moe", 20, {"scheduler.overlap": "true"}),  # above a page of 16
+        ("glm4_moe", 20, {"scheduler.overlap": "true"}),  # more than a page of 16
         ("v32", 2, {}),
         ("glm_5_shared", 3, {"scheduler.overlap": "true"}),
     ],
@@ -69,13 +69,21 @@ def test_a_layer_changes_no_token_and_says_what_the_published_one_does(
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"),
-    cases([("deepseek_v3", 2)], [("deepseek_v3", 2), ("deepseek_v3", 1), ("glm4_moe", 2)]),
+    ("name", "tensors", "parts", "stages"),
+    cases(
+        [("deepseek_v3", 2, 2, 1)],
+        [
+            *(("deepseek_v3", 2, 2, 1), ("deepseek_v3", 2, 1, 1), ("glm4_moe", 2, 2, 1)),
+            *(("glm4_moe", 1, 1, 2), ("glm4_moe", 1, 1, 3), ("deepseek_v3", 2, 2, 2)),
+        ],
+    ),
 )
-def test_ranks_share_the_layer_and_say_what_one_says(name: str, parts: int, tmp_path: Path) -> None:
+def test_ranks_share_the_layer_and_say_what_one_says(
+    name: str, tensors: int, parts: int, stages: int, tmp_path: Path
+) -> None:
     model, path = target_of(name, tmp_path, moe_intermediate_size=32)
     plain = tokens_of(serve(engine_of(path, "cpu")))
-    two = {"parallel.tensor": 2, "parallel.expert": parts}
+    two = {"parallel.tensor": tensors, "parallel.expert": parts, "parallel.pipeline": stages}
     two["scheduler.overlap"] = "true"  # which is how a watched runner starts steps
     built = build(load(ROOT / "recipes/any/cpu.yaml", asked_of(path, "cpu", 3, **two)))
     assert built.ranks is not None
@@ -106,7 +114,7 @@ def test_captured_steps_make_the_published_guesses(name: str, tmp_path: Path) ->
         assert engine.scheduler.counters.accepted_tokens > 10
         made.append(watched.drafts)
     assert made[0] == made[1]
-    # Of latents, the operator reads a key of zeros before the first
+    # The operator for latents reads a key of zeros before the first
     model.further.reads_zeros = name == "deepseek_v3"
     num_made, _ = check_head_drafts(model.further, made[0], plain)
     assert num_made > 100
@@ -120,8 +128,6 @@ def test_a_checkpoint_without_such_a_layer_is_refused(tmp_path: Path) -> None:
         engine_of(path, "cpu", 3)
     with pytest.raises(RecipeError, match="is read from the model's checkpoint, and its weights are random"):
         engine_of(path, "cpu", 3, **{"model.weights": "random"})
-    with pytest.raises(RecipeError, match=r"parallel.pipeline is 2, .* take ngram or suffix"):
-        engine_of(path, "cpu", 3, **{"parallel.pipeline": 2})
 
 
 def test_a_layer_that_is_not_whole_is_named(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ TOWER = {
     "patch_size": 8,
 }
 NEW = 12
-# As the 4B model was published: what it leaves out are the defaults of the class
+# The published form of the 4B model: what it leaves out are the defaults of the class
 GEMMA3_4B = {
     "model_type": "gemma3",
     "eos_token_id": [1, 106],

@@ -92,7 +92,7 @@ def test_a_row_of_nan_stays_alone_in_a_linear(ops: There, dtype: torch.dtype) ->
 @pytest.mark.parametrize("heads", [None, 3])
 def test_rms_norm(ops: There, dtype: torch.dtype, heads: int | None) -> None:
     x = drawn(6, 32, dtype=dtype) if heads is None else drawn(6, heads + 2, 32, dtype=dtype)[:, 1:-1]
-    x[1] *= 1e-3  # where eps counts
+    x[1] *= 1e-3  # so small that eps counts
     weight, before = drawn(32, dtype=dtype, seed=1), x.clone()
     wide = x.double()
     expected = wide / (wide.square().sum(-1, keepdim=True) / 32 + 1e-4).sqrt() * weight.double()
@@ -103,7 +103,7 @@ def test_rms_norm(ops: There, dtype: torch.dtype, heads: int | None) -> None:
 @pytest.mark.parametrize("kind", ["silu", "sigmoid"])
 def test_gated_rms_norm(ops: There, dtype: torch.dtype, kind: str) -> None:
     x, gate = drawn(5, 4, 24, dtype=dtype), drawn(5, 4, 24, dtype=dtype, seed=1)
-    x[1] *= 1e-3  # where eps counts
+    x[1] *= 1e-3  # so small that eps counts
     weight = drawn(24, dtype=dtype, seed=2)
     opened = torch.sigmoid(gate.double()) * (gate.double() if kind == "silu" else 1)
     length = (x.double().square().mean(-1, keepdim=True) + 1e-4).sqrt()

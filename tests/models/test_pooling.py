@@ -91,7 +91,7 @@ def test_ranks_and_stages_find_it_too(way: str) -> None:
         labelled = Request("labelled", made[0].prompt, params)
         serve(built.engine, [*made, labelled])
     finally:
-        built.engine.observer.close()  # with which the other ranks end
+        built.engine.observer.close()  # the other ranks end with it
     for request in made:
         check(request)
     model = transformers.AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)

@@ -236,7 +236,7 @@ def test_what_compressed_tensors_writes_is_read() -> None:
     assert found.covers("model.layers.0.mlp.up_proj")
 
 
-# As compressed-tensors 0.20 dumps its preset W8A8
+# What compressed-tensors 0.20 dumps of its preset W8A8
 WRITTEN = """
 {"config_groups": {"group_0": {"targets": ["Linear"],
 "weights": {"num_bits": 8, "type": "int", "symmetric": true, "group_size": null, "strategy": "channel",

@@ -40,7 +40,7 @@ from tests.patience import PATIENCE_S
 
 VARIANTS = {each.name: each for each in RECURRENT_VARIANTS}
 LENGTHS, NUM_NEW = (1, 5, GRID, 150), 20
-NEAR = 1e-4  # of log-probabilities, as for families without states
+NEAR = 1e-4  # tolerance of log-probabilities, as for families without states
 Case = tuple[Any, Path]
 
 

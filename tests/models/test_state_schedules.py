@@ -152,7 +152,7 @@ def test_a_restart_resumes_from_states_in_a_folder(case_named: Callable[[str], C
             engine.add(request)
         while engine.has_work:
             if engine.step() is None:
-                time.sleep(0.001)  # for a lookup
+                time.sleep(0.001)  # waits for a lookup
         check(model, [each for leader in made for each in (leader, *leader.followers)])
         assert engine.tier is not None
         assert engine.tier.settle(PATIENCE_S)

@@ -163,7 +163,7 @@ def test_a_restart_resumes_from_pages_of_all_groups_in_a_folder(
             engine.add(request)
         while engine.has_work:
             if engine.step() is None:
-                time.sleep(0.001)  # for a lookup
+                time.sleep(0.001)  # waits for a lookup
         check(model, [each for leader in made for each in (leader, *leader.followers)])
         assert engine.tier is not None
         assert engine.tier.settle(PATIENCE_S)

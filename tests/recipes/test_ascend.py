@@ -138,12 +138,6 @@ def test_ranks_that_divide_pages_hold_as_many_times_the_tokens(count: int) -> No
             "parallel.context: 32 ranks cannot divide a page of the cache: 16 of 16",
         ),
         (DEEPSEEK, "cache.page_size=68", "cache.page_size is 68, which it does not divide"),
-        (DEEPSEEK, "cache.dtype=int8", "cache.dtype is int8, whose pages are not divided"),
-        (
-            DEEPSEEK,
-            "server.pages_at=tcp://127.0.0.1:1",
-            "server.pages_at is set, and engines exchange whole pages",
-        ),
         (
             QWEN,
             "parallel.context=2",

@@ -102,7 +102,7 @@ def test_a_draft_model_is_built_beside_the_model() -> None:
     drafter = drafted.runner.drafter
     assert drafter is not None
     assert drafter.decoder.config.num_layers < drafted.config.num_layers
-    assert drafter.decoder.config.dtype == "float32"  # as the model
+    assert drafter.decoder.config.dtype == "float32"  # the model's own
     held, of_drafts = (
         sum(tensor.nbytes for tensor in cache.tensors) for cache in (drafted.runner.cache, drafter.cache)
     )

@@ -23,7 +23,7 @@ from tests.thorough import cases
 
 # Slots and pages for all: nobody waits, and nobody is preempted
 ROOM = ("scheduler.num_slots=256", "scheduler.max_batch_tokens=512", "cache.num_pages=6144")
-# As many as the longest answer that is read here: a busy machine that holds up the event loop cuts off none
+# The longest answer that is read here has as many: a busy machine that holds up the event loop cuts off none
 LIMITS = ("server.max_unread_tokens=120", "server.spare_engine=false")
 
 

@@ -296,4 +296,4 @@ def test_ranks_and_stages_give_the_same_tokens(way: str, alone: dict[str, list[i
     try:
         assert answers(built.engine, text_of(built)) == alone
     finally:
-        built.engine.observer.close()  # with which the other ranks end
+        built.engine.observer.close()  # the other ranks end with it

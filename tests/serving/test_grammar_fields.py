@@ -88,7 +88,7 @@ def test_what_is_within_the_limits_is_taken(schema: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("schema", "kept", "notes"),
     [
-        # As pydantic, zod, OpenAPI and Gemini's clients write schemas
+        # Schemas that pydantic, zod, OpenAPI and Gemini's clients write
         ({"type": "string", "format": "uri-reference"}, {"type": "string"}, ("format uri-reference",)),
         ({"type": "integer", "format": "int64"}, {"type": "integer"}, ("format int64",)),
         ({"type": "string", "contentMediaType": "application/json", "x-order": 1}, {"type": "string"}, ()),

@@ -258,7 +258,7 @@ def test_errors_have_anthropics_form(shared: Server) -> None:
         assert (body["error"]["type"], body["error"]["message"][: len(said)]) == (kind, said)
         assert answer.status_code == (404 if kind == "not_found_error" else 400)
         assert body["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
-    # By which Anthropic's runners of tools know that they have to send the whole conversation
+    # This tells Anthropic's runners of tools that they have to send the whole conversation
     threaded = post(shared, **fields, thread={"type": "create"}).json()
     assert threaded["error"]["details"] == {"error_code": "thread_unsupported_request"}
     unknown = httpx.get(f"{shared.url}/v1/messages/batches", timeout=PATIENCE_S)

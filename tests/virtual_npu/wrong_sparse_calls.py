@@ -19,7 +19,7 @@ def _pages_of(size: int) -> Change:
     return lambda call: {name: call[name][:, :size].contiguous() for name in names if name in call}
 
 
-# Of all four operators
+# Calls of all four operators
 SHARED = [
     Wrong("mode", put(layout_query="BSND"), "layout_query", "BSND"),
     Wrong("mode", put(layout_keys="TND"), "layout_keys", "TND"),

@@ -174,7 +174,7 @@ def _judged(
     expected, found = (call().cpu().float() for call in (apart, joined))
     furthest = float((found - expected).abs().max())
     is_near = furthest <= NEAR[dtype] * float(expected.abs().max())
-    # Without agreement, the other ranks would wait for this one.
+    # The ranks must agree, or the others would wait for this one.
     if not group.least(int(is_near), machine.device):
         return False, f"{furthest:.2g} from what is made apart, or too far on another rank"
     if machine.asked.virtual:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention.latent import LatentUp
 
-# Of npu_transpose_batchmatmul: the most heads x width of a row, and the step of a weight's inputs and outputs
+# Limits of npu_transpose_batchmatmul: the most heads x width of a row, the step of a weight's two sides
 MOST_PRODUCT_ROW, PRODUCT_STEP = 65535, 16
 
 

@@ -78,7 +78,7 @@ class Watched:
             stub.server.close()
             for writer in stub.writers:
                 writer.transport.abort()
-        await asyncio.sleep(0.05)  # until both sides have closed
+        await asyncio.sleep(0.05)  # ends when both sides have closed
 
     def says(self, number: int, **scripts: Script) -> None:
         """Let a replica answer otherwise."""

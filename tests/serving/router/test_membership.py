@@ -116,7 +116,7 @@ async def running(replicas: list[Replica], *, are_there: bool) -> AsyncIterator[
             replica.server.close()
             for writer in replica.writers:
                 writer.transport.abort()
-        await asyncio.sleep(0.05)  # until both sides have closed
+        await asyncio.sleep(0.05)  # ends when both sides have closed
 
 
 def run(test: Callable[[], Any]) -> None:

@@ -143,7 +143,7 @@ class Fleet:
             stub.server.close()
             for writer in stub.writers:
                 writer.transport.abort()
-        await asyncio.sleep(0.05)  # until both sides have closed
+        await asyncio.sleep(0.05)  # ends when both sides have closed
 
     async def ask(
         self,

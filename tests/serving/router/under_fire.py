@@ -63,7 +63,7 @@ async def ask(
                 received += part
                 begun()
     except aiohttp.ClientError:
-        # Of what has arrived, nothing may say that it is all
+        # Nothing of what has arrived may say that it is all
         outcome = "wrong" if b"[DONE]" in received else "broken"
         return Answer(outcome, received.decode(), time.monotonic())
     now_s = time.monotonic()
