@@ -34,7 +34,7 @@ from tests.models.test_identity import BY_LENGTH
 from tests.thorough import THOROUGH, cases
 
 # A test waits for the two processes that serve all engines of its module
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.usefixtures("forked_ranks")]
 
 VOCABULARY = 157  # which two ranks cannot share evenly
 ALL = {each.name: each for each in [*VARIANTS, *LATENT_VARIANTS]}

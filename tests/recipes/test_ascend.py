@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +25,7 @@ from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import stand_in_alone
 from tests.each_of import each_of
 from tests.recipes import published
+from tests.serving.warm import CODE, completed
 from tests.thorough import THOROUGH, cases
 
 RECIPES = sorted(path for chip in ("310p", "910") for path in ROOT.glob(f"recipes/*/*_{chip}*.yaml"))
@@ -240,5 +239,5 @@ def test_recipes_serve_the_tiny_model_on_the_stand_in(product: str) -> None:
     by_product = one_of_each()
     assert by_product.keys() == set(SERVED_PRODUCTS), "a recipe of another product is served by no test"
     paths = by_product[product]
-    done = subprocess.run([sys.executable, "-c", SERVED, *paths], capture_output=True, text=True, check=False)
+    done = completed(CODE, SERVED, *paths)
     assert (done.returncode, done.stdout.splitlines()) == (0, ["623"] * len(paths)), done.stderr

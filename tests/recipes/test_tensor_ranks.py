@@ -29,7 +29,7 @@ from tests.recipes.published import QWEN3_30B_A3B
 from tests.serving.server import TINY
 from tests.thorough import cases
 
-pytestmark = pytest.mark.in_order
+pytestmark = [pytest.mark.in_order, pytest.mark.usefixtures("forked_ranks")]
 
 # Few pages and a small host tier: requests preempt each other, and are swapped or computed again
 CROWDED = (
