@@ -406,6 +406,7 @@ class Decoder(nn.Module):
         self.after_layer: Callable[[int], None] | None = None
         self._taps: tuple[int, ...] = ()
         self._take: Callable[[Tensor, StepInputs], None] | None = None
+        self._first = self.share.layers(config).start  # number of the first layer here
 
     def pack(self) -> None:
         """Convert every linear to the device's form, one by one.
@@ -425,10 +426,11 @@ class Decoder(nn.Module):
             return None
         return DividedRows(self.group, self.ops.padded(num_tokens))
 
-    def tap(self, layers: tuple[int, ...], take: Callable[[Tensor, StepInputs], None]) -> None:
+    def tap(self, layers: tuple[int, ...], take: Callable[[Tensor, StepInputs], None] | None = None) -> None:
         """In each step, pass the inputs of these layers, [T, layers * hidden] in rising order, to `take`.
 
-        A number one past the last layer stands for its output.
+        A number one past the last layer stands for its output. A stage that is not the last sends those of
+        its own layers, and of the layers before, to the next one, and has nothing to take them.
         """
         self._taps, self._take = layers, take
 
@@ -444,33 +446,34 @@ class Decoder(nn.Module):
             self.adapters.choose(step.adapters, num_rows)
         rope_lens = None if step.rope_lens is None else pad_rows(step.rope_lens, num_rows)
         residual: Tensor | None = None
+        tapped: list[Tensor] = []  # in the rows that this rank has of them
         if self.share.is_first:
             x = self.embedded(token_ids, divided)
         else:
             num_own = num_rows if divided is None else divided.count
-            both = self.norm.new_empty(2, num_own, self.config.hidden_size)
-            x, residual = self.stages.receive(both).unbind()
+            num_tapped = sum(each < self._first for each in self._taps)
+            room = self.norm.new_empty(2 + num_tapped, num_own, self.config.hidden_size)
+            x, residual, *tapped = self.stages.receive(room).unbind()
             self._receive_choice(step, num_rows)
         turns = [rope.cos_sin(positions, rope_lens, x.dtype) for rope in self.ropes]
-        tapped = []
         for number, layer in enumerate(self.layers):
-            if number in self._taps:
-                tapped.append(_total(x, residual, divided)[:num_tokens])
+            if self._first + number in self._taps:
+                tapped.append(x if residual is None else x + residual)
             cos, sin = turns[0 if self.part.layers[number].window is None else -1]
             x, residual = layer(x, residual, cos, sin, step)
             if self.after_layer is not None:
                 self.after_layer(number)
         if not self.share.is_last:
             assert residual is not None, "a stage has a layer"
-            self.stages.send(torch.stack((x, residual)))
+            self.stages.send(torch.stack((x, residual, *tapped)))
             self._send_choice(step, num_rows)
             # Nothing reads these numbers
             return x[:num_tokens] if divided is None else x[:1].expand(num_tokens, -1)
-        x = _total(x, residual, divided)[:num_tokens]
-        if len(self.layers) in self._taps:
-            tapped.append(x)
+        x = _whole(x if residual is None else x + residual, divided)[:num_tokens]
         if self._take is not None:
-            self._take(torch.cat(tapped, -1), replace(step, divided=None))
+            features = [_whole(each, divided)[:num_tokens] for each in tapped]
+            features += [x] if self.config.num_layers in self._taps else []
+            self._take(torch.cat(features, -1), replace(step, divided=None))
         return x
 
     def _receive_choice(self, step: StepInputs, num_rows: int) -> None:
@@ -556,10 +559,9 @@ def pack(whole: nn.Module) -> None:
             module.pack()
 
 
-def _total(x: Tensor, residual: Tensor | None, divided: DividedRows | None) -> Tensor:
-    """Return all rows [T, hidden] of an output and the residual that it is added to."""
-    total = x if residual is None else x + residual
-    return total if divided is None else divided.whole(total)
+def _whole(x: Tensor, divided: DividedRows | None) -> Tensor:
+    """Return all rows [T, hidden] of what a rank has, which is a part if rows are divided."""
+    return x if divided is None else divided.whole(x)
 
 
 def pad_rows(x: Tensor, num_rows: int) -> Tensor:

@@ -14,6 +14,7 @@ Legend: N rows that get drafts, D drafts of all of them.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -198,7 +199,8 @@ class HeadDrafter(Drafter):
     def __init__(self, head: Head, cache: CacheLayers, slots: SlotPool, most_tokens: int, most: int) -> None:
         super().__init__(head, cache, slots, most_tokens, most + 1)
         self._head = head
-        self._left: _Left | None = None
+        # For each batch whose drafts are made, what is to be computed once the target has computed it
+        self._left = deque[_Left | None]()
 
     def run(self, batch: Batch) -> Tensor | None:
         """Return the drafts of a batch, as `Drafter.run`.
@@ -206,7 +208,7 @@ class HeadDrafter(Drafter):
         What rows without drafts lack is left to `finish`.
         """
         drafting = batch.drafts_by_span > 0
-        self._left = self._lacking(batch, np.flatnonzero(~drafting))
+        self._left.append(self._lacking(batch, np.flatnonzero(~drafting)))
         if not drafting.any():
             return None
         return super().run(
@@ -215,7 +217,7 @@ class HeadDrafter(Drafter):
 
     def finish(self) -> None:
         """Compute the entries that rows without drafts lack, whose features are known now."""
-        left, self._left = self._left, None
+        left = self._left.popleft()
         if left is None:
             return
         features = left.known

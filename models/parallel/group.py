@@ -267,6 +267,17 @@ class StageLinks:
     def __init__(self, before: int | None = None, after: int | None = None) -> None:
         self._before, self._after = before, after
         self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._hosts: Group = ALONE
+        self._other_end = 0
+
+    def open_for_drafts(self, world: Group, share: Share) -> None:
+        """Let the last stage send drafts to the first, each rank to the one with the same part of the layers.
+
+        They go from host to host: the device of the last stage has not yet received what the first has sent
+        it before, and would wait with its own. All ranks must call this at the same time.
+        """
+        way = share.tensors * (share.stages - 1)
+        self._hosts, self._other_end = world.on_hosts(), world.rank + (way if share.is_last else -way)
 
     def receive(self, x: Tensor) -> Tensor:
         """Receive into `x` what the stage before has sent."""
@@ -286,6 +297,19 @@ class StageLinks:
             work = dist.isend(x, self._after)
             self._sending = [] if work is None else [(work, x)]
         self.inside = ""
+
+    def send_drafts(self, drafts: Tensor) -> None:
+        """Send drafts on the host from the last stage to the first, and wait until it has them."""
+        self.inside = "send_drafts"
+        self._hosts.send(drafts, self._other_end)
+        self.inside = ""
+
+    def receive_drafts(self, room: Tensor) -> Tensor:
+        """Receive into `room`, on the host of the first stage, the drafts of the last."""
+        self.inside = "receive_drafts"
+        self._hosts.receive(room, self._other_end)
+        self.inside = ""
+        return room
 
 
 NO_LINKS = StageLinks()

@@ -29,7 +29,8 @@ class Share:
     The stages hold consecutive layers; the first has the embedding, the last the norm and the head. The
     experts of each layer are spread over `experts` parts of the tensor ranks, which are neighbours in equal
     numbers; the neighbours of a part divide each of its experts. Each page of the cache is divided between
-    `contexts` neighbours, which would hold the same otherwise.
+    `contexts` neighbours, which would hold the same otherwise. With `drafts_from_tokens`, a head in the last
+    stage reads the embedding, which that stage then holds as well.
     """
 
     tensor: int = 0
@@ -38,6 +39,7 @@ class Share:
     stages: int = 1
     experts: int = 1
     contexts: int = 1
+    drafts_from_tokens: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.tensor < self.tensors, f"rank {self.tensor} of {self.tensors}"
@@ -62,6 +64,11 @@ class Share:
     def is_last(self) -> bool:
         return self.stage == self.stages - 1
 
+    @property
+    def within_stage(self) -> Share:
+        """The share of a head that drafts, which one stage holds alone."""
+        return replace(self, stage=0, stages=1)
+
     def layers(self, config: DecoderConfig) -> range:
         """Return the layers that this stage holds; all stages hold equally many, or one more than others."""
         first, stop = (each * config.num_layers // self.stages for each in (self.stage, self.stage + 1))
@@ -73,7 +80,7 @@ class Share:
 
     def holds_embedding(self, config: DecoderConfig) -> bool:
         """Whether this stage looks up tokens, or has a head that is tied to the embedding."""
-        return self.is_first or (self.is_last and config.tie_embeddings)
+        return self.is_first or (self.is_last and (config.tie_embeddings or self.drafts_from_tokens))
 
     def is_elsewhere(self, name: str, config: DecoderConfig) -> bool:
         """Whether the checkpoint's tensor `name` belongs to other stages, or other ranks' experts."""

@@ -6,11 +6,19 @@ them.
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
 import numpy as np
 import torch
+from msgspec import Meta
 
 from models.decoder import Decoder
 from models.layers.mixture import Mixture
+from models.parallel.group import Group
+from models.parallel.share import Share
+
+_COUNTED = "experts/{}"  # the key of the ranks' store under which a stage leaves its last counts
 
 
 class ExpertCounts:
@@ -46,3 +54,48 @@ class ExpertCounts:
         """Reset the counts, for example after warm-up steps."""
         self.read()
         self._totals[:] = 0
+
+
+class StageReading(msgspec.Struct, frozen=True):
+    """What one stage has counted when the leader asked for the reading of this name."""
+
+    name: str
+    counts: list[list[Annotated[int, Meta(ge=0)]]]
+
+
+class StageCounts:
+    """The counts of all stages of an engine, of which this rank has those of its own layers.
+
+    `decide` is called on all ranks between the same two steps, as the work of a question is
+    (`continuous_batching/recording/agreement.py`); nothing has to be made ready before. The first rank of
+    each stage that is not the last leaves its counts in the ranks' store, where the leader finds them later.
+    """
+
+    def __init__(self, counts: ExpertCounts | None, world: Group, share: Share) -> None:
+        self._counts, self._world, self._share = counts, world, share
+        self._own = StageReading("", [])
+
+    def work(self, name: str, body: bytes) -> int:
+        """Have nothing to make ready."""
+        return 1
+
+    def decide(self, name: str, is_agreed: bool) -> None:
+        """Read this rank's counts, if it counts, and leave them for the leader."""
+        if self._counts is None:
+            return
+        self._own = StageReading(name, self._counts.read())
+        if self._world.rank:
+            assert self._world.store is not None, "these ranks have joined through a store"
+            self._world.store.set(_COUNTED.format(self._share.stage), msgspec.json.encode(self._own).decode())
+
+    def collected(self, name: str) -> list[list[int]] | None:
+        """Return the reading of this name, layer by layer, on the leader; None until all stages have it."""
+        store, others = self._world.store, range(self._share.stages - 1)
+        assert store is not None, "these ranks have joined through a store"
+        keys = [_COUNTED.format(stage) for stage in others]
+        if self._own.name != name or not store.check(keys):
+            return None
+        found = [msgspec.json.decode(store.get(key), type=StageReading) for key in keys]
+        if any(each.name != name for each in found):
+            return None
+        return [layer for stage in (*found, self._own) for layer in stage.counts]

@@ -61,7 +61,10 @@ class DraftSource(Protocol):
         ...
 
     def finish(self) -> None:
-        """Compute what later drafts need of the target's step, which has just been computed."""
+        """Compute what later drafts need of the target's step, which has just been computed.
+
+        It follows each `run`, in the same order; further batches may have been run between the two.
+        """
         ...
 
 
@@ -131,10 +134,17 @@ class ModelRunner:
         wanted = of_prompts.wanted_of(batch, self.slots)
         if self.graphs is not None and wanted is None and self.graphs.takes(batch):
             return self._replayed(self.graphs, self.graphs.filled(batch), drafts)
-        hidden = self.decoder(self._inputs(batch, drafts))
-        if self.drafter is not None:
+        return self._finished(batch, self._hidden(batch, self._inputs(batch, drafts)), wanted, drafts)
+
+    def _hidden(self, batch: Batch, inputs: StepInputs) -> Tensor:
+        """Compute the hidden states [T, hidden] of a batch, and then what later drafts need of them."""
+        hidden: Tensor = self.decoder(inputs)
+        self._finish_drafts(batch)
+        return hidden
+
+    def _finish_drafts(self, batch: Batch) -> None:
+        if self.drafter is not None and len(batch.draft_starts):
             self.drafter.finish()
-        return self._finished(batch, hidden, wanted, drafts)
 
     def _finished(
         self,
@@ -163,8 +173,7 @@ class ModelRunner:
 
     def _replayed(self, graphs: DecodeGraphs, filled: FilledStep, drafts: Tensor | None) -> Chosen:
         batch, step = filled.batch, graphs.run(filled, self._last, drafts)
-        if self.drafter is not None:
-            self.drafter.finish()
+        self._finish_drafts(batch)
         arrived = None if drafts is None else self._arriving(batch, drafts)
         chosen = arriving(step.drawn) if step.drawn is not None else self._chosen_of(batch, step)
         return chosen if arrived is None else _with_drafts(chosen, arrived)

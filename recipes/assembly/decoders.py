@@ -92,16 +92,20 @@ def draft_decoder(
     group: Group,
     share: Share,
 ) -> Decoder | Head | None:
-    """Return the loaded draft model, or head, of a recipe, if it names one.
+    """Return the loaded draft model, or head, of a recipe, if it names one and this is the last stage.
 
     Raises ValueError for one that cannot be used. A rank of the group holds only its share of a head.
     """
-    path, draft = recipe.speculation.draft_path, draft_config(recipe, config)
+    path, draft, part = (
+        recipe.speculation.draft_path,
+        draft_config(recipe, config),
+        draft_part(recipe, config, share),
+    )
+    if draft is None or part is None:
+        return None
     if isinstance(draft, MtpConfig):
         return _own_layer(recipe, draft, machine, group, share)
-    part = draft_part(recipe, config, share)
-    if draft is None or part is None or path is None:
-        return None
+    assert path is not None, "a draft model and a head of their own have a folder"
     try:
         ops, attention = machine.operators(shape_of(recipe.cache.page_size, part))
         attention.check()
@@ -109,7 +113,7 @@ def draft_decoder(
         if draft.is_int8:
             ops.check_int8(TORCH_DTYPES[draft.dtype], draft.int8_forms)
         if isinstance(draft, Eagle3Config):
-            head = Eagle3(draft, ops, attention, group, share)
+            head = Eagle3(draft, ops, attention, group, share.within_stage)
             head_weights.load(head, path, rotation_of(config.quantization, config.hidden_size))
             return head
         decoder = Decoder(draft, ops, attention)
@@ -148,7 +152,8 @@ def _own_layer(recipe: Recipe, config: MtpConfig, machine: Machine, group: Group
     Its needs of the device are those of the model's own layers.
     """
     assert recipe.model.path is not None, "the layer is read from the model's checkpoint"
-    head = Mtp(config, *operators_of(recipe, machine, share.part(config), share, group), group, share)
+    own = share.within_stage
+    head = Mtp(config, *operators_of(recipe, machine, own.part(config), own, group), group, own)
     try:
         mtp_weights.load(head, recipe.model.path, kept_weights(recipe, config, share, "mtp"))
     except ValueError as error:
@@ -166,9 +171,8 @@ def layers_of(decoder: Decoder | Head) -> list[LayerPages]:
         if state is None:
             planes = new_planes(attention, spec.index == "shared")
             heads = 1 if config.latent is not None else config.num_kv_heads
-            layers.append(
-                LayerPages(planes, config.group_of(layer), heads, attention.head_axis, attention.num_runs)
-            )
+            own = attention.head_axis, attention.num_runs
+            layers.append(LayerPages(planes, config.group_of(layer), heads, *own, order=attention.order))
         else:  # one function for all layers that make equal planes
             new = made.setdefault(state, partial(new_states, state, device=attention.device))
             assert config.recurrent is not None, "a layer keeps a state by the sizes of its attention"

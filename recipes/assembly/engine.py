@@ -23,7 +23,7 @@ from kv_cache.device.rank_pages import RankPages
 from models.checkpoint import weights
 from models.checkpoint.adapter_files import look_at
 from models.checkpoint.int4 import inputs_of_experts, largest_side
-from models.config import DecoderConfig
+from models.config import DecoderConfig, HeadConfig
 from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
 from models.modelslim import Described
@@ -33,19 +33,26 @@ from models.parallel.share import Share
 from models.sampling.follower import FollowerSampler
 from models.sampling.sampler import Sampler
 from models.step.adapters import Adapters
-from models.step.expert_counts import ExpertCounts
+from models.step.expert_counts import ExpertCounts, StageCounts
 from models.step.graphs import captured_sizes
 from models.step.runner import ModelRunner, RowSampler
 from models.step.stage_runner import StageRunner
 from models.step.warm_up import capture, largest_step_bytes, warm_up
 from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, kept_weights, operators_of
-from recipes.assembly.families import WITH_MTP, overridden_fields, share_of, unknown_fields, unread_layers
+from recipes.assembly.families import (
+    WITH_MTP,
+    draft_config,
+    overridden_fields,
+    share_of,
+    unknown_fields,
+    unread_layers,
+)
 from recipes.assembly.live_memory import LiveMemory
 from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
 from recipes.assembly.page_parts import rank_pages
 from recipes.assembly.page_tier import attach_tier, tier_for, tier_of_rank
-from recipes.assembly.rank_works import ADAPTER, adapter_work, live_works
+from recipes.assembly.rank_works import ADAPTER, EXPERTS, adapter_work, live_works
 from recipes.assembly.scheduler import SchedulerLimits, costs_of, facts_of, scheduler_of
 from recipes.assembly.sizing import plan_memory
 from recipes.cluster.cluster import find_cluster
@@ -163,6 +170,9 @@ def assemble(
     tell("planning its memory")
     config, share = share_of(recipe, world.rank)
     group, stages = divided(world, share)
+    drafts = draft_config(recipe, config)
+    if share.stages > 1 and drafts is not None:
+        stages.open_for_drafts(world, share)
     machine = start(recipe.device, learned)
     machine.join(group)
     memory = plan_memory(recipe, config, machine.memory_bytes(), share=share)
@@ -171,13 +181,14 @@ def assemble(
     # The smaller model is loaded first, so that a mistake in it is refused before the larger one is read.
     draft = draft_decoder(recipe, config, memory, machine, group, share)
     decoder = _loaded(recipe, config, memory, machine, (group, share, stages), tell)
+    if isinstance(drafts, HeadConfig) and not share.is_last:
+        decoder.tap(drafts.taps)
     adapters = _adapters(recipe, decoder)
     tell("")
     world.meet("the meeting after loading")
     cache = cache_of([decoder] if draft is None else [decoder, draft], recipe, memory)
     most = (memory.num_pages, memory.num_host_pages, memory.longest_tokens)
     states = memory.num_states, memory.num_host_states
-    drafts = None if draft is None else draft.config
     limits = SchedulerLimits.of(config, *most, drafts, memory.window_pools, states)
     depth, costs = recipe.parallel.pipeline, costs_of(recipe, config, machine, world)
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
@@ -187,7 +198,8 @@ def assemble(
     runner = kind(decoder, cache, decoder.attention, _sampler(decoder, world), scheduler.slots, drafter)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
-    experts = ExpertCounts(decoder) if recipe.device.count_experts and world.rank == 0 else None
+    # The ranks of a stage choose alike
+    experts = ExpertCounts(decoder) if recipe.device.count_experts and share.tensor == 0 else None
     captured_bytes = _first_steps(recipe, runner, scheduler.max_batch_tokens, tell)
     world.meet("the meeting after compiling")  # then the time of the largest step includes no wait
     tell("running its largest step")
@@ -201,10 +213,13 @@ def assemble(
     limits = _within(limits, memory)
     facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
     live = LiveMemory(recipe, engine, runner, memory, world.rank)
+    works = live_works(live) | ({} if adapters is None else {ADAPTER: adapter_work(adapters)})
+    if recipe.device.count_experts and share.stages > 1:
+        works[EXPERTS] = StageCounts(experts, world, share)
     return BuiltEngine(
         *(engine, runner, config, memory, machine.name, largest_step_s, facts, experts),
         adapters=adapters,
-        works=live_works(live) | ({} if adapters is None else {ADAPTER: adapter_work(adapters)}),
+        works=works,
         live=live,
         pages=rank_pages(recipe, config, runner, world, share, machine),
         learned=lambda: machine.learned,

@@ -264,7 +264,12 @@ def share_of(recipe: Recipe, rank: int) -> tuple[DecoderConfig, Share]:
     except ValueError as error:
         raise RecipeError(f"parallel.{name}", str(error), value=getattr(parallel, name)) from error
     parts = parallel.tensor, parallel.pipeline, parallel.expert, parallel.context
-    return config, Share.of_rank(rank, *parts)
+    share = Share.of_rank(rank, *parts)
+    if share.stages > 1 and recipe.speculation.kind in ("mtp", "eagle3"):
+        head = draft_config(recipe, config)
+        reads_tokens = not isinstance(head, Eagle3Config) or not head.owns_embedding
+        share = replace(share, drafts_from_tokens=reads_tokens)
+    return config, share
 
 
 def draft_config(recipe: Recipe, config: DecoderConfig) -> DecoderConfig | None:
@@ -307,9 +312,13 @@ def draft_config(recipe: Recipe, config: DecoderConfig) -> DecoderConfig | None:
 def draft_part(recipe: Recipe, config: DecoderConfig, share: Share) -> DecoderConfig | None:
     """Return a rank's part of the head that drafts for a decoder, or the whole draft model; None without one.
 
+    The last stage has it, where the hidden states are.
     Raises RecipeError as `draft_config` does, and for a head that the ranks cannot share.
     """
     draft = draft_config(recipe, config)
+    if not share.is_last:
+        return None
+    share = share.within_stage
     if isinstance(draft, MtpConfig):
         return share.part(draft)
     if not isinstance(draft, Eagle3Config):

@@ -135,7 +135,7 @@ def report(
     wanted = num_slots * pages_each
     how = "measured" if sizing.is_measured else "estimated"
     memory = in_gib(sizing.memory_bytes)
-    draft = draft_config(recipe, config)
+    draft = draft_config(recipe, config) if share.is_last else None
     kept = [layer for layer in share.layers(config) if config.layers[layer].mixer != "recurrent"]
     num_layers, beside = sum(config.group_of(layer) == 0 for layer in kept), []
     if draft is not None:

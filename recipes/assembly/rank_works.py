@@ -22,6 +22,7 @@ ADAPTER_WAIT_S = 300.0  # longest time for a rank to read its part of an adapter
 # The topics of other weights, of pages whose memory is given back and allocated again, and of whether a rank
 # has carried out what was decided before
 WEIGHTS, SLEEP, WAKE, CHANGED = "weights", "sleep", "wake", "changed"
+EXPERTS = "experts"  # the topic of the experts that stages have counted (models/step/expert_counts.py)
 
 
 class AdapterAsked(msgspec.Struct, array_like=True, frozen=True):

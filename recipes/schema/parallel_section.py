@@ -86,16 +86,9 @@ class ParallelSection:
         return self.tensor * self.pipeline
 
 
-def context_contradictions(
-    section: ParallelSection, page_size: int, cache_dtype: str, pages_elsewhere: str | None
-) -> Iterator[RecipeError]:
-    """Yield what contradicts pages that several ranks divide.
-
-    `cache_dtype` is the value of cache.dtype, and `pages_elsewhere` the key that lets engines exchange pages.
-    """
+def context_contradictions(section: ParallelSection, page_size: int) -> Iterator[RecipeError]:
+    """Yield what contradicts pages of so many tokens that several ranks divide."""
     count = section.context
-    if count == 1:
-        return
     if page_size % count:
         yield RecipeError(
             ("parallel.context", "cache.page_size"),
@@ -103,48 +96,14 @@ def context_contradictions(
             f"set cache.page_size to a multiple of {count}",
             value=count,
         )
-    if cache_dtype == "int8":
-        yield RecipeError(
-            ("parallel.context", "cache.dtype"),
-            "cache.dtype is int8, whose pages are not divided",
-            "set cache.dtype to auto, or this to 1",
-            value=count,
-        )
-    if pages_elsewhere is not None:
-        yield RecipeError(
-            ("parallel.context", pages_elsewhere),
-            f"{pages_elsewhere} is set, and engines exchange whole pages",
-            "set this to 1, or leave that out",
-            value=count,
-        )
 
 
-def stage_contradictions(
-    section: ParallelSection, drafts: str, *, count_experts: bool
-) -> Iterator[RecipeError]:
-    """Yield what contradicts several stages of layers, several devices, or the placement of experts.
-
-    `drafts` is the value of speculation.kind, and `count_experts` that of device.count_experts.
-    """
-    if section.pipeline > 1 and count_experts:
-        yield RecipeError(
-            ("device.count_experts", "parallel.pipeline"),
-            f"parallel.pipeline is {section.pipeline}, and rank 0 sees the experts of its own stage alone",
-            "set device.count_experts to false, or parallel.pipeline to 1",
-            value=True,
-        )
+def placement_contradictions(section: ParallelSection) -> Iterator[RecipeError]:
+    """Yield what contradicts the placement of experts."""
     if section.placement is not None and section.expert == 1:
         yield RecipeError(
             ("parallel.placement", "parallel.expert"),
             "parallel.expert is 1, so that every rank has a part of every expert",
             "set parallel.expert to the number of ranks that it was made for, or leave this out",
             value=section.placement,
-        )
-    if section.pipeline > 1 and drafts in ("draft", "eagle3", "mtp"):
-        yield RecipeError(
-            ("speculation.kind", "parallel.pipeline"),
-            f"parallel.pipeline is {section.pipeline}, and the first stage would need the drafts that the"
-            " last one makes",
-            "take ngram or suffix, or set parallel.pipeline to 1",
-            value=drafts,
         )

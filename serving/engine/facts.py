@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from continuous_batching.scheduling.validation import longest_allowed
+from models.step.expert_counts import StageCounts
+from recipes.assembly.rank_works import EXPERTS
 from serving.engine.messages import EngineFacts, ExpertTable, TierReading
 from serving.engine.silence import COMPILER_S, SHORTEST_S
 
@@ -47,16 +49,39 @@ READ_S = 10.0  # interval between readings, each of which waits for the steps in
 
 
 class ExpertReadings:
-    """The readings of an engine that counts its experts; an engine that does not has none."""
+    """The readings of an engine that counts its experts; an engine that does not has none.
+
+    Stages of layers read theirs between two steps, and what they have found is returned once all have.
+    """
 
     def __init__(self, built: BuiltEngine) -> None:
         self._built, self._due_s = built, 0.0
+        self._asked: tuple[str, int] | None = None  # the reading that stages make, and the steps before it
 
     def due(self, now_s: float) -> ExpertTable | None:
         """Return a new reading if one is due."""
-        counts, mixture = self._built.experts, self._built.config.mixture
-        if counts is None or mixture is None or now_s < self._due_s:
+        built = self._built
+        counts, mixture, work = built.experts, built.config.mixture, built.works.get(EXPERTS)
+        if counts is None or mixture is None:
+            return None
+        steps = built.engine.scheduler.counters.steps
+        if isinstance(work, StageCounts):
+            return self._of_stages(work, now_s, steps, mixture.num_chosen)
+        if now_s < self._due_s:
             return None
         self._due_s = now_s + READ_S
-        steps = self._built.engine.scheduler.counters.steps
         return ExpertTable(counts.read(), mixture.num_chosen, steps)
+
+    def _of_stages(self, work: StageCounts, now_s: float, steps: int, num_chosen: int) -> ExpertTable | None:
+        if self._asked is not None:
+            name, asked_steps = self._asked
+            found = work.collected(name)
+            if found is None:
+                return None
+            self._asked = None
+            return ExpertTable(found, num_chosen, asked_steps)
+        if now_s >= self._due_s and self._built.questions is not None:
+            self._due_s = now_s + READ_S
+            self._asked = str(steps), steps
+            self._built.questions.decide(EXPERTS, str(steps), is_agreed=True)
+        return None

@@ -147,7 +147,8 @@ def _serve(engine: Engine, requests: list[Request]) -> int:
 
 def _happened(engine: Engine) -> dict[str, int]:
     counters = engine.scheduler.counters
-    return {"preemptions": counters.preemptions, "hit_tokens": counters.hit_tokens}
+    names = "preemptions", "hit_tokens", "accepted_tokens"
+    return {name: getattr(counters, name) for name in names}
 
 
 def _counted(built: BuiltEngine) -> Callable[[], int]:

@@ -113,15 +113,26 @@ def test_a_head_catches_up_while_there_are_no_drafts(most: int, overlap: bool, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("contexts", cases([1], [1, 2]))
-def test_ranks_share_a_head_and_say_what_one_says(contexts: int, tmp_path: Path) -> None:
-    """With a draft vocabulary that two ranks do not divide evenly, and pages that they divide or not."""
+@pytest.mark.parametrize(
+    ("tensors", "contexts", "stages", "owns"),
+    cases(
+        [(2, 1, 1, False), (1, 1, 2, False)],
+        [(2, 1, 1, False), (2, 2, 1, False), (1, 1, 2, True), (1, 1, 3, False), (2, 1, 2, False)],
+    ),
+)
+def test_ranks_share_a_head_and_say_what_one_says(
+    tensors: int, contexts: int, stages: int, owns: bool, tmp_path: Path
+) -> None:
+    """With a draft vocabulary that two ranks do not divide evenly, and pages that they divide or not; of two
+    stages, each has some of the layers whose inputs the head reads.
+    """
     model, path = target_of(replace(LLAMA, options={"num_key_value_heads": 2 // contexts}), tmp_path)
-    head = head_for(model, tmp_path / "head", draft_vocab=121)
+    head = head_for(model, tmp_path / "head", draft_vocab=121, owns_embedding=owns)
     plain = serve(engine_of(path, "cpu"))
-    two = {"parallel.tensor": 2, "parallel.context": contexts, "device.attention": "reference"}
-    two["scheduler.overlap"] = "true"  # which is how a watched runner starts steps
-    engine = engine_of(path, "cpu", head, 4, **two)
+    two = {"parallel.tensor": tensors, "parallel.context": contexts, "parallel.pipeline": stages}
+    # A watched runner starts steps, as overlap does; divided rows are those of prompts
+    more = {"device.attention": "reference", "scheduler.overlap": "true", "parallel.least_divided_tokens": 16}
+    engine = engine_of(path, "cpu", head, 4, **two, **more)
     watched = Watched(engine)
     drafted = tokens_of(serve(engine))
     engine.observer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from continuous_batching.request import Request, SamplingParams
 from models.layers.mixture import Mixture
 from models.ops.reference import Ops
 from models.parallel.group import ALONE
@@ -16,9 +18,11 @@ from models.step.expert_counts import ExpertCounts
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe_error import RecipeError
+from serving.engine.facts import READ_S, ExpertReadings
 from tests.device_kinds import stand_in_alone
 from tests.models.families import VARIANTS, make, wide
 from tests.models.tensor_rank import STOPS, built, logits_of
+from tests.patience import PATIENCE_S
 from tests.serving.server import TINY
 
 NUM_CHOSEN = 3
@@ -88,5 +92,29 @@ def test_a_captured_step_counts_its_tokens_and_no_padding(tmp_path: Path) -> Non
 def test_what_cannot_be_counted_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"device.count_experts: the model has no experts"):
         build(load(TINY, ["device.count_experts=true"]))
-    with pytest.raises(RecipeError, match="rank 0 sees the experts of its own stage alone"):
-        load(TINY, ["device.count_experts=true", "parallel.pipeline=2"])
+
+
+@pytest.mark.slow
+def test_readings_of_stages_are_those_of_one_rank(tmp_path: Path) -> None:
+    """The leader's second reading counts what came since; its own layers are the last."""
+    path, found = checkpoint(tmp_path), []
+    small = ("device.compile=false", "device.threads=1", "cache.memory_gib=null", "cache.num_pages=64")
+    for ranks in ((), ("parallel.pipeline=2",)):
+        changes = [f"model.path={path}", *small, "device.count_experts=true", *ranks]
+        built = build(load("recipes/any/cpu.yaml", changes))
+        readings = ExpertReadings(built)
+        params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        for number in range(2):
+            built.engine.add(Request(str(number), np.arange(3 + number, 23), params))
+            while built.engine.has_work:
+                built.engine.step()
+            now_s, until_s = number * READ_S, time.monotonic() + PATIENCE_S
+            while (table := readings.due(now_s)) is None:
+                assert time.monotonic() < until_s, "the stages have not read their counts"
+                time.sleep(0.01)
+            assert readings.due(now_s) is None
+            found.append((ranks, table.counts, table.num_chosen))
+        built.engine.close()
+    of_one, of_stages = ([each[1:] for each in found if bool(each[0]) == way] for way in (False, True))
+    assert of_stages == of_one
+    assert [sum(layer) for layer in of_one[1][0]] == [NUM_CHOSEN * (20 + 19 + 2 * 3), 0, NUM_CHOSEN * 45]

@@ -69,13 +69,21 @@ def test_a_layer_changes_no_token_and_says_what_the_published_one_does(
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"),
-    cases([("deepseek_v3", 2)], [("deepseek_v3", 2), ("deepseek_v3", 1), ("glm4_moe", 2)]),
+    ("name", "tensors", "parts", "stages"),
+    cases(
+        [("deepseek_v3", 2, 2, 1)],
+        [
+            *(("deepseek_v3", 2, 2, 1), ("deepseek_v3", 2, 1, 1), ("glm4_moe", 2, 2, 1)),
+            *(("glm4_moe", 1, 1, 2), ("glm4_moe", 1, 1, 3), ("deepseek_v3", 2, 2, 2)),
+        ],
+    ),
 )
-def test_ranks_share_the_layer_and_say_what_one_says(name: str, parts: int, tmp_path: Path) -> None:
+def test_ranks_share_the_layer_and_say_what_one_says(
+    name: str, tensors: int, parts: int, stages: int, tmp_path: Path
+) -> None:
     model, path = target_of(name, tmp_path, moe_intermediate_size=32)
     plain = tokens_of(serve(engine_of(path, "cpu")))
-    two = {"parallel.tensor": 2, "parallel.expert": parts}
+    two = {"parallel.tensor": tensors, "parallel.expert": parts, "parallel.pipeline": stages}
     two["scheduler.overlap"] = "true"  # which is how a watched runner starts steps
     built = build(load(ROOT / "recipes/any/cpu.yaml", asked_of(path, "cpu", 3, **two)))
     assert built.ranks is not None
@@ -120,8 +128,6 @@ def test_a_checkpoint_without_such_a_layer_is_refused(tmp_path: Path) -> None:
         engine_of(path, "cpu", 3)
     with pytest.raises(RecipeError, match="is read from the model's checkpoint, and its weights are random"):
         engine_of(path, "cpu", 3, **{"model.weights": "random"})
-    with pytest.raises(RecipeError, match=r"parallel.pipeline is 2, .* take ngram or suffix"):
-        engine_of(path, "cpu", 3, **{"parallel.pipeline": 2})
 
 
 def test_a_layer_that_is_not_whole_is_named(tmp_path: Path) -> None:

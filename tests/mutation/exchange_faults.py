@@ -203,7 +203,7 @@ FAULTS = {
     ),
     "stage_reads_too_early": Fault(
         "models/step/stage_runner.py::StageRunner.later",
-        "self._following[-1].append(action)",
+        "self._started[-1].following.append(action)",
         "action()",
         "the last stage writes a page that a batch it has not computed yet still reads",
         "tests/kv_cache/test_rank_pages.py::test_what_follows_the_batches_that_were_started_comes_before_the_next",

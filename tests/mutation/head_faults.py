@@ -5,6 +5,27 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 
 FAULTS = {
+    "drafts_unknown_to_the_first_stage": Fault(
+        "models/step/stage_runner.py::StageRunner._drafted",
+        "self.slots.token_ids[batch.owners[guessed], batch.targets[guessed]] = drafts",
+        "",
+        "the first stage computes zeros in the places of the drafts that the last one checks",
+        "tests/models/test_eagle3.py::test_ranks_share_a_head_and_say_what_one_says",
+    ),
+    "taps_counted_from_the_stage": Fault(
+        "models/decoder.py::Decoder.forward",
+        "self._first + number in self._taps",
+        "number in self._taps",
+        "a head reads layers that have the right numbers in their own stage",
+        "tests/models/test_eagle3.py::test_ranks_share_a_head_and_say_what_one_says",
+    ),
+    "entries_left_of_the_next_batch": Fault(
+        "models/drafting/drafter.py::HeadDrafter.finish",
+        "self._left.popleft()",
+        "self._left.pop()",
+        "with two batches in flight, entries of the second are computed from what the first has found",
+        "tests/models/test_eagle3.py::test_ranks_share_a_head_and_say_what_one_says",
+    ),
     "a_features_place_in_a_graph_is_its_own": Fault(
         "models/step/graphs.py::_before_index",
         "(positions.long() - 1).clamp(min=0)",
@@ -49,8 +70,8 @@ FAULTS = {
     ),
     "layers_read_one_late": Fault(
         "models/decoder.py::Decoder.forward",
-        "number in self._taps",
-        "number - 1 in self._taps",
+        "self._first + number in self._taps",
+        "self._first + number - 1 in self._taps",
         "features are of the layers after those that the head was trained on",
         "tests/models/test_eagle3.py::test_a_head_changes_no_token_and_says_what_the_published_one_does",
     ),

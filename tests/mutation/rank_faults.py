@@ -42,6 +42,27 @@ FAULTS = {
         "a gathered page has one rank's tokens after the other's, and not in their order",
         _DIVIDED,
     ),
+    "order_of_tiles_forgotten": Fault(
+        "attention/divided.py::DividedAttention.all_of",
+        "own = self.order.by_token(own, number)",
+        "pass",
+        "tokens of a gathered page are taken from where a CPU keeps other numbers",
+        "tests/attention/test_divided.py::test_random_schedules",
+    ),
+    "exchanged_part_dropped": Fault(
+        "kv_cache/device/rank_pages.py::RankPages._gather",
+        "whole[piece_of_page(piece)] = cut",
+        "whole[piece_of_page(piece)] = 0 if piece.turn else cut",
+        "another engine gets zeros for the tokens of a page that a neighbour keeps",
+        "tests/kv_cache/test_rank_pages.py::test_ranks_that_divide_pages_exchange_what_one_rank_would_hold",
+    ),
+    "turn_of_a_rank_forgotten": Fault(
+        "kv_cache/device/rank_pages.py::piece_of_page",
+        "slice(piece.turn, None, piece.turns)",
+        "slice(0, None, piece.turns)",
+        "all neighbours write the first one's tokens of a page that came",
+        "tests/kv_cache/test_rank_pages.py::test_ranks_that_divide_pages_exchange_what_one_rank_would_hold",
+    ),
     "resize_told_too_late": Fault(
         "continuous_batching/engine.py::Engine.resize",
         (
@@ -184,6 +205,13 @@ FAULTS = {
         "range(first, stop + 1)",
         "a layer is computed twice",
         "tests/models/test_share.py::test_stages_hold_each_layer_once_and_the_first_ranks_hold_the_last",
+    ),
+    "experts_of_the_last_stage_alone": Fault(
+        "models/step/expert_counts.py::StageCounts.collected",
+        "(*found, self._own)",
+        "(self._own,)",
+        "the layers of other stages are missing, and the last ones take their numbers",
+        "tests/models/test_expert_counts.py::test_readings_of_stages_are_those_of_one_rank",
     ),
     "inputs_of_a_later_table": Fault(
         "models/step/stage_runner.py::StageRunner.start",

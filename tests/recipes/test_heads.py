@@ -123,7 +123,6 @@ def test_a_head_that_does_not_fit_is_refused(
     ("more", "message"),
     [
         (["speculation.draft_dtype=bfloat16"], "read only where speculation.kind is draft, and it is eagle3"),
-        (["parallel.pipeline=2"], "the first stage would need the drafts that the last one makes"),
         (
             ["speculation.draft_path=null"],
             "required where speculation.kind is eagle3; name the directory of a",

@@ -18,6 +18,9 @@ from continuous_batching.request import Request, SamplingParams, packed_ids
 from models.parallel.group import Alone
 from recipes.__main__ import show
 from recipes.assembly.engine import BuiltEngine, assemble, build
+from recipes.assembly.families import draft_config, share_of
+from recipes.assembly.memory_plan import report
+from recipes.assembly.sizing import plan_memory
 from recipes.cluster.rank_process import restored
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
@@ -26,7 +29,7 @@ from tests.recipes.published import QWEN3_30B_A3B
 from tests.serving.server import TINY
 from tests.thorough import cases
 
-pytestmark = pytest.mark.in_order
+pytestmark = [pytest.mark.in_order, pytest.mark.usefixtures("forked_ranks")]
 
 # Few pages and a small host tier: requests preempt each other, and are swapped or computed again
 CROWDED = (
@@ -49,6 +52,7 @@ FEW: dict[str, tuple[str, ...]] = {
     "guesses": (TENSOR, "scheduler.overlap=true", "speculation.kind=ngram"),
     "drafts": (TENSOR, *DRAFT),
     "stages": (STAGES,),
+    "stages, drafts": (STAGES, *DRAFT),
     "uneven stages, guesses": ("parallel.pipeline=3", "scheduler.overlap=true", "speculation.kind=suffix"),
 }
 WAYS = FEW | cases(
@@ -59,6 +63,8 @@ WAYS = FEW | cases(
         "stages, guesses": (STAGES, "scheduler.overlap=true", "speculation.kind=suffix"),
         "uneven stages": ("parallel.pipeline=3",),
         "stages of two": (STAGES, TENSOR),
+        "stages of two, drafts": (STAGES, TENSOR, *DRAFT),
+        "uneven stages, drafts": ("parallel.pipeline=3", *DRAFT),
     },
 )
 QUICK = ("guesses", "stages")
@@ -166,6 +172,7 @@ def test_several_ranks_give_the_tokens_of_one(
     assert counters.preemptions > 0 or together.engine.scheduler.depth > 1  # which spreads what is wanted
     assert counters.hit_tokens > 0
     assert counters.compacted_pages > 0
+    assert counters.accepted_tokens > 0 or together.engine.scheduler.speculation is None
 
 
 ASKED = [
@@ -195,17 +202,16 @@ def generated(folder: Path, *changes: str) -> list[tuple[str, list[int]]]:
 @pytest.mark.npu
 @pytest.mark.slow
 def test_two_npus_draw_the_tokens_of_one(tmp_path: Path) -> None:
-    assert generated(tmp_path, TENSOR, "scheduler.overlap=true") == generated(tmp_path)
+    """Also in captured steps of two stages, the second of which drafts."""
+    expected = generated(tmp_path)
+    for changes in ((TENSOR, "scheduler.overlap=true"), (STAGES, *DRAFT, "device.graphs=16")):
+        assert generated(tmp_path, *changes) == expected
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         (("parallel.pipeline=5",), "parallel.pipeline: 5 stages have 4 layers; choose a number from 1 to 4"),
-        (
-            (STAGES, *DRAFT),
-            "speculation.kind: parallel.pipeline is 2, and the first stage would",
-        ),
     ],
 )
 def test_stages_that_cannot_be_are_refused(changes: tuple[str, ...], words: str) -> None:
@@ -295,3 +301,17 @@ def test_the_plan_of_stages_is_of_the_last_which_has_the_most_layers(
     shown = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line)
     assert shown["stages"].strip() == "3, of 1 and 1 and 2 layers; what follows is of number 3"
     assert shown["a page"].endswith(" over 2 layers")
+
+
+def test_a_drafter_is_in_the_plan_of_the_last_stage_alone() -> None:
+    recipe, found = load(TINY, [*CPU, STAGES, *DRAFT]), []
+    draft = draft_config(recipe, share_of(recipe, 0)[0])
+    assert draft is not None
+    for rank in range(2):  # the last stage has the first rank, and each stage has two layers
+        config, share = share_of(recipe, rank)
+        plan = plan_memory(recipe, config, share=share)
+        rows = dict(report(recipe, config, plan, share))
+        found.append(("draft model" in rows, rows["a page"], plan.weight_bytes))
+    assert found[0][:2] == (True, "16 tokens, 64.0 KiB over 4 layers")
+    assert found[1][:2] == (False, "16 tokens, 32.0 KiB over 2 layers")
+    assert found[0][2] - found[1][2] >= draft.weight_bytes
