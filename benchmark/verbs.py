@@ -27,6 +27,7 @@ from recipes.schema.numbers import (
     MOST_SEED,
     MOST_TOKENS,
     MOST_WAIT_S,
+    RATES_PER_S,
     real,
     whole,
     wholes,
@@ -132,6 +133,7 @@ LOAD = (  # what is sent to a server, and where; names are those of `vllm bench 
     option("--ready-check-timeout-sec", real(0, MOST_WAIT_S), "S", "for a server that starts", 60.0),
     switch("--retry-rejected", "come again when a busy server says so"),
 )  # fmt: skip
+BESIDE_ROWS = ("at-once", "burst", "steady", "shared", "long")  # named here, as importing them takes seconds
 BENCHMARKS = (
     verb("host", "what a step costs the host, with a device that answers at once",
          "micro.host:run",
@@ -222,6 +224,16 @@ BENCHMARKS = (
          TRACE,
          RUNS,
          count("--static", None, "requests of its static batches; if not, its continuous ones")),
+    verb("beside --vllm", "the same loads in turns with vLLM's build for a CPU, offline and served",
+         "offline.beside_vllm:run",
+         Option("--row", {"nargs": "+", "choices": BESIDE_ROWS, "metavar": "ROW",
+                "help": f"of {', '.join(BESIDE_ROWS)} (all)"}),
+         count("--rounds", 5, "turns of both, of which the median counts"),
+         count("--requests", 64, "of a row; of long, an eighth"),
+         option("--rate", real(*RATES_PER_S), "PER_S", "of steady; if not, 0.7 of the slower burst"),
+         count("--threads", None, "of each engine; if not, one for each core"),
+         option("--python", metavar="FILE", help="of vLLM's environment (.venv/vllm/bin/python)"),
+         table="offline.beside_vllm:print_table", result="beside", judged=True),
     verb("serve", "what clients see of any OpenAI-compatible server",
          "serve.measure:run",
          option("--base-url", kinds.url, "URL", "of any OpenAI-compatible server", required=True),

@@ -305,10 +305,11 @@ def test_the_plan_of_stages_is_of_the_last_which_has_the_most_layers(
 
 def test_a_drafter_is_in_the_plan_of_the_last_stage_alone() -> None:
     recipe, found = load(TINY, [*CPU, STAGES, *DRAFT]), []
+    draft = draft_config(recipe, share_of(recipe, 0)[0])
+    assert draft is not None
     for rank in range(2):  # the last stage has the first rank, and each stage has two layers
         config, share = share_of(recipe, rank)
-        plan, draft = plan_memory(recipe, config, share=share), draft_config(recipe, config)
-        assert draft is not None
+        plan = plan_memory(recipe, config, share=share)
         rows = dict(report(recipe, config, plan, share))
         found.append(("draft model" in rows, rows["a page"], plan.weight_bytes))
     assert found[0][:2] == (True, "16 tokens, 64.0 KiB over 4 layers")

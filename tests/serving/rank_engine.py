@@ -49,7 +49,7 @@ def answered(built: BuiltEngine, pages: PageExchange, asked: dict[str, Any]) -> 
     beside = Request(
         f"beside {request.id}",
         np.arange(1, 8, dtype=np.int32),
-        SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
     )
     engine.add(beside)  # so that pages come while batches are in flight
     if not pages.begin(0, request):
