@@ -19,12 +19,15 @@ from continuous_batching.recording.agreement import LEADER, Agreement, RankQuest
 from continuous_batching.recording.rank_tier import LeadersTier
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from continuous_batching.samples.mask_maker import MaskMaker
+from continuous_batching.scheduling.scheduler import Scheduler
 from kv_cache.device.rank_pages import RankPages
+from kv_cache.device.storage import KVCache
 from models.checkpoint import weights
 from models.checkpoint.adapter_files import look_at
 from models.checkpoint.int4 import inputs_of_experts, largest_side
 from models.config import DecoderConfig, HeadConfig
 from models.decoder import Decoder
+from models.head import Head
 from models.layers.dtypes import TORCH_DTYPES
 from models.modelslim import Described
 from models.ops.reference import Ops
@@ -187,15 +190,10 @@ def assemble(
     tell("")
     world.meet("the meeting after loading")
     cache = cache_of([decoder] if draft is None else [decoder, draft], recipe, memory)
-    most = (memory.num_pages, memory.num_host_pages, memory.longest_tokens)
-    states = memory.num_states, memory.num_host_states
-    limits = SchedulerLimits.of(config, *most, drafts, memory.window_pools, states)
+    limits = _limits(config, drafts, memory)
     depth, costs = recipe.parallel.pipeline, costs_of(recipe, config, machine, world)
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
-    beside = decoder, cache, scheduler.slots, scheduler.max_batch_tokens, recipe
-    drafter = None if draft is None else drafter_of(draft, *beside)
-    kind = ModelRunner if depth == 1 else StageRunner
-    runner = kind(decoder, cache, decoder.attention, _sampler(decoder, world), scheduler.slots, drafter)
+    runner = _runner(recipe, decoder, draft, cache, scheduler, world)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
     # The ranks of a stage choose alike
@@ -213,17 +211,51 @@ def assemble(
     limits = _within(limits, memory)
     facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
     live = LiveMemory(recipe, engine, runner, memory, world.rank)
-    works = live_works(live) | ({} if adapters is None else {ADAPTER: adapter_work(adapters)})
-    if recipe.device.count_experts and share.stages > 1:
-        works[EXPERTS] = StageCounts(experts, world, share)
     return BuiltEngine(
         *(engine, runner, config, memory, machine.name, largest_step_s, facts, experts),
         adapters=adapters,
-        works=works,
+        works=_works(recipe, live, adapters, experts, world, share),
         live=live,
         pages=rank_pages(recipe, config, runner, world, share, machine),
         learned=lambda: machine.learned,
     )
+
+
+def _runner(
+    recipe: Recipe,
+    decoder: Decoder,
+    draft: Decoder | Head | None,
+    cache: KVCache,
+    scheduler: Scheduler,
+    world: Group,
+) -> ModelRunner:
+    """Return what runs the scheduler's steps, with the draft model or head beside the decoder."""
+    beside = decoder, cache, scheduler.slots, scheduler.max_batch_tokens, recipe
+    drafter = None if draft is None else drafter_of(draft, *beside)
+    kind = ModelRunner if recipe.parallel.pipeline == 1 else StageRunner
+    return kind(decoder, cache, decoder.attention, _sampler(decoder, world), scheduler.slots, drafter)
+
+
+def _limits(config: DecoderConfig, drafts: DecoderConfig | None, memory: MemoryPlan) -> SchedulerLimits:
+    """Return the limits of a model within a plan of the memory."""
+    most = memory.num_pages, memory.num_host_pages, memory.longest_tokens
+    states = memory.num_states, memory.num_host_states
+    return SchedulerLimits.of(config, *most, drafts, memory.window_pools, states)
+
+
+def _works(
+    recipe: Recipe,
+    live: LiveMemory,
+    adapters: Adapters | None,
+    experts: ExpertCounts | None,
+    world: Group,
+    share: Share,
+) -> dict[str, Work]:
+    """Return what this rank does when all ranks are asked."""
+    works = live_works(live) | ({} if adapters is None else {ADAPTER: adapter_work(adapters)})
+    if recipe.device.count_experts and share.stages > 1:
+        works[EXPERTS] = StageCounts(experts, world, share)
+    return works
 
 
 def _within(limits: SchedulerLimits, memory: MemoryPlan) -> SchedulerLimits:
