@@ -70,7 +70,7 @@ class BesideRow:
 ROWS = (
     BesideRow("at-once", "in process, all at once", *SHORT, served=False),
     BesideRow("burst", "served, all at once", *SHORT),
-    BesideRow("steady", "served, 70 % of capacity", *SHORT, steady=True),
+    BesideRow("steady", "served, Poisson arrivals", *SHORT, steady=True),
     BesideRow("shared", "served, 4 prefixes of 512", "uniform:20:60", SHORT[1], system_prompts="4:512"),
     BesideRow("long", "in process, contexts of 4,096", "4096", "128", served=False, one_in=8),
 )
