@@ -4,7 +4,9 @@ Both get the model of the recipe with random weights, a tokenizer, the recipe's 
 in a step, room for all requests of a load, the same threads and the same preloaded libraries. Prefixes are
 shared only in the row that is about them, so that no counted run finds what its warm-up computed. A turn's
 process warms up and is then counted once. The median of the turns counts, and a ratio is printed only where
-every answer had its full length, the client kept its times, and others left this machine alone.
+every answer had its full length, the client kept its times, and the machine was quiet before each turn. It is
+not watched during a turn: the processor time of vLLM's workers, which end as orphans, is not to be told from
+that of others.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -37,7 +40,11 @@ from recipes.schema.recipe import ROOT, Recipe
 ENVIRONMENT = ".venv/vllm"  # where scripts/setup.sh puts vLLM
 SEED = 47856  # of all loads, as of those in docs/measured
 SHARE = 0.7  # of the slower engine's burst that arrives in the steady row
-QUIET = 0.05  # most of the machine's processor time that others may take during a turn
+QUIET = 0.05  # most of the machine's processor time that others may take before a turn
+SETTLE_S, WATCH_S = (
+    1.0,
+    2.0,
+)  # seconds before a turn: for the last one's processes to be gone, and to watch others
 ROOM_TOKENS = 128  # to which each request is rounded up in both caches; the pages of vLLM on a CPU
 START_S, END_S = 1800.0, 120.0  # seconds for vLLM's server, which compiles the model when it starts first
 WARM_UPS = 3  # requests that a server is sent before
@@ -234,8 +241,10 @@ class VllmSide:
 
 def turn(side: BesideSide, load: Load, rate_per_s: float) -> dict[str, Any]:
     """Serve a load once; raises ValueError where an answer is not of its full length."""
+    time.sleep(SETTLE_S)
     others = OtherLoad()
-    late = ""
+    time.sleep(WATCH_S)
+    others_share, late = others.share(), ""
     if load.row.served:
         with side.server(load) as server:
             found = measure(plan(load, server.url, rate_per_s))
@@ -252,7 +261,7 @@ def turn(side: BesideSide, load: Load, rate_per_s: float) -> dict[str, Any]:
         "requests_per_s": round(len(load.lines) / duration_s, 4),
         **figures,
         "output_tokens": num_tokens,
-        "others": round(others.share(), 4),
+        "others": round(others_share, 4),
         "late": late,
     }
 
@@ -290,9 +299,7 @@ def summary(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     late = next((run["late"] for found in runs.values() for run in found if run["late"]), "")
     unsaid = ""
     if busiest > QUIET:
-        unsaid = (
-            f"others took {busiest:.0%} of the machine's processor time in a turn; {QUIET:.0%} is the most"
-        )
+        unsaid = f"others took {busiest:.0%} of the processor time before a turn; {QUIET:.0%} is the most"
     elif late:
         unsaid = late
     ours, theirs = (sides[name]["output_tokens_per_s"] for name in ("ours", "vllm"))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmark.offline import beside_vllm
 from benchmark.offline.beside_vllm import ROWS, Load, OwnSide, Setting, VllmSide, summary, turn
 from benchmark.run_clock import OtherLoad, taken_s
 from benchmark.verbs import BESIDE_ROWS
@@ -154,7 +155,9 @@ class Short:
         raise AssertionError("this row is not served")
 
 
-def test_an_answer_that_is_cut_is_no_run(tmp_path: Path) -> None:
+def test_an_answer_that_is_cut_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside_vllm, "WATCH_S", 0.01)
+    monkeypatch.setattr(beside_vllm, "SETTLE_S", 0.0)
     with pytest.raises(ValueError, match=r"at-once: \d+ tokens came of \d+ asked for"):
         turn(Short(), load("at-once", tmp_path), math.inf)
 
