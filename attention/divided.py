@@ -4,7 +4,8 @@ C neighbouring ranks read the same latents, or the same key-value head. Position
 neighbour t mod C alone, so that a page of B tokens is one of B / C on each of them; page tables, and whatever
 shares, moves or keeps pages by their numbers, are the same as without it. A query that reads a request's last
 tokens visits all neighbours: each attends to its own part, and the parts are joined by the sums of exponents
-of their scores. For longer spans, the pages of their requests are gathered for a layer at a time.
+of their scores. For longer spans, the pages of their requests are gathered for a layer at a time. Pages in
+int8 have a scale for each token, or multiples of scales for each channel: each rank reads its own.
 
 The device's own attention computes both. It is made twice: for the parts, with the heads of all neighbours,
 and for what is gathered, with this rank's.
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.latent import LatentAttention, LatentProlog, LatentUp
-from attention.reference import Attention, AttentionMetadata, StaticDecodes, Windows
+from attention.reference import Attention, AttentionMetadata, ChannelScales, StaticDecodes, Windows
 from continuous_batching.batch import Batch, ragged_ranges
 from devices.shapes import AttentionShape
 from kv_cache.device.transfer import to_device
@@ -88,7 +89,6 @@ def check_divided(shape: AttentionShape, count: int) -> None:
         "a sliding window": any(each is not None for each in shape.windows),
         "attention sinks": shape.has_sinks,
         "a cap of scores": shape.score_cap is not None,
-        "a cache in int8": shape.int8_pages,
         "sparse attention": shape.latent is not None and shape.latent.index is not None,
     }
     for what in (name for name, is_so in has.items() if is_so):
@@ -131,7 +131,12 @@ class DividedAttention(Attention):
         super().__init__(shape, parts.device)
         self.parts, self.whole, self.neighbours = parts, whole, neighbours
         self.own_size = shape.page_size // neighbours.size
-        self.indexed = parts.indexed
+        self.indexed, self.order, self.head_axis = parts.indexed, parts.order, parts.head_axis
+
+    @property
+    def num_runs(self) -> int:
+        """See Attention.num_runs: those of a page on this rank."""
+        return self.parts.num_runs
 
     def check(self) -> None:
         check_divided(self.shape, self.neighbours.size)
@@ -255,32 +260,88 @@ class DividedAttention(Attention):
         """Write those of the step's keys and values that lie on this rank."""
         self.parts.write(key, value, layer_keys, layer_values, _divided(metadata).own)
 
+    def pack_scales(self, keys: Tensor, values: Tensor) -> ChannelScales:
+        """See Attention.pack_scales."""
+        return self.parts.pack_scales(keys, values)
+
+    def write_by_channel(
+        self,
+        key: Tensor,
+        value: Tensor,
+        scales: ChannelScales,
+        layer_keys: Tensor,
+        layer_values: Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """Write those of the step's keys and values that lie on this rank; see Attention.write_by_channel."""
+        own = _divided(metadata).own
+        self.parts.write_by_channel(key, value, scales, layer_keys, layer_values, own)
+
     def attend(
         self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
         """Let each query [T, H, D] attend to its request's positions up to its own; see Attention.attend."""
+        return self._attended(query, None, layer_keys, layer_values, metadata, layer)
+
+    def attend_by_channel(
+        self,
+        query: Tensor,
+        scales: ChannelScales,
+        layer_keys: Tensor,
+        layer_values: Tensor,
+        metadata: AttentionMetadata,
+        layer: int,
+    ) -> Tensor:
+        """See Attention.attend_by_channel."""
+        return self._attended(query, scales, layer_keys, layer_values, metadata, layer)
+
+    def _attended(
+        self,
+        query: Tensor,
+        scales: ChannelScales | None,
+        layer_keys: Tensor,
+        layer_values: Tensor,
+        metadata: AttentionMetadata,
+        layer: int,
+    ) -> Tensor:
         made = _divided(metadata)
         if made.joins_all(query):
-            return self.joined(query, layer_keys, layer_values, made, layer)
+            return self.joined(query, layer_keys, layer_values, made, layer, scales)
         output = torch.empty_like(query)
         if made.parts is not None:
-            output[made.joined_rows] = self.joined(
-                query[made.joined_rows], layer_keys, layer_values, made, layer
-            )
+            rows = query[made.joined_rows]
+            output[made.joined_rows] = self.joined(rows, layer_keys, layer_values, made, layer, scales)
         for each in made.gathered:
-            keys, values = (self.all_of(pages, each.pages) for pages in (layer_keys, layer_values))
-            output[each.rows] = self.whole.attend(query[each.rows], keys, values, each.metadata, layer)
+            rows = query[each.rows]
+            keys, values = (
+                self.all_of(pages, each.pages, at) for at, pages in enumerate((layer_keys, layer_values))
+            )
+            read = keys, values, each.metadata, layer
+            if scales is None:
+                output[each.rows] = self.whole.attend(rows, *read)
+            else:
+                output[each.rows] = self.whole.attend_by_channel(rows, scales, *read)
         return output
 
     def joined(
-        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: DividedMetadata, layer: int
+        self,
+        query: Tensor,
+        layer_keys: Tensor,
+        layer_values: Tensor,
+        metadata: DividedMetadata,
+        layer: int,
+        scales: ChannelScales | None = None,
     ) -> Tensor:
         """Attend from queries [R, H, D] to the parts of all neighbours; returns [R, H, V]."""
         count, num_heads = self.neighbours.size, query.shape[1]
         assert metadata.parts is not None, "these rows were planned"
         assert metadata.is_without is not None, "these rows were planned"
         asked = self.neighbours.all_gather(query).transpose(0, 1).flatten(1, 2)  # [R, C * H, D]
-        found, sums = self.parts.attend_with_sums(asked, layer_keys, layer_values, metadata.parts, layer)
+        read = layer_keys, layer_values, metadata.parts, layer
+        if scales is None:
+            found, sums = self.parts.attend_with_sums(asked, *read)
+        else:
+            found, sums = self.parts.attend_with_sums_by_channel(asked, scales, *read)
         absent = metadata.is_without[:, None]
         found = found.float().masked_fill(absent[..., None], 0)
         sums = sums.masked_fill(absent, -torch.inf)
@@ -293,8 +354,8 @@ class DividedAttention(Attention):
             output = torch.where(total > 0, output / -torch.expm1(-total), 0)
         return output.to(query.dtype)
 
-    def all_of(self, plane: Tensor, pages: Tensor) -> Tensor:
-        """Return all neighbours' parts of some pages [P] of a plane, as C * P pages of B / C tokens each.
+    def all_of(self, plane: Tensor, pages: Tensor, number: int) -> Tensor:
+        """Return all neighbours' parts of some pages [P] of plane `number`, as C * P pages of B / C tokens.
 
         They are gathered in pieces, so that little more than the result is held.
         """
@@ -303,8 +364,11 @@ class DividedAttention(Attention):
         most = max(1, GATHERED_TOKENS // self.shape.page_size)
         for first in range(0, len(pages), most):
             own = plane.index_select(0, pages[first : first + most])
+            if self.order is not None:
+                own = self.order.by_token(own, number)
             made[first : first + most] = self.neighbours.all_gather(own).movedim(0, 2)
-        return made.view(-1, *plane.shape[1:])
+        whole = made.view(-1, *plane.shape[1:])
+        return whole if self.order is None else self.order.from_tokens(whole, number)
 
 
 class DividedLatentAttention(DividedAttention, LatentAttention):
@@ -394,7 +458,7 @@ class DividedLatentAttention(DividedAttention, LatentAttention):
             query = torch.cat((up.absorbed(nope[rows]), rope[rows]), -1)
             output[rows] = up.raised(self.joined(query, *planes, made, layer))
         for each in made.gathered:
-            latents, rope_keys = (self.all_of(plane, each.pages) for plane in planes)
+            latents, rope_keys = (self.all_of(plane, each.pages, at) for at, plane in enumerate(planes))
             output[each.rows] = self.whole.attend_heads(
                 nope[each.rows], rope[each.rows], up, latents, rope_keys, each.metadata, layer
             )

@@ -21,7 +21,7 @@ from torch import Tensor
 from attention.int8_pages import packed, packed_units, row_bytes, unpacked
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
-from kv_cache.device.storage import zeros
+from kv_cache.device.storage import PageOrder, zeros
 from kv_cache.device.transfer import to_device
 
 # Query positions computed at a time, because the scores of a long prompt grow with its square
@@ -82,6 +82,7 @@ class Attention:
     indexed: bool = True  # whether pages of a tensor may be read and written by their numbers
     captures_spans: bool = False  # whether a captured step may have several tokens of a row
     gives_sums: bool = True  # whether it has `attend_with_sums`
+    order: PageOrder | None = None  # its own order within a page; None: tokens lie one after the other
 
     def __init__(self, shape: AttentionShape, device: torch.device | str = "cpu") -> None:
         self.shape = shape
@@ -255,6 +256,20 @@ class Attention:
             self._attend_span(query, keys, values, span, None, output, None, sums)
         assert output is not None, "a step has spans"
         return output, sums
+
+    def attend_with_sums_by_channel(
+        self,
+        query: Tensor,
+        scales: ChannelScales,
+        layer_keys: Tensor,
+        layer_values: Tensor,
+        metadata: AttentionMetadata,
+        layer: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend as `attend_with_sums` does, to what `write_by_channel` has written."""
+        units = _scaled(query, scales.keys)
+        output, sums = self.attend_with_sums(units, layer_keys, layer_values, metadata, layer)
+        return _scaled(output, scales.values), sums
 
     def _of_pages(self, layer_keys: Tensor, layer_values: Tensor, span: Span) -> tuple[Tensor, Tensor]:
         """Return the keys and the values [n, K, D] of a span's pages."""

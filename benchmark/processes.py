@@ -27,7 +27,7 @@ EVERY_S = 0.1  # seconds between two checks of a starting server
 START_S = 300.0  # seconds in which a server starts, unless an option says otherwise
 END_S = 30.0  # seconds for a server to end, beyond the time that it gives to requests
 FAREWELLS = ("Shutting down", "Finished server process")  # lines that do not say why a server ended
-LISTENS = re.compile(r"listening at http://([\d.]+):(\d+)")
+LISTENS = r"listening at http://([\d.]+):(\d+)"
 
 
 @contextlib.contextmanager
@@ -60,12 +60,15 @@ class ServerProcess:
         if (status := self._process.poll()) is not None:
             raise self._trouble(f"ended with status {status}")
 
-    def wait(self, timeout_s: float, *, has_ready: bool) -> None:
-        """Wait until it listens and, if it has `/ready`, until that says yes; raises ValueError."""
+    def wait(self, timeout_s: float, *, ready: str, listens: str = LISTENS) -> None:
+        """Wait until it says where it listens and, if it has a path `ready`, until that answers 200.
+
+        Raises ValueError if it ends before, or takes too long.
+        """
         until_s = time.monotonic() + timeout_s
         while True:
-            found = LISTENS.search(self._log.read_text(encoding="utf-8", errors="replace"))
-            if found and (not has_ready or _is_ready(found[1], int(found[2]))):
+            found = re.search(listens, self._log.read_text(encoding="utf-8", errors="replace"))
+            if found and (not ready or _is_ready(found[1], int(found[2]), ready)):
                 self.url = f"http://{found[1]}:{found[2]}"
                 return
             self.check()
@@ -74,14 +77,18 @@ class ServerProcess:
             time.sleep(EVERY_S)
 
     def end(self, end_s: float) -> None:
-        """Send SIGTERM and wait; kill the server, with a message on stderr, if that takes too long."""
+        """Send SIGTERM and wait; kill the server, with a message on stderr, if that takes too long.
+
+        Processes that it started in its session are killed then too: not every server's end with it.
+        """
         self._process.terminate()
         try:
             self._process.wait(end_s)
         except subprocess.TimeoutExpired:
             print(self._trouble("does not end, and is killed"), file=sys.stderr)
         finally:  # also where the wait is interrupted
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):  # none is left
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def said(self, pattern: str) -> list[str]:
@@ -113,10 +120,13 @@ def serving(
     timeout_s: float = START_S,
     end_s: float = END_S,
     *,
-    has_ready: bool = True,
+    ready: str = "/ready",
+    listens: str = LISTENS,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[ServerProcess]:
     """Start a server that people would start so, and yield it once it is ready; it ends with the context.
+
+    `listens` finds in its log the address and the port at which it listens.
 
     No key is asked for, and a signal that ends this process ends the server too.
     """
@@ -124,7 +134,7 @@ def serving(
     server = ServerProcess(name, command, log, given)
     before = {each: signal.signal(each, _leave) for each in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        server.wait(timeout_s, has_ready=has_ready)
+        server.wait(timeout_s, ready=ready, listens=listens)
         yield server
     finally:
         server.end(end_s)
@@ -133,12 +143,12 @@ def serving(
 
 
 @contextlib.contextmanager
-def started(*command: str, has_ready: bool = True) -> Iterator[ServerProcess]:
+def started(*command: str, ready: str = "/ready") -> Iterator[ServerProcess]:
     """Start a module as a server with one thread for its tensors, and yield it once it is ready."""
     whole, one_thread = [sys.executable, "-m", *command], {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="server-") as folder:
         log = Path(folder) / "server.log"
-        with serving(command[0], whole, log, has_ready=has_ready, environment=one_thread) as server:
+        with serving(command[0], whole, log, ready=ready, environment=one_thread) as server:
             yield server
 
 
@@ -146,10 +156,10 @@ def _leave(number: int, frame: object) -> None:
     sys.exit(128 + number)  # exits by way of `finally`
 
 
-def _is_ready(host: str, port: int) -> bool:
+def _is_ready(host: str, port: int, path: str) -> bool:
     connection = http.client.HTTPConnection(host, port, timeout=5)
     try:
-        connection.request("GET", "/ready")
+        connection.request("GET", path)
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False  # the server listens before it answers

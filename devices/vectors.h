@@ -90,6 +90,26 @@ struct Stored<INT8> {
     }
 };
 
+// A vector of up to LANES numbers; those that are missing are zeros.
+template <Kind KIND>
+inline Vec widen_some(const typename Stored<KIND>::Item* p, long count) {
+    if (count >= LANES) return Stored<KIND>::widen(p);
+    typename Stored<KIND>::Item some[LANES] = {};
+    std::memcpy(some, p, sizeof(*p) * count);
+    return Stored<KIND>::widen(some);
+}
+
+template <Kind KIND>
+inline void narrow_some(typename Stored<KIND>::Item* p, Vec v, long count) {
+    if (count >= LANES) {
+        Stored<KIND>::narrow(p, v);
+        return;
+    }
+    typename Stored<KIND>::Item some[LANES];
+    Stored<KIND>::narrow(some, v);
+    std::memcpy(p, some, sizeof(*p) * count);
+}
+
 // e^x to the last bit but one (Cephes, expf); numbers under -87 and -infinity give 0, those over 88 infinity.
 inline Vec exponential(Vec x) {
     const Ints small = x < -87.0f, large = x > 88.0f;

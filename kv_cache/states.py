@@ -36,6 +36,7 @@ class Checkpoint:
     position: int
     page: int
     is_end: bool = False  # it stands at the end of its prompt; if prompts part there, too, that is chance
+    is_on_the_way: bool = False  # nobody asked for it; until a request has found it, it is evicted first
 
 
 @dataclass(slots=True)
@@ -78,7 +79,8 @@ class StateGroup(BesideGroup):
         # way first, and is the first to be evicted until a request has found it
         self._trial_page, self._trial_position = np.zeros_like(self.stop), np.zeros_like(self.stop)
         self._ends: dict[int, End] = {}  # the keys are pages, or -h of the host's pool
-        self._spent: set[int] = set()  # pages that later states cover, which are evicted first
+        # Pages that are evicted first: of states that later ones cover, or that were left on the way
+        self._spent: set[int] = set()
         self.answers_return = False  # whether prompts go on from answers as they were given
         self._is_crowded = False  # whether states are about to be written that checkpoints hold
         # [N] rows of requests without a state of their own, or that may share it: a step looks at no other
@@ -242,12 +244,12 @@ class StateGroup(BesideGroup):
         self.counts.swapped_in_pages += 1
         return [*copies, PageCopy(host_pages, target, "from_host", group=self.number)]
 
-    def keep(self, row: int, position: int, *, is_end: bool = False) -> None:
+    def keep(self, row: int, position: int, *, is_end: bool = False, is_on_the_way: bool = False) -> None:
         """Keep the row's live state, which the next batch leaves at `position`, as a checkpoint."""
         page = int(self.live[row])
         self._share(np.array([page]))
         self.open(row)
-        self._add(row, Checkpoint(position, page, is_end))
+        self._add(row, Checkpoint(position, page, is_end, is_on_the_way))
 
     def try_to_keep(self, rows: Index, positions: Index) -> list[PageCopy]:
         """Keep the live states of answers, which stand at these positions, as far as pages are free.
@@ -262,6 +264,8 @@ class StateGroup(BesideGroup):
             if short > 0 and self.answers_return:
                 copy = self._evict_idle(min(short, len(self._idle)))
                 copies += [] if copy is None else [copy]
+            elif short > 0 and self._spent:
+                self._evict_spent([page for page in self._spent if page in self._idle][:short])
             having = lacking[: self.pool.num_free]
             trial[having] = self._trial_page[rows[having]] = self.pool.take(len(having))
             is_kept = trial != NULL_PAGE
@@ -283,7 +287,9 @@ class StateGroup(BesideGroup):
         self.pool.release(pages[pages != NULL_PAGE])
         self._trial_page[rows] = NULL_PAGE
 
-    def take_one(self, row: int, position: int, *, is_end: bool = False) -> tuple[int, list[PageCopy]]:
+    def take_one(
+        self, row: int, position: int, *, is_end: bool = False, is_on_the_way: bool = False
+    ) -> tuple[int, list[PageCopy]]:
         """Take a page for the state that the next batch leaves at `position` within a span of the row.
 
         Returns the page, and the copy that makes room for it. Returns page 0 if there is none: nobody is
@@ -293,7 +299,7 @@ class StateGroup(BesideGroup):
             return NULL_PAGE, []
         copies = self._made_free(1)
         (page,) = self.pool.take(1).tolist()
-        self._add(row, Checkpoint(position, page, is_end))
+        self._add(row, Checkpoint(position, page, is_end, is_on_the_way))
         return page, copies
 
     def is_left(self, row: int) -> list[int]:
@@ -303,8 +309,12 @@ class StateGroup(BesideGroup):
     def publish(
         self, row: int, first: int, entries: Index, is_cached: NDArray[np.bool_]
     ) -> tuple[Index, Index]:
-        """See `PageGroup.publish`: checkpoints at the ends of these pages lie beside them from now on."""
+        """See `PageGroup.publish`: checkpoints at the ends of these pages lie beside them from now on.
+
+        Those on the way, which nobody may ever want, are not among what is returned: no tier saves them.
+        """
         new: dict[int, int] = {}
+        on_the_way: list[int] = []
         trial = Checkpoint(int(self._trial_position[row]), int(self._trial_page[row]))
         if trial.page != NULL_PAGE:  # it is among the others from here on
             self._trial_page[row] = NULL_PAGE
@@ -319,16 +329,21 @@ class StateGroup(BesideGroup):
                 continue
             self._remove(row, each)
             self.beside[name], self._entry_of[each.page] = each.page, name
-            new[at] = each.page
+            if each.is_on_the_way:
+                on_the_way.append(at)
+                self._spent.add(each.page)
+            else:
+                new[at] = each.page
             if each.is_end or each is trial:
                 self._ends[each.page] = End(is_answer=each is trial)
             if self.pool.holders[each.page] == 1:
                 self._idle[each.page] = None
-                self._idle.move_to_end(each.page, last=each is not trial or self.answers_return)
-        if new:
-            self.num_taken += len(new)
+                is_last = self.answers_return if each is trial else not each.is_on_the_way
+                self._idle.move_to_end(each.page, last=is_last)
+        if new or on_the_way:
+            self.num_taken += len(new) + len(on_the_way)
             self.changes += 1
-            self.told(True, entries[list(new)])
+            self.told(True, entries[[*new, *on_the_way]])
         return np.array(list(new), dtype=np.int64), np.array(list(new.values()), dtype=np.int64)
 
     def share(self, pages: Index) -> None:
@@ -366,8 +381,10 @@ class StateGroup(BesideGroup):
         end, last = self._ends.get(page), self.end_behind(int(entries[-1]))
         if end is None or page not in self._idle:
             return
-        least = 0 if last is not None and last.is_answer and self.answers_return else 1
-        if least <= end.num_hits <= 1:
+        is_answer = last is not None and last.is_answer
+        if is_answer and not self.answers_return:
+            return
+        if (0 if is_answer else 1) <= end.num_hits <= 1:
             self._spent.add(page)
             self._idle.move_to_end(page, last=False)
 
@@ -400,9 +417,18 @@ class StateGroup(BesideGroup):
     def _evict_idle(self, count: int) -> PageCopy | None:
         # No page of the host is for what a later state covers
         spent = [page for page in islice(self._idle, count) if page in self._spent]
-        self.counts.evicted_pages += len(spent)
-        self._forget(np.array(spent, dtype=np.int64))
+        self._evict_spent(spent)
         return super().evict(count - len(spent)) if count > len(spent) else None
+
+    def _evict_spent(self, pages: Sequence[int]) -> None:
+        self.counts.evicted_pages += len(pages)
+        self._forget(np.array(pages, dtype=np.int64))
+
+    def _release(self, pages: Index) -> None:
+        super()._release(pages)
+        for page in pages.tolist() if self._spent else ():
+            if page in self._spent and page in self._idle:
+                self._idle.move_to_end(page, last=False)
 
     def resize(self, num_pages: int) -> None:
         super().resize(num_pages)

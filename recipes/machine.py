@@ -141,9 +141,18 @@ class Cpu(Machine):
         return ops, CpuAttention(shape, library=library, batch_invariant=invariant)
 
     def recurrence(self, state_dtype: str) -> Recurrence:
-        from attention.cpu.recurrent import CpuRecurrence
+        from attention.cpu.recurrent import CpuRecurrence, compiled_recurrence
 
-        return super().recurrence(state_dtype) if self.asked.attention == "reference" else CpuRecurrence()
+        if self.asked.attention == "reference":
+            return super().recurrence(state_dtype)
+        sources = self._sources()
+        found = sources if isinstance(sources, str) else compiled_recurrence()
+        if not isinstance(found, str):
+            return CpuRecurrence(found)
+        if self._must_compile:
+            raise self._not_compiled(found, "compile")
+        log.info("recurrent states are advanced by plain torch, since %s", found)
+        return CpuRecurrence()
 
     def settle(self, runner: ModelRunner) -> None:
         self.threads.settle(decode_step(runner), runner.decoder)

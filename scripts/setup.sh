@@ -94,7 +94,10 @@ fi
 
 usual=() # what pip installs as it comes
 for file in "${wanted[@]}"; do
-    [[ $file == requirements-npu.txt || $file == requirements/clients.txt ]] || usual+=("$file")
+    case $file in
+        requirements-npu.txt | requirements/clients.txt | requirements/vllm.txt) ;;
+        *) usual+=("$file") ;;
+    esac
 done
 is_new() { ! sha256sum --check --status ".venv/${1//\//-}.sha256" 2>/dev/null; }
 is_wanted() { [[ " ${wanted[*]} " == *" $1 "* ]]; }
@@ -170,4 +173,20 @@ if is_wanted requirements/clients.txt && is_new requirements/clients.txt; then
             echo "setup: npm installs nothing; the clients for Node.js are not tried" >&2
     fi
     done_with requirements/clients.txt
+fi
+
+# vLLM pins other versions of what .venv pins and sees nothing of it; the servers of both are asked by one client
+if is_wanted requirements/vllm.txt && is_new requirements/vllm.txt; then
+    apart=.venv/vllm
+    [[ $("$python" -c 'import sys; print(sys.version_info >= (3, 11))') == True ]] ||
+        die "vLLM needs Python 3.11 or 3.12; set up .venv with it, as in PYTHON=python3.11"
+    echo "setup: installing vLLM into $apart (some minutes)"
+    "$python" -m venv --clear "$apart"
+    # PyPI has no build of torch that is for CPUs alone; some machines have one beside it, the others ask its makers
+    "$apart/bin/python" "${pip[@]:1}" --requirement=requirements/vllm.txt ||
+        "$apart/bin/python" "${pip[@]:1}" --requirement=requirements/vllm.txt --extra-index-url "$cpu_index" ||
+        die "pip cannot install requirements/vllm.txt, whose torch is at $cpu_index"
+    # what it brings for pictures and sound may be built for CUDA, and does not load beside this torch; text needs none
+    "$apart/bin/python" -m pip uninstall --yes -qq torchvision torchaudio torchcodec
+    done_with requirements/vllm.txt
 fi

@@ -63,6 +63,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
+@pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Ranks are forks of a process that has done their imports, which take each two CPU-seconds."""
+    from tests.serving.warm import forked_processes
+
+    with forked_processes():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def as_if_alone() -> Iterator[None]:
     """What a test draws, logs and leaves on the virtual NPU does not hang on the tests before it.

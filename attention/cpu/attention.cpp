@@ -70,6 +70,7 @@ struct Step : Pages {
     const uint8_t* is_tile;           // [R, M]
     const int64_t* first_tile;        // [R]: the number, in its request, of a row's first tile
     float* output;                    // [R, H, D]
+    float* sums;                      // [R, H]: logarithms of the sums of exponents of scores; null if not asked for
     long rows, most_tiles;
 };
 
@@ -300,6 +301,7 @@ void attended(const Step& of, float* room, float* all_scores, int num_threads) {
                 const long plane = at + p * group + g;
                 join(read, peaks[plane], totals[plane], sums + plane * of.dim, of.dim);
             }
+            if (of.sums) of.sums[row * of.heads + head] = read.top + std::log(read.total);
             finish(read, of.dim);
         }
     }
@@ -318,6 +320,7 @@ bool attended_in_turn(const Step& of, int num_threads) {
         some.rows = std::min(at_once, of.rows - first);
         some.query += first * of.heads * of.dim;
         some.output += first * of.heads * of.dim;
+        if (of.sums) some.sums += first * of.heads;
         some.of_row += first * of.most_tiles;
         some.is_tile += first * of.most_tiles;
         some.first_tile += first;
@@ -517,14 +520,14 @@ void written(const New* x, Item* head, const Pages& of, long first, long run, lo
 
 extern "C" {
 
-// Single queries; returns whether there was memory for it.
+// Single queries, and where `sums` is given, those of their weights; returns whether there was memory for it.
 bool decode(const Pages* pages, const float* query, const int64_t* address, const int64_t* of_row, const int32_t* low,
-            const int32_t* high, const uint8_t* is_tile, const int64_t* first_tile, float* output, long rows,
-            long most_tiles, int num_threads) {
+            const int32_t* high, const uint8_t* is_tile, const int64_t* first_tile, float* output, float* sums,
+            long rows, long most_tiles, int num_threads) {
     Step of;
     static_cast<Pages&>(of) = *pages;
     of.query = query, of.address = address, of.of_row = of_row, of.low = low, of.high = high, of.is_tile = is_tile;
-    of.first_tile = first_tile, of.output = output, of.rows = rows, of.most_tiles = most_tiles;
+    of.first_tile = first_tile, of.output = output, of.sums = sums, of.rows = rows, of.most_tiles = most_tiles;
     return attended_in_turn(of, num_threads);
 }
 

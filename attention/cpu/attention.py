@@ -15,7 +15,6 @@ Legend: T tokens of the step, H/K query/kv heads, G = H/K, D head dim, P pages, 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention.cpu.compiled import PAGE_KINDS, CompiledAttention, TileShape, stored_dtype
-from attention.cpu.tiles import DecodeTiles, PromptSpan, PromptTiles, QueryChunk
+from attention.cpu.tiles import DecodeTiles, PromptSpan, PromptTiles, QueryChunk, TileOrder
 from attention.int8_pages import SCALE, row_bytes
 from attention.reference import Attention, AttentionMetadata, ChannelScales, Windows
 from continuous_batching.batch import Batch, ragged_ranges
@@ -34,8 +33,6 @@ from devices.onednn import product_dtype
 from devices.shapes import AttentionShape
 
 SHORT = 4  # spans of up to so many tokens are read as decodes, one row for each token
-TILE = 64  # tokens; smaller tiles cost more to combine, larger ones waste half a tile a row
-LANES = 32  # two vectors of float32 in AVX-512: enough parallel sums to hide a multiply-add's latency
 # Tiles computed at a time without the compiler, whose float32 copies fit into the processor's cache
 SLAB = 64
 
@@ -61,8 +58,6 @@ class CpuAttention(Attention):
     whatever it is read with.
     """
 
-    gives_sums = False
-
     def __init__(
         self,
         shape: AttentionShape,
@@ -72,15 +67,13 @@ class CpuAttention(Attention):
         batch_invariant: bool = False,
     ) -> None:
         super().__init__(shape, device)
-        self.tile = max(1, math.gcd(shape.page_size, TILE))
-        lanes = math.gcd(self.tile, LANES)
-        value_lanes = next((n for n in (LANES, LANES // 2) if shape.head_dim % n == 0), shape.head_dim)
-        heads, dim = shape.num_kv_heads, shape.head_dim
-        self.key_view = (-1, heads, self.tile // lanes, dim, lanes)
-        self.value_view = (-1, heads, dim // value_lanes, self.tile, value_lanes)
+        self.order = TileOrder(shape.page_size, shape.num_kv_heads, shape.head_dim, stored_dtype(shape))
+        self.tile, lanes, value_lanes = self.order.tile, self.order.key_lanes, self.order.value_lanes
+        self.key_view, self.value_view = self.order.views
         lying = TileShape(self.tile, lanes, value_lanes)
         is_read = library is not None and lying.is_whole and stored_dtype(shape) in PAGE_KINDS
         self._compiled = CompiledAttention(library, shape, lying) if is_read and library else None
+        self.gives_sums = self._compiled is not None
         self.batch_invariant = batch_invariant
         self._is_plain = shape.score_cap is None and not shape.has_sinks
         self._product_dtype = product_dtype(shape.dtype)
@@ -182,14 +175,14 @@ class CpuAttention(Attention):
         metadata: AttentionMetadata,
     ) -> None:
         """Write the step's keys and values, both [T, K, D], to their places in the layer's [P, B, K, D]."""
-        assert isinstance(metadata, CpuMetadata)
         places = metadata.write_index
         if self.shape.int8_pages:
-            self._write_int8(key.float(), value.float(), layer_keys, layer_values, metadata)
+            self._write_int8(key.float(), value.float(), layer_keys, layer_values, places)
             return
         if self._compiled is not None and key.dtype == value.dtype == layer_keys.dtype:
             self._compiled.write(key, value, layer_keys, layer_values, places)
             return
+        assert isinstance(metadata, CpuMetadata)
         metadata.fresh[:] = key, value
         tile, offset = places // self.tile, places % self.tile
         lanes = self.key_view[-1]
@@ -207,9 +200,8 @@ class CpuAttention(Attention):
         metadata: AttentionMetadata,
     ) -> None:
         """Write multiples of the channels' scales; see Attention.write_by_channel."""
-        assert isinstance(metadata, CpuMetadata)
         units = key.float() / scales.keys, value.float() / scales.values
-        self._write_int8(*units, layer_keys, layer_values, metadata, in_units=True)
+        self._write_int8(*units, layer_keys, layer_values, metadata.write_index, in_units=True)
 
     def _write_int8(
         self,
@@ -217,12 +209,11 @@ class CpuAttention(Attention):
         value: Tensor,
         layer_keys: Tensor,
         layer_values: Tensor,
-        metadata: CpuMetadata,
+        places: Tensor,
         *,
         in_units: bool = False,
     ) -> None:
         assert self._compiled is not None, "`check` refuses pages of int8 that are not read in C++"
-        places = metadata.write_index
         self._compiled.write(key, value, layer_keys, layer_values, places, in_units=in_units)
 
     def read(self, layer_keys: Tensor, layer_values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -273,6 +264,18 @@ class CpuAttention(Attention):
             for chunk in prompt.chunks:
                 self._attend_chunk(query, keys, values, chunk, sinks, output)
         return output
+
+    def attend_with_sums(
+        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AttentionMetadata, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """See Attention.attend_with_sums; every span is a single query."""
+        assert isinstance(metadata, CpuMetadata)
+        assert self._compiled is not None, "what is not read in C++ gives no sums"
+        assert metadata.num_decodes == len(query), "a row that is joined from parts is a span of its own"
+        sums = torch.empty(query.shape[:2])
+        tiles = metadata.tiles[self.shape.windows[layer]]
+        output = self._compiled.decode(query.float(), layer_keys, layer_values, None, tiles, sums)
+        return output.to(query.dtype), sums
 
     def _read(
         self,

@@ -56,7 +56,7 @@ class CompiledAttention:
     def __init__(self, library: ctypes.CDLL, shape: AttentionShape, lying: TileShape) -> None:
         pointer, integer = ctypes.c_void_p, ctypes.c_long
         self._decode, self._extend, self._write = library.decode, library.extend, library.write
-        self._decode.argtypes = [pointer] * 9 + [integer] * 2 + [ctypes.c_int]
+        self._decode.argtypes = [pointer] * 10 + [integer] * 2 + [ctypes.c_int]
         self._extend.argtypes = [pointer] * 5 + [integer] * 3 + [ctypes.c_int]
         self._write.argtypes = [pointer] * 4 + [integer] * 3 + [ctypes.c_bool]
         self._decode.restype = self._extend.restype = ctypes.c_bool
@@ -74,11 +74,18 @@ class CompiledAttention:
         )
 
     def decode(
-        self, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, tiles: DecodeTiles
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        sinks: Tensor | None,
+        tiles: DecodeTiles,
+        sums: Tensor | None = None,
     ) -> Tensor:
         """Return what float32 queries [R, H, D] read of the layer's pages, each of its row's tiles.
 
-        `sinks` [H] is float32, and None where there are none. Raises MemoryError.
+        `sinks` [H] is float32, and None where there are none. The logarithms of the sums of exponents of
+        their scores are written to `sums` [R, H], if it is given. Raises MemoryError.
         """
         query = query.contiguous()
         output = torch.empty_like(query)
@@ -86,6 +93,7 @@ class CompiledAttention:
         has_memory = self._decode(
             ctypes.byref(self._pages(keys, values, sinks)),
             *(each.data_ptr() for each in (query, *planned, output)),
+            None if sums is None else sums.data_ptr(),
             *(len(query), tiles.of_row.shape[1], torch.get_num_threads()),
         )
         if not has_memory:

@@ -8,18 +8,99 @@ Legend: B tokens a page, N slots, W tokens in a tile, R decoding rows, J tiles o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attention.int8_pages import SCALE
 from attention.reference import QUERY_ROWS
 from continuous_batching.batch import ragged_ranges
 from kv_cache.pages import Index
 
+TILE = 64  # tokens; smaller tiles cost more to combine, larger ones waste half a tile a row
+LANES = 32  # two vectors of float32 in AVX-512: enough parallel sums to hide a multiply-add's latency
 STEP = 32  # prompts are padded to multiples, because oneDNN compiles its code (0.6 ms) for each new shape
+
+
+@dataclass(frozen=True, slots=True)
+class TileOrder:
+    """The order of a page's numbers: tiles, as attention/cpu/attention.py describes them."""
+
+    page_size: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype  # of the stored numbers
+
+    @property
+    def tile(self) -> int:
+        """The tokens of a tile."""
+        return max(1, math.gcd(self.page_size, TILE))
+
+    @property
+    def key_lanes(self) -> int:
+        """The tokens whose keys lie side by side."""
+        return math.gcd(self.tile, LANES)
+
+    @property
+    def value_lanes(self) -> int:
+        """The channels of a value that lie side by side."""
+        return next((n for n in (LANES, LANES // 2) if self.head_dim % n == 0), self.head_dim)
+
+    @property
+    def views(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of tiles of keys, [J, K, W/S, D, S], and of values, [J, K, D/E, W, E]."""
+        heads, dim, of_value = self.num_heads, self.head_dim, self.value_lanes
+        of_keys = -1, heads, self.tile // self.key_lanes, dim, self.key_lanes
+        return of_keys, (-1, heads, dim // of_value, self.tile, of_value)
+
+    @property
+    def name(self) -> str:
+        """What tells pages in this order from others of the same size."""
+        return f"in tiles of {self.tile} by {self.key_lanes} and {self.value_lanes}"
+
+    def resized(self, page_size: int, num_heads: int) -> TileOrder:
+        """Return the order of other pages of the same attention."""
+        return replace(self, page_size=page_size, num_heads=num_heads)
+
+    def by_token(self, pages: Tensor, plane: int) -> Tensor:
+        """Return pages of keys (plane 0) or values (1) with the numbers of a token behind one another.
+
+        They are [P, B, K, D], or [P, B, K, D + 4] in int8, as those of `Attention`.
+        """
+        numbers, scales = self._split(pages)
+        order = (0, 2, 4, 1, 3) if plane == 0 else (0, 3, 1, 2, 4)
+        page = -1, self.page_size, self.num_heads
+        of_tokens = numbers.view(self.views[plane]).permute(order).reshape(*page, self.head_dim)
+        if scales is None:
+            return of_tokens
+        of_scales = scales.unflatten(2, (self.tile, -1)).transpose(1, 2).reshape(*page, SCALE.itemsize)
+        return torch.cat((of_tokens, of_scales), -1)
+
+    def from_tokens(self, pages: Tensor, plane: int) -> Tensor:
+        """Return what `by_token` has returned in the order of tiles, in its shape."""
+        by_tile = pages.view(-1, self.tile, self.num_heads, pages.shape[-1])
+        numbers, scales = by_tile[..., : self.head_dim], by_tile[..., self.head_dim :]
+        if plane == 0:
+            lying = numbers.unflatten(1, (-1, self.key_lanes)).permute(0, 3, 1, 4, 2)
+        else:
+            lying = numbers.unflatten(3, (-1, self.value_lanes)).permute(0, 2, 3, 1, 4)
+        tiles = lying.flatten(2)
+        if scales.shape[-1]:
+            tiles = torch.cat((tiles, scales.transpose(1, 2).flatten(2)), -1)
+        lain: Tensor = tiles.reshape(pages.shape)
+        return lain
+
+    def _split(self, pages: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the numbers of tiles [J, K, W * D], and their scales [J, K, W * 4] in int8."""
+        if self.dtype != torch.int8:
+            return pages.contiguous(), None
+        sizes = self.tile * self.head_dim, self.tile * SCALE.itemsize
+        numbers, scales = pages.reshape(-1, self.num_heads, sum(sizes)).split(sizes, dim=-1)
+        return numbers.contiguous(), scales
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,7 +264,7 @@ class FusedAttention(AscendAttention):
                 measure = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace
             workspaces[kind] = measure(**call)
         output = torch.empty_like(call["query"])
-        num_sums = (*output.shape[:2], 1) if call.get("softmax_lse_flag") else (1,)
+        num_sums = (*output.shape[:-1], 1) if call.get("softmax_lse_flag") else (1,)
         lse = torch.empty(num_sums, dtype=torch.float32, device=self.device)
         call |= {"workspace": workspaces[kind], "out": [output, lse]}
         stream, event = torch_npu.npu.current_stream(), torch_npu.npu.ExternalEvent()

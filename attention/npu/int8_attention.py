@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.npu.fused_attention import CAUSAL, LongSpans, long_spans
-from attention.npu.single_queries import SingleQueries, SingleQueryAttention
+from attention.npu.single_queries import SingleMetadata, SingleQueries, SingleQueryAttention
 from attention.reference import AttentionMetadata, ChannelScales
 from continuous_batching.batch import Batch
 from devices.ascend_limits import MOST_GATHERED
@@ -31,6 +31,8 @@ from devices.ascend_limits import MOST_GATHERED
 
 class Int8FusedAttention(SingleQueryAttention[LongSpans]):
     """Attention on an NPU whose fused attention reads pages in int8, which are [P, B, K, D]."""
+
+    gives_sums = True
 
     def _plane(self, count: int, width: int) -> Tensor:
         page = (count, self.shape.page_size, self.shape.num_kv_heads, width)
@@ -84,6 +86,27 @@ class Int8FusedAttention(SingleQueryAttention[LongSpans]):
             lambda rows, singles: self._scaled(rows, *read, singles),
             lambda rows, spans: self._gathered(rows, *read, spans),
         )
+
+    def attend_with_sums_by_channel(
+        self,
+        query: Tensor,
+        scales: ChannelScales,
+        layer_keys: Tensor,
+        layer_values: Tensor,
+        metadata: AttentionMetadata,
+        layer: int,
+    ) -> tuple[Tensor, Tensor]:
+        """See Attention.attend_with_sums_by_channel; every span is a single query."""
+        assert isinstance(metadata, SingleMetadata)
+        singles = metadata.singles
+        assert singles is not None, "a row that is joined from parts is a span of its own"
+        assert singles.rows is None, "all rows are joined from parts"
+        call = self._scaled(query, scales, layer_keys, layer_values, singles) | {"softmax_lse_flag": True}
+        if torch_npu.npu.is_current_stream_capturing():
+            output, sums = self._capture(call, metadata.captured, metadata.workspaces, layer)
+        else:
+            output, sums = self._operator(**call)[:2]
+        return output.view_as(query), sums.view(query.shape[:2])  # [n, H, 1, D] and [n, H, 1, 1]
 
     def _numbers(self, stored: Tensor) -> Tensor:
         """Return stored keys or values [n, K, D] in units of their channels' scales."""

@@ -3,7 +3,8 @@
 Static batches take requests in the order of the trace, pad them to the longest prompt, and run until the
 longest answer ends; tokens beyond a request's own length are not counted. Both engines get the same model in
 the same dtype, on the same device, and the same requests, which all come at once. Random weights differ
-between them; greedy tokens are then not compared, and no answer ends before its length.
+between them; greedy tokens are then not compared, and no answer ends before its length. The processor time of
+both is read beside the throughput, since other work on the machine changes it less.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _PAGE_TOKENS = 256  # tokens in a page of transformers' cache, which is its own 
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    """Return output tokens a second of both, and the ratio ours / theirs; `static` is a batch's size."""
+    """Return output tokens a second and processor seconds of both, and how many times ours are better.
+
+    `static` is the size of a batch.
+    """
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     ours = offline.run(options)
     _give_back(recipe)
@@ -40,15 +44,20 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     model = _model(recipe)
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     static = options.static
-    rates = [
-        _serve(model, jobs, recipe) if static is None else _serve_batches(model, jobs, static)
-        for _ in range(1 + options.runs)
-    ]
-    theirs = sorted(rates[1:])[options.runs // 2]  # the first is left out, because it is cold
+    runs = []
+    for _ in range(1 + options.runs):
+        began_s = time.process_time()
+        rate = _serve(model, jobs, recipe) if static is None else _serve_batches(model, jobs, static)
+        runs.append((rate, time.process_time() - began_s))
+    theirs, cpu_s = sorted(runs[1:])[options.runs // 2]  # the first is left out, because it is cold
+    clock = ours["clock"]
+    assert isinstance(clock, dict), "a result says what its run took"
     beside = {
         "transformers_batch_size": static,
         "transformers_output_tokens_per_s": round(theirs, 2),
+        "transformers_cpu_s": round(cpu_s, 6),
         "times_transformers": round(float(str(ours["output_tokens_per_s"])) / theirs, 3),
+        "times_transformers_cpu": round(cpu_s / clock["cpu_s"], 3),
     }
     return with_verdict({**ours, **beside})
 

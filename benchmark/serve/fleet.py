@@ -61,7 +61,7 @@ class Found:
 def routed(urls: Sequence[str], *flags: str) -> Iterator[ServerProcess]:
     """Start a router in front of servers, and yield it once it sends requests to all of them."""
     behind = [argument for url in urls for argument in ("--replica", url)]
-    with started("scripts.route", *behind, *flags, "--port", "0", has_ready=False) as router:
+    with started("scripts.route", *behind, *flags, "--port", "0", ready="") as router:
         asyncio.run(replicas_ready(router.url, len(urls)))
         yield router
 

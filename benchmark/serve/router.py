@@ -121,7 +121,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as running:
 
         def start(*command: str) -> ServerProcess:
-            return running.enter_context(started(*command, has_ready=False))
+            return running.enter_context(started(*command, ready=""))
 
         servers = [
             start("benchmark.serve.router", "answers", str(options.events)) for _ in range(options.replicas)

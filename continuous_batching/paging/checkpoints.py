@@ -2,8 +2,9 @@
 
 A state is kept where a prompt ends, because its conversation goes on there; where prompts with one beginning
 were found to part; where a request that waits for a running prompt parts from it; and, if there is room, at
-the last page of an answer. Pages and holders of states are those of `kv_cache/states.py`. Everything here
-follows from what the scheduler knows, so that all ranks decide the same.
+the last page of an answer, and on the way of a long prompt that begins as none before. Pages and holders of
+states are those of `kv_cache/states.py`. Everything here follows from what the scheduler knows, so that all
+ranks decide the same.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from kv_cache.prefix_cache import PrefixCache
 from kv_cache.states import GRID, StateGroup
 
 MOST_WANTED = 4  # states of a row at which it stops to look for more
+MOST_ON_THE_WAY = 4  # states that a prompt leaves before its end because nothing of it was known
+LEAST_ON_THE_WAY = 512  # tokens before the first of these: fewer are computed again sooner than kept
 SURE = 8  # how far what returned lately counts, of answers as they were given and of others
 NEVER = np.iinfo(np.int64).max
 
@@ -46,7 +49,8 @@ class Checkpoints:
         # Above 0 if recent prompts went on from answers as they were given more often than from other texts
         self._returned = 0
         self._wanted: dict[int, list[int]] = {}  # ascending, by row
-        self._next = np.full(slots.num_slots, NEVER, dtype=np.int64)  # the first of these
+        self._on_the_way: dict[int, list[int]] = {}  # likewise, those that need a free page
+        self._next = np.full(slots.num_slots, NEVER, dtype=np.int64)  # the first of both
         # [N] the page end at which each row is to keep the next state of its answer
         self._due = np.full(slots.num_slots, NEVER, dtype=np.int64)
 
@@ -54,11 +58,11 @@ class Checkpoints:
         """Return how many of a prefix's pages precede its last position where a state may be kept."""
         return num_pages // self._group.every_pages * self._group.every_pages
 
-    def enter(self, row: int, keys: Sequence[bytes], found: Index) -> None:
+    def enter(self, row: int, keys: Sequence[bytes], found: Index, rows: Sequence[int]) -> None:
         """Want the states of a row that has just been given what it starts from.
 
         `keys` are those of the pages that it may share, and `found` the pages of these that are cached,
-        whether or not it could start behind them.
+        whether or not it could start behind them. `rows` compute their prompts.
         """
         slots, size = self._slots, self._slots.page_size
         self._group.open(row)
@@ -70,9 +74,37 @@ class Checkpoints:
         if slots.num_computed[row] and not slots.requests[row].num_preemptions:
             self._learn(int(slots.num_pages[row]), int(slots.pages(row)[-1]), keys)
         # A prompt that comes again has to compute its last token
-        self.want(row, self.usable(int(min(slots.num_shareable[row], len(keys)))) * size)
-        if len(found) * size > slots.num_computed[row] and self._prefix.index.goes_on(int(found[-1])):
+        end = self.usable(int(min(slots.num_shareable[row], len(keys)))) * size
+        self.want(row, end)
+        if not len(found) and not slots.num_computed[row]:
+            self._want_on_the_way(row, end)
+        elif len(found) * size > slots.num_computed[row] and (
+            self._prefix.index.goes_on(int(found[-1])) or self._parts_from(keys, len(found), rows)
+        ):
             self.want(row, self.usable(len(found)) * size)
+
+    def _want_on_the_way(self, row: int, end: int) -> None:
+        """Want states at a half of a prompt, a quarter and so on, as far as pages are free.
+
+        Nobody knows where the next prompt with this beginning will part from it: wherever that is, it finds a
+        state behind half of what both share.
+        """
+        positions = [end // 2**each // self.every * self.every for each in range(MOST_ON_THE_WAY, 0, -1)]
+        positions = sorted({each for each in positions if each >= LEAST_ON_THE_WAY})
+        if positions:
+            self._on_the_way[row] = positions
+            self._find_next(row)
+
+    def _parts_from(self, keys: Sequence[bytes], num_found: int, rows: Sequence[int]) -> bool:
+        """Whether one of these rows goes on otherwise behind these pages, and has not published how."""
+        slots = self._slots
+        others = (slots.requests[row].page_keys[: slots.num_shareable[row]] for row in rows)
+        return any(
+            len(other) > num_found
+            and other[num_found - 1] == keys[num_found - 1]
+            and other[num_found] not in keys[num_found : num_found + 1]
+            for other in others
+        )
 
     def answers(self, row: int) -> None:
         """Have a row keep a state at each end of a page that it reaches in its answer."""
@@ -101,8 +133,16 @@ class Checkpoints:
             self._group.cover(pages[: first + at + 1])
 
     def num_useful(self, row: int) -> int:
-        """Return how many pages of a row precede its last state, behind which nobody can go on."""
-        behind = np.flatnonzero(self._group.is_here(self._slots.pages(row)))
+        """Return how many pages of a row precede its last state from which others are expected to go on.
+
+        Nobody is from that of an answer, unless answers return.
+        """
+        pages = self._slots.pages(row)
+        behind = np.flatnonzero(self._group.is_here(pages))
+        if len(behind) and not self._group.answers_return:
+            end = self._group.end_behind(int(pages[behind[-1]]))
+            if end is not None and end.is_answer and not end.num_hits:
+                behind = behind[:-1]
         return int(behind[-1]) + 1 if len(behind) else 0
 
     def want(self, row: int, position: int) -> None:
@@ -110,7 +150,8 @@ class Checkpoints:
         wanted = self._wanted.get(row, [])
         if position > self._slots.num_computed[row] and position not in wanted:
             insort(wanted, position)
-            self._wanted[row], self._next[row] = wanted, wanted[0]
+            self._wanted[row] = wanted
+            self._find_next(row)
 
     def leave(self, row: int) -> None:
         """Forget what was wanted of a row, which ends."""
@@ -119,7 +160,16 @@ class Checkpoints:
 
     def _drop_wanted(self, row: int) -> None:
         self._wanted.pop(row, None)
+        self._on_the_way.pop(row, None)
         self._next[row] = NEVER
+
+    def _find_next(self, row: int) -> None:
+        """Note the next position at which a row is to leave a state; what it wants no more is removed."""
+        both = self._wanted, self._on_the_way
+        for each in both:
+            if not each.get(row, True):
+                del each[row]
+        self._next[row] = min((each[row][0] for each in both if row in each), default=NEVER)
 
     def aligned(self, rows: Index, starts: Index, stops: Index, most_tokens: int) -> Index:
         """Return the ends of spans, each on the grid unless all known tokens of its row end there.
@@ -167,7 +217,7 @@ class Checkpoints:
 
         Returns the cuts within spans; a state at the end of a span needs none.
         """
-        if not self._wanted:
+        if not (self._wanted or self._on_the_way):
             return ()
         made: list[StateCut] = []
         for at in np.flatnonzero(self._next[rows] <= stops).tolist():
@@ -175,22 +225,25 @@ class Checkpoints:
         return tuple(made)
 
     def _cuts_of(self, span: int, row: int, start: int, stop: int) -> list[StateCut]:
-        made, wanted, group = [], self._wanted[row], self._group
+        made, group = [], self._group
+        wanted, more = self._wanted.get(row, []), self._on_the_way.get(row, [])
         end = self.usable(int(self._slots.num_shareable[row])) * self._slots.page_size
-        for position in [each for each in wanted if each <= stop]:
-            wanted.remove(position)
+        for position in sorted(each for each in {*wanted, *more} if each <= stop):
+            needs_free = position not in wanted
+            of_both = [each for each in (wanted, more) if position in each]
+            for each in of_both:
+                each.remove(position)
+            if needs_free and not group.pool.num_free:
+                continue
             if position == stop:
-                group.keep(row, position, is_end=position == end)
+                group.keep(row, position, is_end=position == end, is_on_the_way=needs_free)
             elif position > start:
-                page, copies = group.take_one(row, position, is_end=position == end)
-                for each in copies:
-                    self._copy(each)
+                page, copies = group.take_one(row, position, is_end=position == end, is_on_the_way=needs_free)
+                for copy in copies:
+                    self._copy(copy)
                 if page != NULL_PAGE:
                     made.append(StateCut(span, position, page))
-        if wanted:
-            self._next[row] = wanted[0]
-        else:
-            self._drop_wanted(row)
+        self._find_next(row)
         return made
 
     def ask_leader(self, request: Request, keys: Sequence[bytes], num_held: int, rows: Sequence[int]) -> None:

@@ -151,9 +151,9 @@ class PrefixMatching:
         if self.checkpoints is not None:
             request: Request = self._slots.requests[row]
             keys = self._usable_keys(request)
-            self.checkpoints.enter(row, keys, self.find(request) if keys else EMPTY)
-            held = int(self._slots.num_pages[row])
-            self.checkpoints.ask_leader(request, keys, held, self._computing())
+            computing = self._computing()
+            self.checkpoints.enter(row, keys, self.find(request) if keys else EMPTY, computing)
+            self.checkpoints.ask_leader(request, keys, int(self._slots.num_pages[row]), computing)
         self.block_if_in_progress(row)
 
     def arrives(self, request: Request) -> None:

@@ -2,7 +2,8 @@
 
 What goes to another engine, and what comes from it, are pages of the whole model: engines of any numbers of
 ranks understand each other, and only the leaders of two engines talk. Within an engine, each rank copies the
-heads and layers that it holds to its host's memory, and sends them to the leader; or receives them from it.
+heads, layers and tokens of a page that it holds to its host's memory, and sends them to the leader; or
+receives them from it. Where ranks divide the tokens of a page, parts lie in the order of tokens on their way.
 The leader says by an entry of the recording which pages of which layer, so that all ranks read or write them
 between the same two steps; and what is recorded after it, such as that a prompt's pages are whole, is true on
 all ranks.
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from msgspec import Meta
 
-from kv_cache.device.storage import Bytes, KVCache
+from kv_cache.device.storage import Bytes, KVCache, layout_of
 from kv_cache.exchange.shares import MOST_HEADS, Held, Piece, RankShare, layers_of, sent_by, sent_to
 from kv_cache.pages import Index, PageCopy
 
@@ -96,7 +97,8 @@ class MovesPages(Protocol):
 class HeldLayer(msgspec.Struct, frozen=True, array_like=True):
     """A layer on one rank: the layout of a page with all heads, and how each plane of it divides into heads.
 
-    A page is some runs, in each of which the heads lie one after the other, with so many bytes each.
+    A page is some runs, in each of which the heads lie one after the other, with so many bytes each. Where
+    ranks divide the tokens of a page, the runs are these.
     """
 
     layout: Annotated[str, Meta(max_length=2**12)]
@@ -126,16 +128,20 @@ def held_by(
             layers.append(state)
             continue
         own, made = piece.stop_head - piece.first_head, cache.layers[layer]
-        layouts, planes = [], []
+        shapes, planes = [], []
         for plane in cache.of(layer):
             shape = [*plane.shape[1:]]
             page_bytes = plane.element_size() * int(np.prod(shape))
             runs = made.runs_of(plane) if heads > 1 else 1
-            planes.append((runs, page_bytes // runs // own))
+            if piece.turns > 1:
+                runs = shape[0]
+                shape[0] *= piece.turns
+            planes.append((runs * piece.turns, page_bytes // runs // own))
             if heads > 1:
                 shape[made.head_axis - 1] = shape[made.head_axis - 1] * heads // own
-            layouts.append(f"{plane.dtype} {shape}".removeprefix("torch."))
-        layers.append(HeldLayer(" and ".join(layouts), tuple(planes), heads))
+            shapes.append((plane.dtype, shape))
+        order = made.order if made.order is None else made.order.resized(shapes[0][1][0], heads)
+        layers.append(HeldLayer(layout_of(shapes, order), tuple(planes), heads))
     return RankHolds(share, tuple(layers))
 
 
@@ -164,6 +170,7 @@ class RankPages:
         whole = tuple(Held(at, at + 1, 0, layer.num_heads) for at, layer in enumerate(self._layers))
         self._sources = _by_layer(sent_to(0, (whole,), shares), len(whole))
         self._targets = _by_layer(sent_by(0, (whole,), shares), len(whole))
+        self._order = cache.layers[0].order
         self._own = {piece.layer: (at, piece) for at, piece in enumerate(layers_of(shares[links.rank]))}
         # The leader's thread computes the batches that its own jobs wait for, and must not wait for these:
         # what it reads is bounded by what its links have not sent, what it writes by `is_behind`
@@ -203,7 +210,7 @@ class RankPages:
         """See `WholePages.read_layer`."""
         assert self.moves is not None, "the leader reads"
         sources = self._sources[layer]
-        own = {rank: self._read_later(layer, pages, heads) for rank, heads in sources if rank == 0}
+        own = {rank: self._read_later(layer, pages, piece) for rank, piece in sources if rank == 0}
         if len(own) == len(sources) == 1:
             return own[0]
         self.moves.moved(layer, pages, True)
@@ -217,12 +224,13 @@ class RankPages:
         targets = self._targets[layer]
         if any(rank for rank, _ in targets):
             self.moves.moved(layer, pages, False)
-        for rank, heads in targets:
-            part = self._cut(layer, len(pages), data, heads)
+        data = self._ordered(layer, len(pages), data, None, by_token=True)
+        for rank, piece in targets:
+            part = self._cut(layer, len(pages), data, piece)
             if rank:
                 self._writes.do(partial(self._links.send, torch.from_numpy(part), rank))
             else:
-                self._later(partial(self._write, layer, pages, part, heads))
+                self._later(partial(self._write, layer, pages, part, piece))
 
     def move(self, layer: int, pages: Index, to_leader: bool) -> None:
         """Send the leader this rank's part of some pages of a layer, or receive it from there.
@@ -232,12 +240,12 @@ class RankPages:
         """
         rank = self._links.rank
         self._check(layer, pages)
-        for _, heads in [each for each in self._parts(layer, to_leader=to_leader) if each[0] == rank]:
+        for _, piece in [each for each in self._parts(layer, to_leader=to_leader) if each[0] == rank]:
             if to_leader:
-                self._reads.do(partial(self._send, self._read(layer, pages, heads)))
+                self._reads.do(partial(self._send, self._read(layer, pages, piece)))
             else:
-                part = self._received(layer, len(pages), heads, 0)
-                self._write(layer, pages, part, heads)
+                part = self._received(layer, len(pages), piece, 0)
+                self._write(layer, pages, part, piece)
 
     def _check(self, layer: int, pages: Index) -> None:
         if layer >= len(self._layers):
@@ -253,7 +261,7 @@ class RankPages:
     def _send(self, wait: Callable[[], Bytes]) -> None:
         self._links.send(torch.from_numpy(wait()), 0)
 
-    def _parts(self, layer: int, *, to_leader: bool) -> list[tuple[int, range]]:
+    def _parts(self, layer: int, *, to_leader: bool) -> list[tuple[int, Piece]]:
         return (self._sources if to_leader else self._targets)[layer]
 
     def _gather(
@@ -262,64 +270,87 @@ class RankPages:
         """Put the parts of all ranks together."""
         try:
             data = np.empty(count * self.layer_bytes[layer], dtype=np.uint8)
-            for rank, heads in self._sources[layer]:
-                part = self._received(layer, count, heads, rank) if rank else own[0]()
-                parts = self._planes(layer, count, part, heads)
+            for rank, piece in self._sources[layer]:
+                part = self._received(layer, count, piece, rank) if rank else own[0]()
+                parts = self._planes(layer, count, part, piece)
                 for whole, cut in zip(self._planes(layer, count, data), parts):
-                    whole[:, :, heads.start : heads.stop] = cut
-            came.set_result(data)
+                    whole[piece_of_page(piece)] = cut
+            came.set_result(self._ordered(layer, count, data, None, by_token=False))
         # torch.distributed raises RuntimeError: a rank is lost, and its engine with it
         except (RuntimeError, MemoryError) as error:
             came.set_exception(ConnectionError(f"a rank did not send its part: {error}"))
 
-    def _cut(self, layer: int, count: int, data: Bytes, heads: range) -> Bytes:
+    def _cut(self, layer: int, count: int, data: Bytes, piece: Piece) -> Bytes:
         planes = self._planes(layer, count, data)
-        parts = [each[:, :, heads.start : heads.stop].reshape(-1) for each in planes]
-        return np.concatenate(parts)
+        return np.concatenate([each[piece_of_page(piece)].reshape(-1) for each in planes])
 
-    def _planes(self, layer: int, count: int, data: Bytes, heads: range | None = None) -> list[Bytes]:
-        """Return views [pages, runs, heads, bytes] of each plane of a layer; None: all heads."""
+    def _planes(self, layer: int, count: int, data: Bytes, piece: Piece | None = None) -> list[Bytes]:
+        """Return views [pages, runs, heads, bytes] of each plane of a layer; None: the whole of it."""
         held, at, views = self._layers[layer], 0, []
         assert count == 1 or not held.holds_state, "the planes of several states lie one after the other"
-        num_heads = held.num_heads if heads is None else len(heads)
+        num_heads = held.num_heads if piece is None else piece.stop_head - piece.first_head
         for runs, width in held.planes:
-            stop = at + count * runs * num_heads * width
-            views.append(data[at:stop].reshape(count, runs, num_heads, width))
+            own_runs = runs if piece is None else runs // piece.turns
+            stop = at + count * own_runs * num_heads * width
+            views.append(data[at:stop].reshape(count, own_runs, num_heads, width))
             at = stop
         assert at == len(data), f"{len(data)} bytes are not those of {count} pages"
         return views
 
-    def _received(self, layer: int, count: int, heads: range, rank: int) -> Bytes:
-        num_bytes = count * len(heads) * sum(runs * width for runs, width in self._layers[layer].planes)
-        part = np.empty(num_bytes, dtype=np.uint8)
+    def _ordered(self, layer: int, count: int, data: Bytes, piece: Piece | None, *, by_token: bool) -> Bytes:
+        """Return pages of a layer, or a piece of them, in the order of tokens, or back in attention's own.
+
+        They stay as they are where both are the same, or no ranks divide the tokens of a page.
+        """
+        if self._order is None or self._sources[layer][0][1].turns == 1:
+            return data
+        found = []
+        for number, plane in enumerate(self._planes(layer, count, data, piece)):
+            order = self._order.resized(*plane.shape[1:3])
+            pages = torch.from_numpy(plane).view(order.dtype)
+            moved = order.by_token(pages, number) if by_token else order.from_tokens(pages, number)
+            found.append(moved.contiguous().view(-1).view(torch.uint8).numpy())
+        return np.concatenate(found)
+
+    def _received(self, layer: int, count: int, piece: Piece, rank: int) -> Bytes:
+        runs_bytes = sum(runs // piece.turns * width for runs, width in self._layers[layer].planes)
+        part = np.empty(count * (piece.stop_head - piece.first_head) * runs_bytes, dtype=np.uint8)
         self._links.receive(torch.from_numpy(part), rank)
         return part
 
-    def _read_later(self, layer: int, pages: Index, heads: range) -> Callable[[], Bytes]:
+    def _read_later(self, layer: int, pages: Index, piece: Piece) -> Callable[[], Bytes]:
         begun = Future[Callable[[], Bytes]]()
-        self._later(lambda: begun.set_result(self._read(layer, pages, heads)))
+        self._later(lambda: begun.set_result(self._read(layer, pages, piece)))
         return lambda: begun.result()()
 
-    def _read(self, layer: int, pages: Index, heads: range) -> Callable[[], Bytes]:
-        own, piece = self._own[layer]
-        return self._cache.read_layer(own, pages, _within(piece, heads))
+    def _read(self, layer: int, pages: Index, piece: Piece) -> Callable[[], Bytes]:
+        own, held = self._own[layer]
+        wait = self._cache.read_layer(own, pages, _within(held, piece))
+        return lambda: self._ordered(layer, len(pages), wait(), piece, by_token=True)
 
-    def _write(self, layer: int, pages: Index, data: Bytes, heads: range) -> None:
-        own, piece = self._own[layer]
-        self._cache.write_layer(own, pages, data, _within(piece, heads))
-
-
-def _within(piece: Piece, heads: range) -> range:
-    """Return the numbers on this rank of some heads of the model."""
-    return range(heads.start - piece.first_head, heads.stop - piece.first_head)
+    def _write(self, layer: int, pages: Index, data: Bytes, piece: Piece) -> None:
+        own, held = self._own[layer]
+        data = self._ordered(layer, len(pages), data, piece, by_token=False)
+        self._cache.write_layer(own, pages, data, _within(held, piece))
 
 
-def _by_layer(pieces: Sequence[Sequence[Piece]], num_layers: int) -> list[list[tuple[int, range]]]:
-    """Return, for each layer, the ranks that send or receive some of its heads, and which."""
-    found: list[list[tuple[int, range]]] = [[] for _ in range(num_layers)]
+def piece_of_page(piece: Piece) -> tuple[slice, slice, slice]:
+    """Return what a piece is of [pages, runs, heads, bytes]; runs are tokens where ranks divide these."""
+    return slice(None), slice(piece.turn, None, piece.turns), slice(piece.first_head, piece.stop_head)
+
+
+def _within(held: Piece, piece: Piece) -> range:
+    """Return the numbers on this rank of a piece's heads."""
+    assert (held.turn, held.turns) == (piece.turn, piece.turns), "a rank moves all tokens that it holds"
+    return range(piece.first_head - held.first_head, piece.stop_head - held.first_head)
+
+
+def _by_layer(pieces: Sequence[Sequence[Piece]], num_layers: int) -> list[list[tuple[int, Piece]]]:
+    """Return, for each layer, the ranks that send or receive some of it, and which."""
+    found: list[list[tuple[int, Piece]]] = [[] for _ in range(num_layers)]
     for rank, of_rank in enumerate(pieces):
         for piece in of_rank:
-            found[piece.layer].append((rank, range(piece.first_head, piece.stop_head)))
+            found[piece.layer].append((rank, piece))
     return found
 
 

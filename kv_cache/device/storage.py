@@ -15,6 +15,7 @@ import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,6 +30,32 @@ Bytes = NDArray[np.uint8]
 CHUNK_BYTES = 4 * 2**20  # bytes copied at a time, so that what is written is still in the processor's cache
 LEAST_MAPPED = 2**20  # bytes; smaller tensors come from the allocator
 WIDE = torch.complex128  # the widest type, as which a CPU copies pages
+
+
+class PageOrder(Protocol):
+    """An order of numbers within a page that is not that of its tokens."""
+
+    @property
+    def name(self) -> str:
+        """What tells pages in this order from others of the same size."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the numbers."""
+        ...
+
+    def resized(self, page_size: int, num_heads: int) -> PageOrder:
+        """Return the order of other pages of the same attention."""
+        ...
+
+    def by_token(self, pages: Tensor, plane: int) -> Tensor:
+        """Return pages of a plane with the numbers of a token behind one another: [P, B, K, ...]."""
+        ...
+
+    def from_tokens(self, pages: Tensor, plane: int) -> Tensor:
+        """Return in this order what `by_token` has returned, in the same shape."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +76,7 @@ class LayerPages:
     head_axis: int = 1
     num_runs: int | None = None
     holds_state: bool = False  # a page is the whole state of a request, and no token's
+    order: PageOrder | None = None  # attention's own order within a page; None: that of its tokens
 
     def runs_of(self, plane: Tensor) -> int:
         """Return the runs of each page of a plane."""
@@ -149,8 +177,8 @@ class KVCache(CacheLayers):
     def layout(self) -> list[str]:
         """The layout of a page in each layer; caches with the same layout may exchange page bytes."""
         return [
-            " and ".join(f"{each.dtype} {[*each.shape[1:]]}".removeprefix("torch.") for each in planes)
-            for planes in self.planes
+            layout_of([(plane.dtype, plane.shape[1:]) for plane in planes], made.order)
+            for made, planes in zip(self.layers, self.planes)
         ]
 
     @property
@@ -338,6 +366,12 @@ class KVCache(CacheLayers):
         device, host = self.of_group(copy.group)
         for source, target in zip(*((device, host) if to_host else (host, device))):
             _exchange(source, sources, target, targets, to_host=to_host, indexed=self._indexed)
+
+
+def layout_of(planes: Sequence[tuple[torch.dtype, Sequence[int]]], order: PageOrder | None) -> str:
+    """Name how a page of planes of these types and shapes lies."""
+    shapes = " and ".join(f"{dtype} {[*shape]}".removeprefix("torch.") for dtype, shape in planes)
+    return shapes if order is None else f"{shapes} {order.name}"
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

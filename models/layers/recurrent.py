@@ -144,7 +144,9 @@ class RecurrentMixer(nn.Module):
         else:
             read = self._read(made, planes, self._taps, step.states)
         read = self.ops.gated_rms_norm(read, made.gate, self.norm, self.eps, self.activation).flatten(1)
-        y: Tensor = self.output(F.pad(read, (0, 0, 0, num_rows - num_tokens)), step.divided)
+        if num_rows > num_tokens:  # otherwise it would be copied
+            read = F.pad(read, (0, 0, 0, num_rows - num_tokens))
+        y: Tensor = self.output(read, step.divided)
         return y
 
     def _read(

@@ -171,9 +171,8 @@ def layers_of(decoder: Decoder | Head) -> list[LayerPages]:
         if state is None:
             planes = new_planes(attention, spec.index == "shared")
             heads = 1 if config.latent is not None else config.num_kv_heads
-            layers.append(
-                LayerPages(planes, config.group_of(layer), heads, attention.head_axis, attention.num_runs)
-            )
+            own = attention.head_axis, attention.num_runs
+            layers.append(LayerPages(planes, config.group_of(layer), heads, *own, order=attention.order))
         else:  # one function for all layers that make equal planes
             new = made.setdefault(state, partial(new_states, state, device=attention.device))
             assert config.recurrent is not None, "a layer keeps a state by the sizes of its attention"

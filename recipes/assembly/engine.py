@@ -169,7 +169,8 @@ def assemble(
     """
     tell("planning its memory")
     config, share = share_of(recipe, world.rank)
-    group, stages = divided(world, share)
+    drafts = draft_config(recipe, config)
+    group, stages = _joined(world, share, drafts)
     machine = start(recipe.device, learned)
     machine.join(group)
     memory = plan_memory(recipe, config, machine.memory_bytes(), share=share)
@@ -178,7 +179,6 @@ def assemble(
     # The smaller model is loaded first, so that a mistake in it is refused before the larger one is read.
     draft = draft_decoder(recipe, config, memory, machine, group, share)
     decoder = _loaded(recipe, config, memory, machine, (group, share, stages), tell)
-    drafts = _link_stages(decoder, draft_config(recipe, config), world)
     adapters = _adapters(recipe, decoder)
     tell("")
     world.meet("the meeting after loading")
@@ -193,8 +193,7 @@ def assemble(
     kind = ModelRunner if depth == 1 else StageRunner
     runner = kind(decoder, cache, decoder.attention, _sampler(decoder, world), scheduler.slots, drafter)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
-    log.info("device: %s", machine.name)
-    experts = ExpertCounts(decoder) if recipe.device.count_experts and not share.tensor else None
+    experts = _experts(recipe, decoder)
     captured_bytes = _first_steps(recipe, runner, scheduler.max_batch_tokens, tell)
     world.meet("the meeting after compiling")  # then the time of the largest step includes no wait
     tell("running its largest step")
@@ -204,43 +203,39 @@ def assemble(
     world.meet("the meeting before the first step")
     if experts is not None:
         experts.restart()
-    _log(recipe, config, memory, decoder)
+    _log(recipe, config, memory, decoder, machine)
     limits = _within(limits, memory)
     facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
     live = LiveMemory(recipe, engine, runner, memory, world.rank)
+    works = live_works(live) | ({} if adapters is None else {ADAPTER: adapter_work(adapters)})
     return BuiltEngine(
         *(engine, runner, config, memory, machine.name, largest_step_s, facts, experts),
         adapters=adapters,
-        works=_works(recipe, live, adapters, experts, world, share),
+        works=works | _counting(recipe, experts, world, share),
         live=live,
         pages=rank_pages(recipe, config, runner, world, share, machine),
         learned=lambda: machine.learned,
     )
 
 
-def _link_stages(decoder: Decoder, drafts: DecoderConfig | None, world: Group) -> DecoderConfig | None:
-    """Let stages send each other what the drafter in the last one reads and makes; return the drafter."""
-    if decoder.share.stages == 1 or drafts is None:
-        return drafts
-    decoder.stages.open_for_drafts(world, decoder.share)
-    if isinstance(drafts, HeadConfig) and not decoder.share.is_last:
-        decoder.tap(drafts.taps)
-    return drafts
+def _joined(world: Group, share: Share, drafts: DecoderConfig | None) -> tuple[Group, StageLinks]:
+    """Return the ranks of this rank's stage, and the links to the other stages, which may carry drafts."""
+    group, stages = divided(world, share)
+    if share.stages > 1 and drafts is not None:
+        stages.open_for_drafts(world, share)
+    return group, stages
 
 
-def _works(
-    recipe: Recipe,
-    live: LiveMemory,
-    adapters: Adapters | None,
-    experts: ExpertCounts | None,
-    world: Group,
-    share: Share,
-) -> dict[str, Work]:
-    """Return what this rank does when the leader asks or tells all ranks."""
-    works = live_works(live) | ({} if adapters is None else {ADAPTER: adapter_work(adapters)})
-    if recipe.device.count_experts and share.stages > 1:
-        works[EXPERTS] = StageCounts(experts, world, share)
-    return works
+def _experts(recipe: Recipe, decoder: Decoder) -> ExpertCounts | None:
+    """Return the counts of one rank of each stage, whose ranks choose alike, if a recipe asks for them."""
+    is_first = decoder.share.tensor == 0
+    return ExpertCounts(decoder) if recipe.device.count_experts and is_first else None
+
+
+def _counting(recipe: Recipe, experts: ExpertCounts | None, world: Group, share: Share) -> dict[str, Work]:
+    """Return what stages do when they are asked for their counts."""
+    is_asked = recipe.device.count_experts and share.stages > 1
+    return {EXPERTS: StageCounts(experts, world, share)} if is_asked else {}
 
 
 def _within(limits: SchedulerLimits, memory: MemoryPlan) -> SchedulerLimits:
@@ -291,6 +286,9 @@ def _loaded(
         assert recipe.model.path is not None, "a checkpoint has a path"
         kept = kept_weights(recipe, config, share, "decoder", tell)
         weights.load(decoder, recipe.model.path, tell, kept)
+    drafts = draft_config(recipe, config)
+    if isinstance(drafts, HeadConfig) and not share.is_last:
+        decoder.tap(drafts.taps)
     return decoder
 
 
@@ -442,7 +440,10 @@ def _captured(recipe: Recipe) -> tuple[int, int]:
     return min(recipe.device.graphs, recipe.scheduler.num_slots * width), width
 
 
-def _log(recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, decoder: Decoder) -> None:
+def _log(
+    recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, decoder: Decoder, machine: Machine
+) -> None:
+    log.info("device: %s", machine.name)
     ops, attention = decoder.ops, decoder.attention
     lines = dict(report(recipe, config, memory, decoder.share))
     log.info("model: %s, weights %s (%s)", lines["model"], lines["weights"], recipe.model.weights)

@@ -36,7 +36,8 @@ def rank_pages(
     for heads, alike in groupby(num_heads):
         first = share.tensor * heads // share.tensors if heads > 1 else 0
         stop = at + len(list(alike))
-        held.append(Held(at, stop, first, first + max(1, heads // share.tensors)))
+        turn = share.tensor % share.contexts, share.contexts
+        held.append(Held(at, stop, first, first + max(1, heads // share.tensors), *turn))
         at = stop
     own = held_by(runner.cache, tuple(held), num_heads, _state_of(config))
     world.store.set(_HOLDS.format(world.rank), msgspec.json.encode(own).decode())

@@ -56,6 +56,7 @@ FLAGS = frozenset(
         "tier",
         "types",
         "virtual",
+        "vllm",
     ]
 )
 

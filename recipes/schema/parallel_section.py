@@ -86,35 +86,14 @@ class ParallelSection:
         return self.tensor * self.pipeline
 
 
-def context_contradictions(
-    section: ParallelSection, page_size: int, cache_dtype: str, pages_elsewhere: str | None
-) -> Iterator[RecipeError]:
-    """Yield what contradicts pages that several ranks divide.
-
-    `cache_dtype` is the value of cache.dtype, and `pages_elsewhere` the key that lets engines exchange pages.
-    """
+def context_contradictions(section: ParallelSection, page_size: int) -> Iterator[RecipeError]:
+    """Yield what contradicts pages of so many tokens that several ranks divide."""
     count = section.context
-    if count == 1:
-        return
     if page_size % count:
         yield RecipeError(
             ("parallel.context", "cache.page_size"),
             f"cache.page_size is {page_size}, which it does not divide",
             f"set cache.page_size to a multiple of {count}",
-            value=count,
-        )
-    if cache_dtype == "int8":
-        yield RecipeError(
-            ("parallel.context", "cache.dtype"),
-            "cache.dtype is int8, whose pages are not divided",
-            "set cache.dtype to auto, or this to 1",
-            value=count,
-        )
-    if pages_elsewhere is not None:
-        yield RecipeError(
-            ("parallel.context", pages_elsewhere),
-            f"{pages_elsewhere} is set, and engines exchange whole pages",
-            "set this to 1, or leave that out",
             value=count,
         )
 

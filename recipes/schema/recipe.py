@@ -340,7 +340,7 @@ class Recipe:
             is_sharing=self.cache.prefix_sharing,
             is_open=self.cache.events_open or self.cache.events_key_file is not None,
         )
-        yield from self._context_contradictions()
+        yield from context_contradictions(self.parallel, self.cache.page_size)
         yield from page_contradictions(
             self.server,
             is_sharing=self.cache.prefix_sharing,
@@ -359,18 +359,6 @@ class Recipe:
         yield from speculation_contradictions(self.speculation, self.device.kind)
         yield from placement_contradictions(self.parallel)
         yield from self._length_contradictions()
-
-    def _context_contradictions(self) -> Iterator[RecipeError]:
-        elsewhere = {
-            "server.pages_at": self.server.pages_at,
-            "server.prompt_replicas": self.server.prompt_replicas or None,
-        }
-        yield from context_contradictions(
-            self.parallel,
-            self.cache.page_size,
-            self.cache.dtype,
-            next((name for name, value in elsewhere.items() if value is not None), None),
-        )
 
     def _length_contradictions(self) -> Iterator[RecipeError]:
         cache, longest = self.cache, self.scheduler.max_request_tokens

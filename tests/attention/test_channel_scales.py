@@ -102,6 +102,37 @@ def test_a_captured_row_of_drafts_sees_what_it_sees_in_an_eager_step(width: int)
 
 
 @pytest.mark.npu
+@stand_in_alone
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
+def test_sums_are_those_of_what_is_kept(is_captured: bool) -> None:
+    """The logarithm of the sum of exponents of each query's scores, in double precision."""
+    attention = operators("npu", "fused", shape(page_size=32, windows=(None,), int8_pages=True))[1]
+    bench, lens = ChannelBench(attention), {4: 37, 1: 70}
+    bench.step(lens)
+    query = torch.randn(len(lens), 4, 64)
+    rows, stops = np.array(list(lens)), np.array(list(lens.values()))
+    batch = Batch(rows, stops - 1, stops, NOTHING, NOTHING, NOTHING)
+    asked = query.to("npu:0"), bench.scales, *bench.cache.of(0)
+    if is_captured:
+        table = torch.from_numpy(bench.page_table[rows]).to("npu:0")
+        places = torch.zeros(len(query), dtype=torch.int32, device="npu:0")
+        metadata = attention.plan_static(StaticDecodes(places, table, places))
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            output, sums = attention.attend_with_sums_by_channel(*asked, metadata, 0)
+        attention.replay(graph, [metadata], stops.tolist())
+    else:
+        metadata = planned(attention, batch, bench.page_table)
+        output, sums = attention.attend_with_sums_by_channel(*asked, metadata, 0)
+    plain = attention.attend_by_channel(*asked, planned(attention, batch, bench.page_table), 0)
+    torch.testing.assert_close(output.cpu(), plain.cpu())
+    for row, found, heads in zip(rows.tolist(), sums.cpu().double(), query.double()):
+        keys = bench.told[row].keys[0].double().repeat_interleave(2, 1)
+        scores = torch.einsum("hd,lhd->hl", heads, keys) * attention.shape.scale
+        torch.testing.assert_close(found, scores.logsumexp(1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.npu
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.cpu.recurrent import CpuRecurrence
+from attention.cpu.recurrent import CpuRecurrence, compiled_recurrence
 from attention.recurrent import SHORT, Recurrence
 from kv_cache.states import GRID
 from tests.lazy import LazyModule
@@ -20,7 +20,7 @@ from tests.thorough import cases
 QWEN = LazyModule("transformers.models.qwen3_next.modeling_qwen3_next")
 KIMI = LazyModule("transformers.models.kimi_linear.modeling_kimi_linear")
 Kind = Literal["gated", "kimi"]
-WAYS = (Recurrence, CpuRecurrence)
+WAYS = ("defined", "plain", "compiled")
 LENGTH, KEYS, VALUES = 220, 24, 20
 # Half of the heads fill the vectors of any processor; what remains of fewer is computed by other instructions
 KEY_HEADS, HEADS = 16, 32
@@ -43,17 +43,19 @@ class Drawn:
         return Drawn(tuple(each[:, part] for each, part in parts))
 
 
-def drawn(kind: Kind, seed: int = 0, length: int = LENGTH) -> Drawn:
-    generator = torch.Generator().manual_seed(seed)
+def drawn(
+    kind: Kind, seed: int = 0, length: int = LENGTH, sizes: tuple[int, ...] = (KEY_HEADS, HEADS, KEYS, VALUES)
+) -> Drawn:
+    generator, (key_heads, heads, keys, values) = torch.Generator().manual_seed(seed), sizes
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(length, *shape, generator=generator)
 
-    key_heads, channels = (HEADS, (KEYS,)) if kind == "kimi" else (KEY_HEADS, ())
-    rates = torch.empty(HEADS, *channels).uniform_(-6, -0.5, generator=generator).exp()
-    query, key = normal(key_heads, KEYS), normal(key_heads, KEYS)
-    decay = -rates * F.softplus(normal(HEADS, *channels))
-    return Drawn((query, key, normal(HEADS, VALUES), decay, normal(HEADS).sigmoid()))
+    key_heads, channels = (heads, (keys,)) if kind == "kimi" else (key_heads, ())
+    rates = torch.empty(heads, *channels).uniform_(-6, -0.5, generator=generator).exp()
+    query, key = normal(key_heads, keys), normal(key_heads, keys)
+    decay = -rates * F.softplus(normal(heads, *channels))
+    return Drawn((query, key, normal(heads, values), decay, normal(heads).sigmoid()))
 
 
 def expected(kind: Kind, given: Drawn) -> tuple[Tensor, Tensor]:
@@ -88,9 +90,18 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param
 
 
-@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+def compiled() -> CpuRecurrence:
+    found = compiled_recurrence()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return CpuRecurrence(found)
+
+
+@pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Recurrence:
-    return request.param()
+    if request.param == "compiled":
+        return compiled()
+    return Recurrence() if request.param == "defined" else CpuRecurrence()
 
 
 @pytest.mark.parametrize("multiple", [1, 7, GRID])
@@ -214,6 +225,29 @@ def test_heads_on_other_ranks_change_no_bit(kind: Kind, way: Recurrence) -> None
         part = one_by_one(way, given.heads(some), [100, 101], states)
         assert torch.equal(part, read[:, some])
         assert torch.equal(states[1], whole[1, some])
+
+
+def test_wide_heads_on_several_threads_change_no_bit(kind: Kind) -> None:
+    """A state has several panels of values here, the last one in part, and keys as wide as a model's."""
+    way, threads = compiled(), torch.get_num_threads()
+    given = [drawn(kind, seed, 150, (1, 3, 128, 72)) for seed in range(2)]
+    inputs = tuple(torch.cat(parts) for parts in zip(*(each.parts for each in given)))
+    rows, found = np.array([1, 2]), []
+    plan = way.plan(np.zeros(2, dtype=np.int64), np.full(2, 150), rows, rows)
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            states = torch.full((3, 3, 72, 128), torch.nan)
+            found.append((way.advance(*inputs, states, plan), states[1:]))
+    finally:
+        torch.set_num_threads(threads)
+    (read, states), others = found
+    assert torch.equal(read, others[0])
+    assert torch.equal(states, others[1])
+    for each, of_each, state in zip(given, read.split(150), states):
+        wanted, last = expected(kind, each)
+        torch.testing.assert_close(of_each, wanted, rtol=0, atol=NEAR)
+        torch.testing.assert_close(state, last, rtol=0, atol=NEAR)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

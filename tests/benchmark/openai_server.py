@@ -109,6 +109,9 @@ class Stub:
     async def server_info(self, request: web.Request) -> web.Response:
         return web.Response(status=404) if self.info is None else web.json_response(self.info)
 
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
     async def figures(self, request: web.Request) -> web.Response:
         if not self.metrics:
             return web.Response(status=404)
@@ -127,8 +130,8 @@ class Stub:
 
 
 @contextmanager
-def running(stub: Stub) -> Iterator[Stub]:
-    """The server on a free port, in a thread of its own."""
+def running(stub: Stub, port: int = 0) -> Iterator[Stub]:
+    """The server on a port, by default a free one, in a thread of its own."""
     loop, started = asyncio.new_event_loop(), threading.Event()
     ended = asyncio.Event()
 
@@ -137,11 +140,12 @@ def running(stub: Stub) -> Iterator[Stub]:
         app.router.add_post("/v1/completions", stub.answer)
         app.router.add_post("/v1/chat/completions", stub.answer)
         app.router.add_get("/v1/models", stub.models)
+        app.router.add_get("/health", stub.health)
         app.router.add_get("/server_info", stub.server_info)
         app.router.add_get("/metrics", stub.figures)
         runner = web.AppRunner(app)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
         stub.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         started.set()

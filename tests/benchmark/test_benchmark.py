@@ -282,6 +282,9 @@ def test_the_same_trace_is_served_beside_transformers(
     assert result["times_transformers"] == pytest.approx(
         result["output_tokens_per_s"] / result["transformers_output_tokens_per_s"], rel=0.01
     )
+    assert result["times_transformers_cpu"] == pytest.approx(
+        result["transformers_cpu_s"] / result["clock"]["cpu_s"], rel=0.01
+    )
 
 
 def test_transformers_does_not_fill_the_memory_of_a_cpu(tmp_path: Path) -> None:

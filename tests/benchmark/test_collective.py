@@ -17,6 +17,8 @@ from continuous_batching.slots import SlotPool
 from models.parallel.group import ALONE, StageLinks
 from scripts.benchmark import main
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 RECIPE = "recipes/tiny/cpu.yaml"
 QUICK = ["device.compile=false", "device.threads=1"]
 

@@ -15,6 +15,7 @@ import pytest
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import recount
+from continuous_batching.paging import checkpoints
 from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -222,7 +223,10 @@ def storm(seed: int, pages: dict[bytes, bytes] | None = None) -> Engine:
     return engine
 
 
-def test_each_step_goes_on_from_the_state_of_its_tokens_whatever_happens() -> None:
+def test_each_step_goes_on_from_the_state_of_its_tokens_whatever_happens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checkpoints, "LEAST_ON_THE_WAY", GRID)
     counts = {"hits": 0, "swapped": 0, "evicted": 0, "accepted": 0, "promoted": 0}
     for seed in range(cases(24, 400)):
         engine = storm(seed)
@@ -278,6 +282,59 @@ def test_hits_go_as_far_as_states_lie() -> None:
     assert serve(engine, after(150, 31)) == [128]
     lookups = engine.scheduler.prefix.lookups
     assert (lookups["whole"], lookups["no_state"]) == (2, 1)
+
+
+def test_a_long_prompt_that_begins_as_none_before_leaves_states_on_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second with its beginning goes on from one. They take free pages only, and give way first."""
+    monkeypatch.setattr(checkpoints, "LEAST_ON_THE_WAY", GRID)
+    engine = engine_of(100, NUM_SLOTS + 2)
+    other = np.random.default_rng(1).integers(0, VOCAB_SIZE, 150)
+    assert serve(engine, after(280, 5)) == [0], "which leaves states at 64, 128 and its end"
+    states = states_of(engine)
+    assert (states.num_taken, len(states._spent)) == (3, 2)
+    assert serve(engine, after(190, 9)) == [128]
+    assert len(states._spent) == 1, "what was found is kept as others are"
+    assert serve(engine, other) == [0]
+    for own in (1, 2):
+        serve(engine, np.random.default_rng(own + 5).integers(0, VOCAB_SIZE, 100))
+    assert not states._spent, "states at the ends of prompts take their places"
+    assert serve(engine, np.concatenate([other, STORY[:9]])) == [128]
+    assert engine.scheduler.counters.preemptions == 0
+
+
+def test_whoever_parts_from_a_prompt_that_has_just_passed_the_place_leaves_the_state() -> None:
+    """The third with that beginning goes on from it: no page says yet that the first goes on otherwise."""
+    engine = engine_of(100, 12, max_batch_tokens=2 * GRID + NUM_SLOTS)
+    made = after(200, 5), after(130, 80), after(130, 31)
+    first, second, third = (
+        Request(str(at), each, SamplingParams(max_tokens=4)) for at, each in enumerate(made)
+    )
+    engine.add(first)
+    while engine.scheduler.slots.num_computed[0] < 128:
+        engine.step()
+    assert engine.scheduler.slots.num_computed[0] == 128
+    engine.add(second)
+    while engine.has_work:
+        engine.step()
+    engine.add(third)
+    while engine.has_work:
+        engine.step()
+    assert [each.num_cached_tokens for each in (first, second, third)] == [0, 0, 128]
+
+
+def test_answers_that_do_not_return_take_the_place_of_no_prompt() -> None:
+    """Their states cover none that questions about one document share, and nothing waits for their pages."""
+    engine = engine_of(100, NUM_SLOTS)
+    for own in (21, 22, 23):
+        assert serve(engine, after(128, own), max_tokens=70) == [0 if own == 21 else 128]
+        assert not states_of(engine)._spent
+    engine, older = engine_of(22, 12), np.random.default_rng(1).integers(0, VOCAB_SIZE, 100)
+    for prompt, max_tokens in ((older, 4), (after(128, 21), 70), (after(0, 100), 4)):
+        assert serve(engine, prompt, max_tokens=max_tokens) == [0]
+    assert engine.scheduler.counters.evicted_pages > 0
+    assert serve(engine, np.concatenate([older, STORY[:9]])) == [64]
 
 
 def test_prompts_that_come_together_wait_for_the_state_where_they_part() -> None:

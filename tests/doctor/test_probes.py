@@ -370,6 +370,7 @@ def test_a_machine_without_an_npu_has_no_questions(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_what_takes_several_ranks_is_asked_of_all_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -28,6 +25,7 @@ from recipes.tiny.widened import widen
 from scripts import verify
 from serving.offline import Record
 from tests.device_kinds import settings, stand_in_alone
+from tests.serving.warm import completed
 from tests.thorough import cases
 from virtual_npu.verify import main as verify_operators
 
@@ -298,12 +296,9 @@ def test_a_cpu_is_no_product() -> None:
 @pytest.mark.parametrize("name", cases(["310P"], [each.name for each in PRODUCTS]))
 def test_the_stand_in_passes_as_every_product(name: str, tmp_path: Path) -> None:
     """The 310P needs another type than the recipe says, and has no W8A8, which the report says."""
-    done = subprocess.run(
-        ["bash", "scripts/verify_npu.sh", "--virtual", f"device.product={name}", "--calls", "2",
-         "--output", str(tmp_path)],
-        env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    asked = [*ON_BF16, f"device.product={name}"]
+    done = completed("scripts.verify", *asked, "--calls", "2", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("VIRTUAL: ")
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     told = json.loads((folder / "report.json").read_text())
@@ -328,8 +323,7 @@ def test_ranks_of_the_stand_in_give_the_tokens_of_a_cpu(tmp_path: Path) -> None:
     widen(tmp_path / "wide", ranks)
     asked = [*ON_BF16, f"model.path={tmp_path / 'wide'}", f"parallel.tensor={ranks}"]
     for module, names in (("collectives", COLLECTIVES), ("tokens", ["bfloat16", "W8A8"])):
-        command = [sys.executable, "-m", f"doctor.verify.{module}", *asked]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = completed(f"doctor.verify.{module}", *asked)
         assert done.returncode == 0, done.stdout + done.stderr
         told = json.loads(done.stdout)
         assert [(each["name"], each["is_right"]) for each in told] == [(name, True) for name in names]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -13,9 +15,11 @@ import pytest
 import torch
 
 from attention.cpu.attention import CpuAttention
+from attention.cpu.compiled import attention_source, stored_dtype
 from attention.reference import Attention
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Observer
+from devices.cpp_sources import missing_for_sources
 from devices.shapes import AttentionShape
 from kv_cache.device.rank_pages import MOST_QUEUED, HeldLayer, RankPages, held_by
 from kv_cache.device.storage import KVCache, LayerPages
@@ -180,11 +184,16 @@ def shape(heads: int, page_size: int) -> AttentionShape:
     return AttentionShape(heads, heads, 32, page_size, 1.0, torch.float32, (None,))
 
 
+def in_cpp(sizes: AttentionShape) -> CpuAttention:
+    library = attention_source(stored_dtype(sizes))
+    assert isinstance(library, ctypes.CDLL), library
+    return CpuAttention(sizes, library=library)
+
+
 def held(attention: Attention, key: torch.Tensor, value: torch.Tensor) -> KVCache:
     """A cache of one layer in attention's own order, with these keys and values in pages 1 and 2."""
-    made = LayerPages(
-        attention.new_planes, 0, attention.shape.num_kv_heads, attention.head_axis, attention.num_runs
-    )
+    own = attention.head_axis, attention.num_runs
+    made = LayerPages(attention.new_planes, 0, attention.shape.num_kv_heads, *own, order=attention.order)
     size, count = attention.shape.page_size, len(key)
     cache = KVCache([made], size, [PAGES])
     arrays = np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, count, np.int64)
@@ -211,6 +220,58 @@ def test_the_order_within_a_page_is_that_of_attention(kind: type[Attention], pag
         for cache in caches:
             for plane in cache.of(0):
                 assert torch.equal(plane[4], plane[1])
+                assert plane[4].any()
+        ranks.close()
+
+
+def int8(heads: int, page_size: int) -> AttentionShape:
+    return replace(shape(heads, page_size), int8_pages=True)
+
+
+COMPILED = pytest.mark.skipif(missing_for_sources() is not None, reason=str(missing_for_sources()))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "sizes", "page_size"),
+    [
+        (Attention, shape, 8),
+        (Attention, int8, 8),
+        (CpuAttention, shape, 12),
+        (CpuAttention, shape, 128),
+        pytest.param(in_cpp, int8, 128, marks=COMPILED),
+    ],
+)
+def test_ranks_that_divide_pages_exchange_what_one_rank_would_hold(
+    kind: Callable[[AttentionShape], Attention],
+    sizes: Callable[[int, int], AttentionShape],
+    page_size: int,
+    heads: int,
+) -> None:
+    """Each rank writes every second or fourth token by its own attention; other ranks hold other heads."""
+    random = torch.Generator().manual_seed(0)
+    length = 2 * page_size - 3
+    key, value = (torch.randn(length, heads, 32, generator=random) for _ in range(2))
+    one = held(kind(sizes(heads, page_size)), key, value)
+    for count in (2, 4):
+        own = tuple(
+            (Held(0, 1, head, head + 1, turn, count),) for head in range(heads) for turn in range(count)
+        )
+        caches = [
+            held(
+                kind(sizes(1, page_size // count)), *(each[part.turn :: count, head] for each in (key, value))
+            )
+            for part, head in ((each[0], slice(each[0].first_head, each[0].stop_head)) for each in own)
+        ]
+        ranks = Ranks(caches, own, heads)
+        assert ranks.leader.layout == one.layout
+        assert ranks.leader.layer_bytes == one.layer_bytes
+        assert np.array_equal(ranks.read(0, np.array([2, 1])), one.read_layer(0, np.array([2, 1]))())
+        ranks.write(0, np.array([4, 3]), one.read_layer(0, np.array([1, 2]))())
+        for cache in caches:
+            for plane in cache.of(0):
+                assert torch.equal(plane[4], plane[1])
+                assert torch.equal(plane[3], plane[2])
                 assert plane[4].any()
         ranks.close()
 

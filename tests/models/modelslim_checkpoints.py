@@ -153,8 +153,10 @@ def quantised(
     norm_biases: bool = False,
     more: dict[str, Any] | None = None,
     further: Any = None,
+    further_name: str | None = None,
 ) -> Path:
-    """Store a checkpoint so, and let transformers' model compute by it; `further` is a layer behind its own.
+    """Store a checkpoint so, and let transformers' model compute by it; `further` is a layer behind its own,
+    or the one whose tensors' names begin with `further_name`.
 
     Linears that share an input share its scale, unless they `are_apart`; `ranks` divide the inputs of dense
     linears, and `divided` of them those of an expert. Scales of a cache (C8) are coarse, so that they matter,
@@ -211,7 +213,7 @@ def quantised(
     _write(path, made, {"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0"} | described | (more or {}))
     _replace(model, linears)
     if further is not None:
-        _replace(further, linears, f"model.layers.{model.config.num_hidden_layers}.")
+        _replace(further, linears, further_name or f"model.layers.{model.config.num_hidden_layers}.")
     return path
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.cpu.recurrent import CpuRecurrence
-from attention.recurrent import Recurrence, StateMetadata
+from attention.recurrent import StateMetadata
 from continuous_batching.batch import Batch
 from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.groups import DType
@@ -27,7 +26,7 @@ from models.quantization import Quantization
 from models.step_inputs import StepInputs
 from recipes.assembly import families
 from recipes.assembly.decoders import shape_of
-from tests.device_kinds import Way, operators
+from tests.device_kinds import Way, machine, operators
 
 PAGE_SIZE, LONGEST = 16, 256
 
@@ -67,7 +66,7 @@ def empty_decoder(
     config = replace(config, recurrent=replace(config.recurrent, state_dtype=state_dtype))
     share = Share(group.rank, group.size, *stage[:2])
     ops, attention = operators("cpu", way, shape_of(PAGE_SIZE, share.part(config)))
-    recurrence = CpuRecurrence() if way == "fused" else Recurrence()
+    recurrence = machine("cpu", way).recurrence(state_dtype)
     decoder = Decoder(config, ops, attention, group, share, stage[2], recurrence)
     decoder.tabulate(LONGEST)
     return decoder

@@ -6,8 +6,6 @@ A process has one NPU for as long as it lives, so both engines run in another pr
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from tests.models.families import generated
 from tests.models.modelslim_checkpoints import checkpoint
 from tests.models.test_modelslim import everywhere
 from tests.models.test_npu import serve
+from tests.serving.warm import CODE, completed
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
@@ -77,7 +76,7 @@ def served() -> tuple[Served, Served]:
     The answers, the number of steps and of those with decodes alone, and the calls of each operator.
     """
     code = SERVED.replace("NAMES", str((DECODES, SPANS, WRITES)))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = completed(CODE, code)
     assert done.returncode == 0, done.stderr
     eager, captured = map(tuple, json.loads(done.stdout.splitlines()[-1]))
     return eager, captured
@@ -119,8 +118,7 @@ def test_a_model_in_static_w8a8_gives_the_tokens_of_its_arithmetic(tmp_path: Pat
         if float(logprobs.topk(2).values.diff().abs().min()) > 0.3:
             break
     _, by_token = checkpoint(name, tmp_path / "by_token", everywhere("W8A8_DYNAMIC"), **more)
-    command = [sys.executable, "-c", IN_INT8, str(static), str(by_token)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = completed(CODE, IN_INT8, str(static), str(by_token))
     assert done.returncode == 0, done.stderr
     *found, refused = json.loads(done.stdout.splitlines()[-1])
     assert found == [right, right]

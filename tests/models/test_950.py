@@ -6,13 +6,11 @@ A process has one NPU for as long as it lives, so this runs in a process of its 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from recipes.schema.recipe import ROOT
 from tests.device_kinds import stand_in_alone
+from tests.serving.warm import CODE, completed
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
@@ -38,9 +36,7 @@ print(json.dumps([sizes, said]))
 
 
 def test_a_sample_of_the_sizes_is_captured_and_said() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CAPTURED], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = completed(CODE, CAPTURED)
     assert done.returncode == 0, done.stderr
     sizes, said = json.loads(done.stdout.splitlines()[-1])
     assert sizes == [1, 2, 8, 10]

@@ -20,7 +20,7 @@ from tests.models.mtp_layers import target_of
 from tests.models.rank_engines import Asked, Served, serve_all
 from tests.models.test_rank_identity import CPU, GUESSES, LONGER, NPU, Crowd, variant_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.usefixtures("forked_ranks")]
 
 
 def served(model: Any, path: Path, crowd: Crowd, ranks: int, *settings: str) -> Served:

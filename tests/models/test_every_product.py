@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -42,6 +40,7 @@ from tests.models.product_runs import (
     serve,
 )
 from tests.patience import PATIENCE_S
+from tests.serving.warm import completed
 from tests.thorough import THOROUGH, cases
 
 # A test waits for the process that runs all of its product, for as long as a busy machine takes
@@ -266,11 +265,8 @@ def outcomes(
             )
             for cell in cells
         ]
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.models.product_runs"],
-            input=json.dumps({"product": product, "runs": runs}),
-            cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S * len(runs), check=False,
-        )  # fmt: skip
+        given = json.dumps({"product": product, "runs": runs})
+        done = completed("tests.models.product_runs", given=given, limit_s=PATIENCE_S * len(runs))
         assert done.returncode == 0, done.stderr[-4000:]
         return dict(zip(cells, json.loads(done.stdout.splitlines()[-1]), strict=True))
 

@@ -16,11 +16,13 @@ from recipes.schema.recipe_error import RecipeError
 from tests.models.eagle3_heads import HIDDEN, Published, check_head_drafts, head_for
 from tests.models.eagle3_heads import target_of as head_target
 from tests.models.modelslim_checkpoints import DESCRIPTION, Types, quantised
-from tests.models.mtp_layers import target_of
+from tests.models.mtp_layers import target_beside, target_of
 from tests.models.test_draft_model import Watched, serve, tokens_of
 from tests.models.test_eagle3 import LLAMA, QWEN3
 from tests.models.test_eagle3 import engine_of as head_engine
 from tests.models.test_mtp import engine_of
+from tests.models.test_state_mtp import DRAFTS
+from tests.models.test_state_schedules import built, served
 
 
 def in_layer(of_layer: str) -> Types:
@@ -50,6 +52,36 @@ def test_a_further_layer_says_what_its_arithmetic_says(of_layer: str, tmp_path: 
     engine = engine_of(path, "cpu", 3)
     watched = Watched(engine)
     drafted = tokens_of(serve(engine))
+    assert drafted == plain
+    num_made, num_right = check_head_drafts(model.further, watched.drafts, drafted)
+    assert num_made > 100
+    assert num_right > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "of_layer"), [("qwen3_next", "W8A8_DYNAMIC"), ("qwen3_5", "W8A8"), ("qwen3_5", "none")]
+)
+def test_a_layer_beside_layers_with_states_says_what_its_arithmetic_says(
+    name: str, of_layer: str, tmp_path: Path
+) -> None:
+    """Layers with states stay as they are, as in published checkpoints, and `mtp.*` may be quantised."""
+
+    def types(linear: str) -> str:
+        if linear.startswith("mtp."):
+            return "FLOAT" if of_layer == "none" else of_layer
+        is_plain = linear == "lm_head" or "linear_attn" in linear or "shared_expert" in linear
+        return "FLOAT" if is_plain else "W8A8_DYNAMIC"
+
+    model, path = target_beside(name, tmp_path)
+    quantised(model, path, types, further=model.further._layer, further_name="mtp.layers.0.")
+    if of_layer == "none":
+        said = json.loads((path / DESCRIPTION).read_text())
+        kept = {key: value for key, value in said.items() if not key.startswith("mtp.")}
+        (path / DESCRIPTION).write_text(json.dumps(kept))
+    plain = tokens_of(served(built(path, {}).engine))
+    engine = built(path, DRAFTS).engine
+    watched = Watched(engine)
+    drafted = tokens_of(served(engine))
     assert drafted == plain
     num_made, num_right = check_head_drafts(model.further, watched.drafts, drafted)
     assert num_made > 100

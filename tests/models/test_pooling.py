@@ -80,6 +80,7 @@ def test_preempted_anywhere_nothing_counts_twice_or_is_lost(overrides: list[str]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("way", ["parallel.tensor=2", "parallel.pipeline=2"])
 def test_ranks_and_stages_find_it_too(way: str) -> None:
     built = build(load(ROOT / "recipes/tiny/cpu.yaml", [*SETTINGS["overlap"], way]))

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from kv_cache.states import GRID
+from models.parallel.group import ALONE
 from recipes.cluster.in_ranks import in_ranks
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
@@ -33,7 +34,7 @@ from tests.models.test_identity import BY_LENGTH
 from tests.thorough import THOROUGH, cases
 
 # A test waits for the two processes that serve all engines of its module
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.usefixtures("forked_ranks")]
 
 VOCABULARY = 157  # which two ranks cannot share evenly
 ALL = {each.name: each for each in [*VARIANTS, *LATENT_VARIANTS]}
@@ -169,6 +170,7 @@ def with_guesses(crowd: Crowd, *more: str) -> Asking:
 
 
 PAGES_2 = "parallel.context=2"
+INT8 = REFERENCE, "cache.dtype=int8"
 Cell = tuple[str, str]  # what is served, and how two ranks divide it
 SERVED: dict[Cell, Asking] = {
     **{(name, way): of_crowd(ON_CPUS, name, *WAYS[way]) for name, way in ways_of(NAMES)},
@@ -181,6 +183,9 @@ SERVED: dict[Cell, Asking] = {
     ("kimi_linear", "states, TP 2"): with_states("kimi_linear", "parallel.least_divided_tokens=8"),
     ("qwen3_5", "states, PP 2"): with_states("qwen3_5", "parallel.pipeline=2"),
 }
+IN_INT8: Cell = "int8", "pages"
+# What is not held to transformers, which has no such pages, but to one rank
+AS_ONE = {IN_INT8: of_crowd(LONGER, "qwen2_yarn", PAGES_2, *INT8, num_key_value_heads=1)}
 ON_NPU: dict[Cell, Asking] = {
     (name, way): of_crowd(
         ON_NPUS,
@@ -222,7 +227,7 @@ def found_by(asking: dict[Cell, Asking], folder: Path, *device: str) -> Found:
 
 @pytest.fixture(scope="module")
 def on_cpus(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return found_by(SERVED, tmp_path_factory.mktemp("cpus"), *CPU)
+    return found_by(SERVED | AS_ONE, tmp_path_factory.mktemp("cpus"), *CPU)
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +242,21 @@ def test_there_is_one_of_each_family() -> None:
 @pytest.mark.parametrize("cell", SERVED, ids=" ".join)
 def test_two_ranks_answer_as_transformers_does(cell: Cell, on_cpus: Found) -> None:
     check(on_cpus, cell, SERVED[cell])
+
+
+def test_pages_in_int8_that_two_ranks_divide_give_the_tokens_of_one(on_cpus: Found, tmp_path: Path) -> None:
+    asking = AS_ONE[IN_INT8]
+    settings = (f"model.path={asking.checkpoint(tmp_path)[1]}", *asking.settings, *CPU)
+    asked = Asked("one", tuple(each for each in settings if each != PAGES_2), asking.prompts, asking.num_new)
+    recipe = load(ROOT / "recipes/any/cpu.yaml", asked.settings)
+    (one,) = serve_all(recipe, ALONE, [asked], tmp_path).values()
+    leader, follower = on_cpus.ranks[IN_INT8]
+    assert leader.answers == one.answers
+    torch.testing.assert_close(torch.tensor(leader.logprobs), torch.tensor(one.logprobs), rtol=0, atol=1e-2)
+    assert leader.logits == follower.logits, "ranks have the same logits, to the bit"
+    assert leader.happened["preemptions"] >= 1, "the pool was too large to force preemptions"
+    assert leader.happened["hit_tokens"] > 0, "no prefix was shared"
+    assert leader.happened["chunks"] > 0, "no prompt was cut"
 
 
 @pytest.mark.npu

@@ -27,21 +27,37 @@ def some(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def operands(dtype: torch.dtype, width: int) -> list[Tensor]:
-    """Of norms: x, what is added and the weight; of rotary: parts of a wider product, angles; of gates."""
+    """Of norms: x, what is added and the weight; of rotary: parts of a wider product, angles; of
+    gates; of gated norms.
+    """
     heads, angles = some(dtype, ROWS, 5, 2 * width), some(torch.float32, ROWS, width // 2 + 1)
     turns = (torch.cat((each, each), -1).to(dtype) for each in (angles.cos(), angles.sin()))
     dim = 2 * angles.shape[1]
     gates = some(dtype, ROWS, 2 * width)
     gates[0, 0], gates[1, 0] = 200, -200
+    read, beside = (
+        some(dtype, ROWS, 3, width),
+        some(dtype, ROWS, 2, 3 * width)[:, 1].unflatten(-1, (3, width)),
+    )
     added = some(dtype, ROWS, width + 1)[:, :width]
     weight = some(dtype, width)
-    return [some(dtype, ROWS, width), added, weight, heads[:, :3, :dim], heads[:, 3:, -dim:], *turns, gates]
+    return [
+        some(dtype, ROWS, width),
+        added,
+        weight,
+        heads[:, :3, :dim],
+        heads[:, 3:, -dim:],
+        *turns,
+        gates,
+        read,
+        beside,
+    ]
 
 
 def results(ops: Rowwise | Ops, given: list[Tensor], rows: slice) -> list[Tensor]:
     """What each operator makes of some rows."""
     weight = given.pop(2)
-    x, added, query, key, cos, sin, gates = (each[rows] for each in given)
+    x, added, query, key, cos, sin, gates, read, beside = (each[rows] for each in given)
     given.insert(2, weight)
     return [
         ops.rms_norm(x, weight, 1e-5),
@@ -50,6 +66,8 @@ def results(ops: Rowwise | Ops, given: list[Tensor], rows: slice) -> list[Tensor
         ops.swiglu(gates),
         ops.geglu(gates),
         ops.clamped_swiglu(gates, 1.702, 7.0),
+        ops.gated_rms_norm(read, beside, weight, 1e-5, "silu"),
+        ops.gated_rms_norm(read, beside, weight, 1e-5, "sigmoid"),
     ]
 
 

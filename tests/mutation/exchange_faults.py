@@ -189,8 +189,8 @@ FAULTS = {
     ),
     "rank_part_dropped": Fault(
         "kv_cache/device/rank_pages.py::RankPages._gather",
-        "whole[:, :, heads.start : heads.stop] = cut",
-        "whole[:, :, heads.start : heads.stop] = 0 if rank else cut",
+        "whole[piece_of_page(piece)] = cut",
+        "whole[piece_of_page(piece)] = 0 if rank else cut",
         "what other ranks hold of a page is lost on its way to another engine",
         "tests/kv_cache/test_rank_pages.py::test_engines_of_any_ranks_exchange_the_pages_that_one_rank_would_hold",
     ),

@@ -42,6 +42,27 @@ FAULTS = {
         "a gathered page has one rank's tokens after the other's, and not in their order",
         _DIVIDED,
     ),
+    "order_of_tiles_forgotten": Fault(
+        "attention/divided.py::DividedAttention.all_of",
+        "own = self.order.by_token(own, number)",
+        "pass",
+        "tokens of a gathered page are taken from where a CPU keeps other numbers",
+        "tests/attention/test_divided.py::test_random_schedules",
+    ),
+    "exchanged_part_dropped": Fault(
+        "kv_cache/device/rank_pages.py::RankPages._gather",
+        "whole[piece_of_page(piece)] = cut",
+        "whole[piece_of_page(piece)] = 0 if piece.turn else cut",
+        "another engine gets zeros for the tokens of a page that a neighbour keeps",
+        "tests/kv_cache/test_rank_pages.py::test_ranks_that_divide_pages_exchange_what_one_rank_would_hold",
+    ),
+    "turn_of_a_rank_forgotten": Fault(
+        "kv_cache/device/rank_pages.py::piece_of_page",
+        "slice(piece.turn, None, piece.turns)",
+        "slice(0, None, piece.turns)",
+        "all neighbours write the first one's tokens of a page that came",
+        "tests/kv_cache/test_rank_pages.py::test_ranks_that_divide_pages_exchange_what_one_rank_would_hold",
+    ),
     "resize_told_too_late": Fault(
         "continuous_batching/engine.py::Engine.resize",
         (

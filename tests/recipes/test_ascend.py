@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +25,7 @@ from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import stand_in_alone
 from tests.each_of import each_of
 from tests.recipes import published
+from tests.serving.warm import CODE, completed
 from tests.thorough import THOROUGH, cases
 
 RECIPES = sorted(path for chip in ("310p", "910") for path in ROOT.glob(f"recipes/*/*_{chip}*.yaml"))
@@ -139,12 +138,6 @@ def test_ranks_that_divide_pages_hold_as_many_times_the_tokens(count: int) -> No
             "parallel.context: 32 ranks cannot divide a page of the cache: 16 of 16",
         ),
         (DEEPSEEK, "cache.page_size=68", "cache.page_size is 68, which it does not divide"),
-        (DEEPSEEK, "cache.dtype=int8", "cache.dtype is int8, whose pages are not divided"),
-        (
-            DEEPSEEK,
-            "server.pages_at=tcp://127.0.0.1:1",
-            "server.pages_at is set, and engines exchange whole pages",
-        ),
         (
             QWEN,
             "parallel.context=2",
@@ -246,5 +239,5 @@ def test_recipes_serve_the_tiny_model_on_the_stand_in(product: str) -> None:
     by_product = one_of_each()
     assert by_product.keys() == set(SERVED_PRODUCTS), "a recipe of another product is served by no test"
     paths = by_product[product]
-    done = subprocess.run([sys.executable, "-c", SERVED, *paths], capture_output=True, text=True, check=False)
+    done = completed(CODE, SERVED, *paths)
     assert (done.returncode, done.stdout.splitlines()) == (0, ["623"] * len(paths)), done.stderr

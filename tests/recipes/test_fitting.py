@@ -28,6 +28,7 @@ from scripts import generate
 from serving.llm import LLM, SamplingParams
 from tests.device_kinds import stand_in_alone
 from tests.patience import PATIENCE_S
+from tests.serving.warm import completed
 from tests.thorough import cases
 
 GIB = 2**30
@@ -435,7 +436,6 @@ def test_shards_without_an_index_are_read_if_all_are_there(tmp_path: Path) -> No
 @pytest.mark.parametrize("product", cases(["310P", "950"], [each.name for each in PRODUCTS]))
 def test_a_folder_answers_on_each_product(product: str) -> None:
     asked = [TINY, "device.virtual=true", f"device.product={product}", "cache.memory_gib=0.05"]
-    command = [sys.executable, "-m", "scripts.generate", *asked, "--prompt", "348+275=", "--max-tokens", "8"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = completed("scripts.generate", *asked, "--prompt", "348+275=", "--max-tokens", "8")
     assert (done.returncode, done.stdout) == (0, "623\n"), done.stderr
     assert f"recipes/any/{product.lower()}.yaml" in done.stderr

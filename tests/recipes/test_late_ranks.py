@@ -96,6 +96,7 @@ def waits_or_dies(recipe: Recipe, group: Group) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_ends_is_told_though_the_first_waits_for_it() -> None:
     recipe = load("recipes/tiny/cpu.yaml", ["parallel.tensor=2"])
     with pytest.raises(OSError, match=r"a rank has ended: rank 1 \(-9\)"):

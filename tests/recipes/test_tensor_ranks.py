@@ -29,7 +29,7 @@ from tests.recipes.published import QWEN3_30B_A3B
 from tests.serving.server import TINY
 from tests.thorough import cases
 
-pytestmark = pytest.mark.in_order
+pytestmark = [pytest.mark.in_order, pytest.mark.usefixtures("forked_ranks")]
 
 # Few pages and a small host tier: requests preempt each other, and are swapped or computed again
 CROWDED = (
@@ -304,14 +304,14 @@ def test_the_plan_of_stages_is_of_the_last_which_has_the_most_layers(
 
 
 def test_a_drafter_is_in_the_plan_of_the_last_stage_alone() -> None:
-    recipe, found, draft_bytes = load(TINY, [*CPU, STAGES, *DRAFT]), [], 0
+    recipe, found = load(TINY, [*CPU, STAGES, *DRAFT]), []
+    draft = draft_config(recipe, share_of(recipe, 0)[0])
+    assert draft is not None
     for rank in range(2):  # the last stage has the first rank, and each stage has two layers
         config, share = share_of(recipe, rank)
-        plan, draft = plan_memory(recipe, config, share=share), draft_config(recipe, config)
-        assert draft is not None
-        draft_bytes = draft.weight_bytes
+        plan = plan_memory(recipe, config, share=share)
         rows = dict(report(recipe, config, plan, share))
         found.append(("draft model" in rows, rows["a page"], plan.weight_bytes))
     assert found[0][:2] == (True, "16 tokens, 64.0 KiB over 4 layers")
     assert found[1][:2] == (False, "16 tokens, 32.0 KiB over 2 layers")
-    assert found[0][2] - found[1][2] >= draft_bytes > 0
+    assert found[0][2] - found[1][2] >= draft.weight_bytes

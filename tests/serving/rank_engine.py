@@ -17,6 +17,7 @@ import numpy as np
 
 from continuous_batching.inspection import recount
 from continuous_batching.request import Request, SamplingParams
+from kv_cache.exchange import prompt_source
 from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.reader import load
 from serving.engine.page_exchange import PageExchange, exchange_of
@@ -48,7 +49,7 @@ def answered(built: BuiltEngine, pages: PageExchange, asked: dict[str, Any]) -> 
     beside = Request(
         f"beside {request.id}",
         np.arange(1, 8, dtype=np.int32),
-        SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
     )
     engine.add(beside)  # so that pages come while batches are in flight
     if not pages.begin(0, request):
@@ -70,6 +71,7 @@ def answered(built: BuiltEngine, pages: PageExchange, asked: dict[str, Any]) -> 
 
 def main(overrides: list[str]) -> None:
     """Serve until the input ends."""
+    prompt_source.LOST_S = 0.0  # the next prompt is asked for again at once
     recipe = load(RECIPE, [*(f"{key}={value}" for key, value in OVERRIDES.items()), *overrides])
     built = build(recipe)
     pages = exchange_of(recipe, built)

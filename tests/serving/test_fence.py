@@ -208,7 +208,7 @@ def test_no_step_begins_before_all_ranks_have_changed(driven: Driven, new: Path)
     for _ in range(3):
         driven.turn()
     assert not driven.tokens[waits]
-    assert not driven.worker._has_work
+    assert not driven.worker._fence.may_step
     driven.questions.take = take  # type: ignore[method-assign]
     assert driven.answer() == [OrderDone("")]
     driven.until_idle()

@@ -158,7 +158,8 @@ def test_why_an_answer_ends(agent: Server) -> None:
     assert stopped["content"] == [{"type": "text", "text": "I have no "}]
     cut = ask(agent, lamp, max_tokens=2)
     assert (cut["stop_reason"], cut["usage"]["output_tokens"]) == ("max_tokens", 2)
-    filled = ask(agent, lamp, max_tokens=10**6, ignore_eos=True)
+    near_full = [{"role": "user", "content": "What does the lamp cost? " * 265}]
+    filled = ask(agent, near_full, max_tokens=10**6, ignore_eos=True)
     assert filled["stop_reason"] == "model_context_window_exceeded"
     usage = filled["usage"]
     whole = usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["output_tokens"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
 import signal
 import socket
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,10 @@ from tests.models.families import VOCABULARY, make
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.patience import PATIENCE_S
 from tests.serving import warm
-from tests.serving.page_pair import alone, prompts
+from tests.serving.page_pair import Link, alone, prompts
 from tests.serving.test_lost_ranks import followers, wait_for_end
+
+KEYS = "server.page_wait_s=300", "device.attention=reference"  # which divides pages of key-value heads
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_order]
 
@@ -32,11 +36,32 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+class Cuts(Link):
+    """Passes the frames of one connection after another on, each up to a frame at which it is cut."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__("none", 0, "cut")
+        self.num_connections = 0
+        self.endpoint = f"tcp://127.0.0.1:{self(int(endpoint.rpartition(':')[2]))}"
+
+    def serve(self, sock: socket.socket) -> None:
+        self.counts = dict.fromkeys(self.counts, 0)
+        self.num_connections += 1
+        super().serve(sock)
+
+    def drop(self) -> None:
+        """End what is connected."""
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
 class RankEngine:
     """A process of `tests/serving/rank_engine.py` with so many ranks."""
 
     def __init__(self, ranks: str, endpoint: str, sources: Sequence[str], *more: str) -> None:
         self.ranks, self.endpoint = ranks, endpoint
+        self.missed = 0  # pages that had not come, at its last answer
         asked = f"server.prompt_replicas=[{','.join(sources)}]"
         options = (*ranks.split(), f"server.pages_at={endpoint}", asked, *more)
         variables = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -49,6 +74,7 @@ class RankEngine:
         assert ready, "the engine says nothing"
         line = self.process.stdout.readline()
         found: dict[str, Any] = json.loads(line) if line else {}
+        self.missed = found.get("missed", 0)
         return found
 
     def begin(self, name: str, prompt: list[int], source: str = "") -> None:
@@ -79,45 +105,82 @@ def opened() -> Iterator[ExitStack]:
 
 
 def test_engines_of_any_ranks_have_prompts_computed_by_each_other(opened: ExitStack) -> None:
-    """1 to 2, 2 to 1, 2 to 4 and 4 to 2 ranks of two key-value heads, and 2 stages to 1; ranks are killed."""
+    """1 to 2, 2 to 1, 2 to 4 and 4 to 2 ranks of two key-value heads, and 2 stages to 1; four ranks divide
+    pages; whatever is cut between them, and ranks are killed.
+    """
     if not warm.is_possible():
         pytest.skip("no process can be forked beside this one")
     one, two, four, stages = (f"tcp://127.0.0.1:{free_port()}" for _ in range(4))
+    ways = [(one, two), (two, one), (two, four), (four, two), (stages, one), (one, stages)]
+    between = {way: Cuts(way[0]) for way in ways}
+    for each in between.values():
+        opened.callback(each.close)
+    ranks = {one: "parallel.tensor=1", two: "parallel.tensor=2", stages: "parallel.pipeline=2"}
+    ranks[four] = "parallel.tensor=4 parallel.context=2"
     engines = {
-        one: RankEngine("parallel.tensor=1", one, [two, stages], "server.page_wait_s=300"),
-        two: RankEngine("parallel.tensor=2", two, [one, four], "server.page_wait_s=300"),
-        four: RankEngine("parallel.tensor=4", four, [two], "server.page_wait_s=300"),
-        stages: RankEngine("parallel.pipeline=2", stages, [one], "server.page_wait_s=300"),
+        each: RankEngine(ranks[each], each, [between[way].endpoint for way in ways if way[1] == each], *KEYS)
+        for each in ranks
     }
     for engine in engines.values():
         opened.callback(engine.kill)
     for engine in engines.values():
         assert engine.said(), "it did not begin"
-    ways = [(one, two), (two, one), (two, four), (four, two), (stages, one), (one, stages)]
-    requests = prompts(2 * len(ways), shared=0)
-    want = alone(requests)
-    for number, (request, tokens) in enumerate(zip(requests, want)):
-        source, target = ways[number % len(ways)]
-        engines[target].begin(request.id, request.prompt.tolist(), source)
-        found = engines[target].said()
-        assert found == {
-            "answer": tokens,
-            "cached": (len(request.prompt) - 1) // 8 * 8,
-            "missed": 0,
-            "held": 0,
-        }, (engines[source].ranks, engines[target].ranks)
+    asked = (prompts(1, shared=0, seed=seed)[0] for seed in itertools.count(2))
+    for way in ways[:-1]:
+        _cut_at_each_message(engines[way[0]], engines[way[1]], between[way], asked)
+    last = next(asked)
+    engines[stages].begin("last", last.prompt.tolist(), between[one, stages].endpoint)
+    assert engines[stages].said() == {
+        "answer": alone([last])[0],
+        "cached": (len(last.prompt) - 1) // 8 * 8,
+        "missed": 0,
+        "held": 0,
+    }
     lost, again = prompts(2, shared=0, seed=1)
-    _lose_a_rank(engines[four], engines[four], lost, two)
+    _lose_a_rank(engines[four], engines[four], lost, between[two, four].endpoint)
     assert not engines[four].said(), "an engine does not go on without a rank"
-    engines[two].begin("r", again.prompt.tolist(), one)
+    engines[two].begin("r", again.prompt.tolist(), between[one, two].endpoint)
     assert engines[two].said()["answer"] == alone([again])[0], "who has sent pages to it goes on"
-    _lose_a_rank(engines[two], engines[one], lost, two)
+    _lose_a_rank(engines[two], engines[one], lost, between[two, one].endpoint)
     found = engines[one].said()
     assert found["answer"] == alone([lost])[0], "it is computed here"
     assert found["missed"]
     assert not found["held"]
     for left in (one, stages):
         assert engines[left].close() == 0
+
+
+def _cut_at_each_message(
+    source: RankEngine, target: RankEngine, between: Cuts, asked: Iterator[Request]
+) -> None:
+    """One prompt after another, until each message of either side was cut."""
+    for between.of in ("answers", "prompts"):
+        between.number = 0
+        for request in itertools.islice(asked, 100):
+            num_connections, missed = between.num_connections, target.missed
+            target.begin(request.id, request.prompt.tolist(), between.endpoint)
+            found = target.said()
+            assert found["answer"] == alone([request])[0], (source.ranks, target.ranks, between.of)
+            assert not found["held"]
+            if between.num_connections == num_connections:
+                continue  # it had not noticed the end of the connection before
+            if between.counts[between.of] > between.number:
+                between.number += 1
+            elif target.missed == missed:
+                break
+        else:
+            raise AssertionError("no prompt comes whole")
+        assert found["cached"] == (len(request.prompt) - 1) // 8 * 8
+        # Hello and the wish, or welcome, a part of each of two layers, and the end; what frees the window may
+        # pass later than the answer is said
+        assert between.number >= (2 if between.of == "answers" else 4)
+        between.drop()
+    until_s = time.monotonic() + PATIENCE_S
+    while True:  # until it has noticed that the last transfer is over
+        source.begin(request.id, request.prompt.tolist())
+        if not source.said()["held"]:
+            return
+        assert time.monotonic() < until_s, "pages of cut transfers are held"
 
 
 def _lose_a_rank(losing: RankEngine, asked: RankEngine, request: Request, source: str) -> None:

@@ -197,6 +197,41 @@ def test_a_state_is_kept_until_there_is_room_to_read_it(
         pair.close()
 
 
+def test_an_engine_that_goes_during_a_transfer_leaves_nothing_held(
+    path_of: PathOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt's pages and its state wait to be read when its connection ends, as that of a killed engine.
+
+    The engine of answers computes the prompt itself; that of prompts lets go what it held for another.
+    """
+    monkeypatch.setattr(page_exchange.PageSends, "_may_read", lambda *_: False)
+    built = engine(path_of("qwen3_5")), engine(path_of("qwen3_5"))
+    want = served_alone(built[1], requests(150))
+    for gone in ("answers", "prompts"):
+        pair = once_more(built)
+        held, counters = pair.prompts.scheduler.lifecycle.held, pair.answers.scheduler.counters
+        missed = counters.missed_pages
+        (asked,) = requests(150)
+        pair.ask([asked])
+        pair.until(lambda pair=pair: pair.prompts.leased_pages("pages-1") is not None)
+        assert (len(held.pages) >= usable(asked) // PAGE, len(held.states)) == (True, 1)
+        if gone == "prompts":
+            pair.is_stopped = True
+            pair.server.close()
+        else:
+            pair.source.close()
+            pair.until(lambda pair=pair, held=held: not len(pair.sends) and not len(held.pages))
+            assert not len(held.states)
+        pair.until(lambda pair=pair: not len(pair.fetches) and not pair.answers.has_work)
+        assert [asked.answer.tolist()] == want, gone
+        assert asked.num_cached_tokens == 0
+        assert counters.missed_pages == missed + usable(asked) // PAGE
+        for each in pair.answers, *(() if gone == "prompts" else (pair.prompts,)):
+            for group in each.scheduler.tables.groups:
+                assert group.num_available == group.pool.num_pages - 1, f"{group.name} leaked"
+        pair.close()
+
+
 def test_a_prompt_for_others_leaves_its_state_for_the_next_turn(path_of: PathOf) -> None:
     pair = pair_of(path_of("qwen3_5"))
     first, second = requests(130, 200, opening=130)

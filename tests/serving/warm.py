@@ -1,9 +1,10 @@
-"""Start servers and their engines as forks of a process that has imported what takes seconds to import.
+"""Start servers, ranks and commands as forks of a process that has done the imports.
 
 A server costs three seconds of a processor before it answers, of which two and a half are imports. `start`
 runs a command of this project in a fork of one process that each test run keeps for it. The server's
 engine is such a fork, too, and a child of the server as usual, and so are the engine's further ranks: each
-learns from the system that another has ended. Only `python -m` is left out.
+learns from the system that another has ended. Only `python -m` is left out. `completed` stands in for
+subprocess.run, and `forked_processes` for the way in which `multiprocessing` and engines start ranks.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
 import json
+import multiprocessing.util
 import os
 import resource
 import runpy
@@ -24,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,10 +37,12 @@ from recipes.cluster import rank_process
 from recipes.cluster.rank_process import FOLLOWER
 from recipes.schema.recipe import ROOT
 from serving.engine.process import SPARE
+from tests.patience import PATIENCE_S
 
 # None of them starts a thread, which a fork would not have
 COSTLY = (
     "torch",
+    "torch._dynamo",  # which torch_npu imports
     "jsonschema",
     "serving.server",
     "scripts.serve",
@@ -50,8 +56,12 @@ COSTLY = (
 )
 _PR_SET_CHILD_SUBREAPER = 36
 _ASKING = threading.Lock()  # answers come in the order of the requests
-_LONGEST_REQUEST = 1 << 17
+_LONGEST_REQUEST, _MOST_FILES = 1 << 17, 32
+_ABOVE_ALL = 1000  # more than the number of any file that a process of ours has open
+CODE = "-c"  # in place of a module's name: its first argument is run
+FORKED = "--multiprocessing-fork"  # by which a command of `multiprocessing` ends
 READY = b"ready"
+_spawns = multiprocessing.util.spawnv_passfds
 
 
 class Process:
@@ -122,6 +132,47 @@ def start_speaking(module: str, arguments: Sequence[str], environment: dict[str,
     return Process(pid, stdin=os.fdopen(our_input, "wb"), stdout=os.fdopen(our_output, "rb"))
 
 
+def completed(
+    *command: str, given: str = "", source: socket.socket | None = None, limit_s: float = PATIENCE_S
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m COMMAND` or `python -c CODE` in a fork; return its status and what it has printed."""
+    if source is None and not is_possible():
+        words = command if command[0] == CODE else ("-m", *command)
+        return subprocess.run(
+            [sys.executable, *words], cwd=ROOT, input=given, capture_output=True, text=True, check=False
+        )
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+        files[0].write(given.encode())
+        files[0].seek(0)
+        numbers = {number: each.fileno() for number, each in enumerate(files)}
+        first, *arguments = command
+        process = Process(ask(source or _source(), first, arguments, dict(os.environ), numbers))
+        try:
+            status = process.wait(limit_s)
+        finally:
+            process.kill()
+        for each in files:
+            each.seek(0)
+        _, printed, log = (each.read().decode(errors="replace") for each in files)
+    return subprocess.CompletedProcess([*command], status, printed, log)
+
+
+@contextlib.contextmanager
+def forked_processes() -> Iterator[None]:
+    """Let this process start as forks what `multiprocessing` spawns, and an engine's further ranks."""
+    if not is_possible():
+        yield
+        return
+    inside, before = vars(rank_process), subprocess
+    spawns = vars(multiprocessing.util)
+    try:
+        inside["subprocess"], spawns["spawnv_passfds"] = Ranks(_source()), Spawns(_source())
+        yield
+    finally:
+        inside["subprocess"], spawns["spawnv_passfds"] = before, _spawns
+
+
 def is_possible() -> bool:
     """Whether processes can be forked here; a device's driver may start threads when torch is imported."""
     return sys.platform == "linux" and _first()[1]
@@ -177,7 +228,7 @@ def ask(
 def answer(source: socket.socket) -> None:
     """Fork for each request until the other end has closed; return also in each fork, once it has ended."""
     while True:
-        data, files, _, _ = socket.recv_fds(source, _LONGEST_REQUEST, 8)
+        data, files, _, _ = socket.recv_fds(source, _LONGEST_REQUEST, _MOST_FILES)
         if not data:
             return
         if (pid := _forked_beside()) == 0:
@@ -220,9 +271,11 @@ def run(request: dict[str, Any], files: list[int]) -> None:
     """Run the module as `python -m` does."""
     if request["leads_session"]:
         os.setsid()
-    for number, each in zip(request["files"], files, strict=True):
-        os.dup2(each, number)
+    apart = [fcntl.fcntl(each, fcntl.F_DUPFD, _ABOVE_ALL) for each in files]
     for each in files:
+        os.close(each)
+    for number, each in zip(request["files"], apart, strict=True):
+        os.dup2(each, number)
         os.close(each)
     for name, most in request["limits"]:
         resource.setrlimit(name, (most, most))
@@ -232,10 +285,20 @@ def run(request: dict[str, Any], files: list[int]) -> None:
     becomes = arguments[0] if module == SPARE else module
     Path("/proc/self/comm").write_text(becomes.rpartition(".")[2])  # by which tests find it
     sys.argv = [module, *arguments]
-    if module.startswith("scripts."):
+    if module == "scripts.verify":
+        vars(importlib.import_module("doctor.verify.report"))["subprocess"] = Commands(_nest())
+    elif module.startswith("scripts."):
         vars(asyncio)["create_subprocess_exec"] = Engines(_nest()).start
-    elif any(each.startswith("parallel.") for each in arguments):
-        vars(rank_process)["subprocess"] = Ranks(_nest())
+    elif arguments[-1:] != [FORKED] and (
+        module == CODE or any(each.startswith("parallel.") for each in arguments)
+    ):
+        nest = _nest()
+        vars(rank_process)["subprocess"] = Ranks(nest)
+        vars(multiprocessing.util)["spawnv_passfds"] = Spawns(nest)
+    if module == CODE:
+        sys.argv = [CODE, *arguments[1:]]
+        exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
+        return
     for name in (module, *arguments[:1]):  # and the module that a spare process goes on as
         sys.modules.pop(name, None)  # else runpy warns that it is there, in the log
     runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -290,6 +353,33 @@ class Ranks:
         pid = ask(self._nest, command[2], command[3:], env, {0: theirs})
         os.close(theirs)
         return Process(pid, stdin=os.fdopen(ours, "wb"))
+
+
+class Spawns:
+    """Start what `multiprocessing` spawns as forks; it stands in for multiprocessing.util.spawnv_passfds."""
+
+    def __init__(self, nest: socket.socket) -> None:
+        self._nest = nest
+
+    def __call__(self, path: bytes, command: Sequence[str], files: Sequence[int]) -> int:
+        """Start a process that has these files under the same numbers, and return its id."""
+        if command[-1] != FORKED:  # it is what tracks resources
+            return int(_spawns(path, command, files))
+        code = [*command[command.index(CODE) + 1 :]]
+        return ask(self._nest, CODE, code, dict(os.environ), {each: each for each in {0, 1, 2, *files}})
+
+
+class Commands:
+    """Run the parts of a verification as forks; it stands in for the module subprocess."""
+
+    TimeoutExpired = subprocess.TimeoutExpired
+
+    def __init__(self, nest: socket.socket) -> None:
+        self._nest = nest
+
+    def run(self, command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        """Run `python -m MODULE ...` to its end."""
+        return completed(*command[2:], source=self._nest)
 
 
 class _Input:

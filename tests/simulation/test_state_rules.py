@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmark.simulate.states import PEERS, scheduler
+from benchmark.simulate.states import PEERS, print_table, scheduler
 from benchmark.verbs import simulate
 from simulation import shared_prompts
 from simulation.shared_prompts import WORKLOADS, Turn, few_shot
@@ -33,8 +33,9 @@ def test_shared_examples_are_computed_as_counted_by_hand() -> None:
     """Of 2,300 tokens 2,000 are shared: 15 pages of 128, 3 blocks of 528, 31 of 64."""
     turns, total = few_shot(np.random.default_rng(7), 20), 20 * 2300
     assert ruled_share(turns, STATELESS, UNBOUNDED) == (2300 + 19 * (2300 - 15 * 128)) / total
-    # The second prompt finds pages and no state, and leaves one where it parts; those after it find that
-    assert served_share(turns, scheduler(turns, ROOMY, 1)) == (2 * 2300 + 18 * (2300 - 15 * 128)) / total
+    # The second prompt finds the state at a half of the first, and leaves one where it parts from it
+    computed = 2300 + 2300 - 8 * 128 + 18 * (2300 - 15 * 128)
+    assert served_share(turns, scheduler(turns, ROOMY, 1)) == computed / total
     assert ruled_share(turns, SGLANG, ROOMY) == (2 * 2300 + 18 * (2300 - 31 * 64)) / total
     # A step of 2,048 tokens ends in block 3, whose end all share: 1,584 tokens are found from the second on
     for rule in (VLLM, VLLM_BRANCHES):
@@ -82,8 +83,18 @@ def test_one_command_compares_them(
     assert [each["workload"] for each in rows] == ["few-shot", "documents"]
     turns = drawn("few-shot", 2)
     expected = served_share(turns, scheduler(turns, SplitMemory.split(8 * 2**30, 0.3), 8))
-    assert rows[0]["ours"] == {"0.3": round(expected, 4)}
+    assert rows[0]["ours"]["0.3"] == round(expected, 4)
     simulate(asked)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("SIMULATED")
     assert len(lines) == 3 + len(rows)
+
+
+def test_the_table_says_what_the_default_loses(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the best split, or the default where no other is better."""
+    row = {"workload": "chats", "memory_gib": 8, **dict.fromkeys((each.name for each in PEERS), 0.5)}
+    row |= {"everything kept": 0.1, STATELESS.name: 0.2, "pages alone": {0.3: 0.21, 0.4: 0.25, 0.5: 0.3}}
+    result = {"SIMULATED": "", "seeds": [7], "host_gib": 0, "default_fraction": 0.4}
+    for shares, shown in (([0.5, 0.45, 0.4], "40.0 (0.5) | 30.0 | 45.0 | 5.0"), ([0.4] * 3, "40.0 (0.4)")):
+        print_table(result | {"rows": [row | {"ours": dict(zip((0.3, 0.4, 0.5), shares))}]})
+        assert f"| chats | 8 | 10.0 | 20.0 | {shown}" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -67,6 +68,12 @@ class CpuOps(Ops):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return (rms_norm(x + residual), x + residual)."""
         return self._rows.add_rms_norm(x, residual, weight, eps)
+
+    def gated_rms_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, kind: Literal["silu", "sigmoid"]
+    ) -> Tensor:
+        """Return `rms_norm` of x, multiplied by what the function of this kind makes of the gate, like x."""
+        return self._rows.gated_rms_norm(x, gate, weight, eps, kind)
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate query [T, H, D] and key [T, K, D]; cos and sin [T, D] have two equal halves."""

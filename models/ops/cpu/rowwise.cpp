@@ -15,26 +15,6 @@ namespace {
 
 constexpr long SMALL = 1 << 15;  // numbers under which one thread is as fast as several
 
-// A vector of up to LANES numbers; those that are missing are zeros.
-template <Kind KIND>
-inline Vec widen_some(const typename Stored<KIND>::Item* p, long count) {
-    if (count >= LANES) return Stored<KIND>::widen(p);
-    typename Stored<KIND>::Item some[LANES] = {};
-    std::memcpy(some, p, sizeof(*p) * count);
-    return Stored<KIND>::widen(some);
-}
-
-template <Kind KIND>
-inline void narrow_some(typename Stored<KIND>::Item* p, Vec v, long count) {
-    if (count >= LANES) {
-        Stored<KIND>::narrow(p, v);
-        return;
-    }
-    typename Stored<KIND>::Item some[LANES];
-    Stored<KIND>::narrow(some, v);
-    std::memcpy(p, some, sizeof(*p) * count);
-}
-
 inline float sum_of(Vec v) {
     float sum = 0;
     for (int lane = 0; lane < LANES; lane++) sum += v[lane];
@@ -128,6 +108,31 @@ void gated(Gate gate, const void* x_, void* y_, long rows, long width, float slo
         }
 }
 
+// y = norm(x) * weight * opened(gate) of x [T, H, W], rounded once; tokens of the gate have a stride of their own.
+template <Kind KIND>
+void gated_normed(const void* x_, const void* gate_, const void* weight_, void* y_, long tokens, long heads, long width,
+                  long gate_stride, float eps, bool is_silu, int num_threads) {
+    typedef typename Stored<KIND>::Item Item;
+    const Item *x = static_cast<const Item*>(x_), *gate = static_cast<const Item*>(gate_);
+    const Item* weight = static_cast<const Item*>(weight_);
+    Item* y = static_cast<Item*>(y_);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && tokens * heads * width > SMALL)
+    for (long r = 0; r < tokens * heads; r++) {
+        const Item *own = x + r * width, *shut = gate + r / heads * gate_stride + r % heads * width;
+        Vec squares = {};
+        for (long i = 0; i < width; i += LANES) {
+            const Vec each = widen_some<KIND>(own + i, width - i);
+            squares += each * each;
+        }
+        const float scale = 1.0f / std::sqrt(sum_of(squares) / width + eps);
+        for (long i = 0; i < width; i += LANES) {
+            const Vec by = widen_some<KIND>(shut + i, width - i), open = is_silu ? by * sigmoid(by) : sigmoid(by);
+            const Vec norm = widen_some<KIND>(own + i, width - i) * scale * widen_some<KIND>(weight + i, width - i);
+            narrow_some<KIND>(y + r * width + i, norm * open, width - i);
+        }
+    }
+}
+
 // The first token of each row's largest logit, or of a NaN, with which a row is not finite.
 template <Kind KIND>
 void best(const void* logits_, long stride, int64_t* tokens, bool* finite, long rows, long size, int num_threads) {
@@ -175,6 +180,14 @@ void norm(const void* x, const void* residual, const void* weight, void* y, void
           float eps, int kind, int num_threads) {
     auto* of_kind = kind == FLOAT32 ? normed<FLOAT32> : kind == BFLOAT16 ? normed<BFLOAT16> : normed<FLOAT16>;
     of_kind(x, residual, weight, y, total, rows, width, eps, num_threads);
+}
+
+void gated_norm(const void* x, const void* gate, const void* weight, void* y, long tokens, long heads, long width,
+                long gate_stride, float eps, bool is_silu, int kind, int num_threads) {
+    auto* of_kind = kind == FLOAT32    ? gated_normed<FLOAT32>
+                    : kind == BFLOAT16 ? gated_normed<BFLOAT16>
+                                       : gated_normed<FLOAT16>;
+    of_kind(x, gate, weight, y, tokens, heads, width, gate_stride, eps, is_silu, num_threads);
 }
 
 void rotate(const void* x, const void* cos, const void* sin, void* y, long rows, long heads, long dim, long row_stride,

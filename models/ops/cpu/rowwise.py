@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,12 +26,13 @@ class Rowwise:
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, integer, real, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
         self._norm, self._rotate, self._gate = library.norm, library.rotate, library.gate
-        self._choose = library.choose
+        self._choose, self._gated_norm = library.choose, library.gated_norm
         self._norm.argtypes = [pointer] * 5 + [integer] * 2 + [real, number, number]
         self._rotate.argtypes = [pointer] * 4 + [integer] * 5 + [number]
         self._gate.argtypes = [number, pointer, pointer, integer, integer, real, real, number, number]
         self._choose.argtypes = [pointer, integer, pointer, pointer, integer, integer, number, number]
-        for function in (self._norm, self._rotate, self._gate, self._choose):
+        self._gated_norm.argtypes = [*[pointer] * 4, *[integer] * 4, real, ctypes.c_bool, number, number]
+        for function in (self._norm, self._gated_norm, self._rotate, self._gate, self._choose):
             function.restype = None
         self._plain = Ops()
 
@@ -59,6 +61,21 @@ class Rowwise:
             *(x.numel() // width, width, eps, KINDS[x.dtype], torch.get_num_threads()),
         )
         return y, total
+
+    def gated_rms_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, kind: Literal["silu", "sigmoid"]
+    ) -> Tensor:
+        """Compute Ops.gated_rms_norm of x [T, H, W]."""
+        if x.ndim != 3 or not _is_read(x, gate, weight):
+            return self._plain.gated_rms_norm(x, gate, weight, eps, kind)
+        x, weight = x.contiguous(), weight.contiguous()
+        gate = gate if gate.stride()[1:] == (x.shape[2], 1) else gate.contiguous()
+        y = torch.empty_like(x)
+        self._gated_norm(
+            *(each.data_ptr() for each in (x, gate, weight, y)),
+            *(*x.shape, gate.stride(0), eps, kind == "silu", KINDS[x.dtype], torch.get_num_threads()),
+        )
+        return y
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Compute Ops.rotary."""

@@ -1,0 +1,188 @@
+"""Ranks that divide pages give each query what it sees, by the sums that each device returns of its part.
+
+The ranks are threads, which meet where they send each other something. Random schedules are held to the
+oracle of `test_attention.py`, in plain numbers and in int8.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attention import divided
+from attention.divided import DividedAttention, DividedMetadata, shapes_of
+from attention.reference import Attention, ChannelScales, Windows
+from continuous_batching.batch import Batch
+from devices.cpp_sources import missing_for_sources
+from devices.shapes import AttentionShape
+from recipes.machine import start
+from tests.attention.test_attention import Bench, Pair, disturb, shape
+from tests.attention.test_channel_scales import ChannelBench
+from tests.device_kinds import has_npu, section
+from tests.patience import PATIENCE_S
+
+
+class Meeting:
+    """Where threads wait for each other."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.brought: list[Tensor] = [torch.empty(0)] * size
+
+
+class Neighbour:
+    """One of the ranks that divide pages."""
+
+    def __init__(self, meeting: Meeting, rank: int, size: int) -> None:
+        self._meeting, self.rank, self.size = meeting, rank, size
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._met(x, lambda brought: torch.stack(brought))
+
+    def exchange(self, x: Tensor) -> Tensor:
+        return self._met(x, lambda brought: torch.stack([each[self.rank] for each in brought]))
+
+    def _met(self, x: Tensor, take: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        met = self._meeting
+        met.brought[self.rank] = x
+        met.barrier.wait(PATIENCE_S)
+        taken = take(met.brought)
+        met.barrier.wait(PATIENCE_S)
+        return taken
+
+
+class Ranks(Attention):
+    """The attention of all ranks, as that of one: its pages are their parts side by side, [P, ranks, ...]."""
+
+    def __init__(self, pair: Pair, shape: AttentionShape, count: int) -> None:
+        made = start(section(*pair, compile="auto") if pair[0] == "cpu" else section(*pair))
+        of_rank = replace(shape, num_heads=shape.num_heads // count)
+        parts, whole = (made.operators(each)[1] for each in shapes_of(of_rank, count))
+        super().__init__(shape, parts.device)
+        self.count, meeting = count, Meeting(count)
+        self.ranks = [
+            DividedAttention(of_rank, parts, whole, Neighbour(meeting, rank, count)) for rank in range(count)
+        ]
+
+    def check(self) -> None:
+        for each in self.ranks:
+            each.check()
+
+    def new_planes(self, count: int) -> tuple[Tensor, ...]:
+        planes = zip(*(each.new_planes(count) for each in self.ranks))
+        return tuple(torch.stack(each, 1) for each in planes)
+
+    def plan(
+        self,
+        batch: Batch,
+        page_table: NDArray[np.int32],
+        write_index: NDArray[np.int64],
+        windows: Windows = None,
+    ) -> Any:
+        return [each.plan(batch, page_table, write_index, windows) for each in self.ranks]
+
+    def pack_scales(self, keys: Tensor, values: Tensor) -> ChannelScales:
+        return self.ranks[0].pack_scales(keys, values)
+
+    def write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, metadata: Any) -> None:
+        self._written(keys, values, metadata, lambda each, *own: each.write(key, value, *own))
+
+    def write_by_channel(
+        self, key: Tensor, value: Tensor, scales: ChannelScales, keys: Tensor, values: Tensor, metadata: Any
+    ) -> None:
+        self._written(
+            keys, values, metadata, lambda each, *own: each.write_by_channel(key, value, scales, *own)
+        )
+
+    def _written(self, keys: Tensor, values: Tensor, metadata: Any, write: Callable[..., None]) -> None:
+        for rank, each in enumerate(self.ranks):
+            own = [plane[:, rank].contiguous() for plane in (keys, values)]
+            write(each, *own, metadata[rank])
+            for plane, part in zip((keys, values), own):
+                plane[:, rank] = part
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, metadata: Any, layer: int) -> Tensor:
+        return self._attended(
+            query, keys, values, metadata, lambda each, rows, *own: each.attend(rows, *own, layer)
+        )
+
+    def attend_by_channel(
+        self, query: Tensor, scales: ChannelScales, keys: Tensor, values: Tensor, metadata: Any, layer: int
+    ) -> Tensor:
+        return self._attended(
+            query,
+            keys,
+            values,
+            metadata,
+            lambda each, rows, *own: each.attend_by_channel(rows, scales, *own, layer),
+        )
+
+    def _attended(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        metadata: list[DividedMetadata],
+        attend: Callable[..., Tensor],
+    ) -> Tensor:
+        def of(rank: int) -> Tensor:
+            own = [plane[:, rank].contiguous() for plane in (keys, values)]
+            return attend(self.ranks[rank], query.chunk(self.count, 1)[rank], *own, metadata[rank])
+
+        with ThreadPoolExecutor(self.count) as pool:
+            return torch.cat([*pool.map(of, range(self.count))], 1)
+
+    def read(self, layer_keys: Tensor, layer_values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        size, count = self.shape.page_size, self.count
+        own = index // size * (size // count) + index % size // count
+        found = []
+        for rank, each in enumerate(self.ranks):
+            planes = (plane[:, rank].contiguous() for plane in (layer_keys, layer_values))
+            found.append(each.parts.read(*planes, own))
+        chosen = index % count, torch.arange(len(index), device=index.device)
+        keys, values = (torch.stack(each)[chosen] for each in zip(*found))
+        return keys, values
+
+
+NPU = pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")
+COMPILED = pytest.mark.skipif(missing_for_sources() is not None, reason=str(missing_for_sources()))
+KINDS = [
+    pytest.param(("cpu", "reference"), Bench, 2, {"page_size": 4, "int8_pages": True}, id="int8 by token"),
+    pytest.param(("cpu", "reference"), ChannelBench, 4, {"int8_pages": True}, id="int8 by channel"),
+    pytest.param(("cpu", "fused"), Bench, 2, {"page_size": 32}, id="in C++", marks=COMPILED),
+    pytest.param(
+        *(("cpu", "fused"), Bench, 4, {"page_size": 256, "int8_pages": True}),
+        id="int8 by token in C++",
+        marks=COMPILED,
+    ),
+    pytest.param(
+        *(("cpu", "fused"), ChannelBench, 2, {"page_size": 64, "int8_pages": True}),
+        id="int8 by channel in C++",
+        marks=COMPILED,
+    ),
+    pytest.param(
+        *(("npu", "fused"), ChannelBench, 2, {"page_size": 64, "int8_pages": True}),
+        id="int8 by channel on an NPU",
+        marks=[pytest.mark.npu, NPU],
+    ),
+]
+
+
+@pytest.mark.parametrize(("pair", "kind", "count", "changes"), KINDS)
+def test_random_schedules(
+    pair: Pair, kind: type[Bench], count: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of single queries, of short spans and of long ones, whose pages come in several pieces."""
+    monkeypatch.setattr(divided, "GATHERED_TOKENS", 96)
+    sizes = {"num_heads": 8, "num_kv_heads": 1, "windows": (None, None)}
+    bench = kind(Ranks(pair, shape(**sizes, **changes), count))
+    disturb(bench, np.random.default_rng(3))
