@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from attention.reference import StaticDecodes
+from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from devices.ascend_limits import MOST_GATHERED, PRODUCTS, AscendProduct, product
@@ -31,8 +32,9 @@ from recipes.machine import Npu, start
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.attention import test_sparse_npu, test_sums
+from tests.attention.planned import planned
 from tests.attention.test_atb import answering_as, atb
-from tests.attention.test_attention import Bench, shape
+from tests.attention.test_attention import NOTHING, Bench, shape
 from tests.attention.test_channel_scales import ChannelBench
 from tests.attention.test_latent import on_an_npu
 from tests.device_kinds import has_npu, operators, section, settings, stand_in_alone
@@ -442,6 +444,17 @@ def _over_int8_pages() -> None:
         with torch.npu.graph(graph):
             attention.attend_by_channel(query[: 2 * width], bench.scales, *bench.cache.of(0), metadata, 0)
         attention.replay(graph, [metadata], [width] * 2)
+    asked = query[:2], bench.scales, *bench.cache.of(0)
+    places = torch.zeros(2, dtype=torch.int32, device="npu:0")
+    metadata = attention.plan_static(StaticDecodes(places, table, places + 1))
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        attention.attend_with_sums_by_channel(*asked, metadata, 0)
+    attention.replay(graph, [metadata], [1] * 2)
+    rows = np.arange(2)
+    batch = Batch(rows, rows * 0, rows * 0 + 1, NOTHING, NOTHING, NOTHING)
+    eager = planned(attention, batch, bench.page_table)
+    attention.attend_with_sums_by_channel(*asked, eager, 0)
 
 
 @stand_in_alone

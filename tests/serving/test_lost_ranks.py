@@ -89,7 +89,8 @@ def stream(client: httpx.Client, prompt: str, max_tokens: int) -> Iterator[dict[
 @pytest.fixture(scope="module", params=cases((TENSOR,), (TENSOR, STAGES)))
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """What follows leads it from its start to its end by a kill."""
-    served = Server(TINY, request.param, *OPTIONS, NO_LIMIT).ready()
+    # A spare process has ranks of its own, one of which would be followed by another without a word
+    served = Server(TINY, request.param, *OPTIONS, NO_LIMIT, "server.spare_engine=false").ready()
     yield served
     if served.process.poll() is None:  # a test has failed, or was not asked for
         assert served.close() == 0

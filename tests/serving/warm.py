@@ -57,7 +57,6 @@ COSTLY = (
 _PR_SET_CHILD_SUBREAPER = 36
 _ASKING = threading.Lock()  # answers come in the order of the requests
 _LONGEST_REQUEST, _MOST_FILES = 1 << 17, 32
-_ABOVE_ALL = 1000  # more than the number of any file that a process of ours has open
 CODE = "-c"  # in place of a module's name: its first argument is run
 FORKED = "--multiprocessing-fork"  # by which a command of `multiprocessing` ends
 READY = b"ready"
@@ -271,7 +270,8 @@ def run(request: dict[str, Any], files: list[int]) -> None:
     """Run the module as `python -m` does."""
     if request["leads_session"]:
         os.setsid()
-    apart = [fcntl.fcntl(each, fcntl.F_DUPFD, _ABOVE_ALL) for each in files]
+    above = max(request["files"]) + 1  # so that none is written over by another
+    apart = [fcntl.fcntl(each, fcntl.F_DUPFD, above) for each in files]
     for each in files:
         os.close(each)
     for number, each in zip(request["files"], apart, strict=True):
