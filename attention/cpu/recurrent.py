@@ -122,7 +122,7 @@ def _spans(metadata: StateMetadata) -> list[Tensor]:
     """Return the spans [S, 5] as the source reads them: first those of one token, which others may follow."""
     found = []
     if len(metadata.tokens):
-        one = torch.ones_like(metadata.tokens)  # which goes on from a state: its position does not count
+        one = torch.ones_like(metadata.tokens)  # it goes on from a state: its position does not count
         columns = (metadata.tokens, one, one + 1, metadata.sources, metadata.targets)
         found.append(torch.stack(columns, 1))
     if metadata.spans:

@@ -33,7 +33,7 @@ class TileOrder:
     page_size: int
     num_heads: int
     head_dim: int
-    dtype: torch.dtype  # of the stored numbers
+    dtype: torch.dtype  # the type of the stored numbers
 
     @property
     def tile(self) -> int:

@@ -37,15 +37,15 @@ from recipes.assembly.families import model_config
 from recipes.schema.reader import read
 from recipes.schema.recipe import ROOT, Recipe
 
-ENVIRONMENT = ".venv/vllm"  # where scripts/setup.sh puts vLLM
-SEED = 47856  # of all loads, as of those in docs/measured
-SHARE = 0.7  # of the slower engine's burst that arrives in the steady row
+ENVIRONMENT = ".venv/vllm"  # scripts/setup.sh puts vLLM there
+SEED = 47856  # all loads have it, as those in docs/measured
+SHARE = 0.7  # the part of the slower engine's burst that arrives in the steady row
 QUIET = 0.05  # most of the machine's processor time that others may take before a turn
 SETTLE_S, WATCH_S = (
     1.0,
     2.0,
 )  # seconds before a turn: for the last one's processes to be gone, and to watch others
-ROOM_TOKENS = 128  # to which each request is rounded up in both caches; the pages of vLLM on a CPU
+ROOM_TOKENS = 128  # each request is rounded up to it in both caches; the pages of vLLM on a CPU
 START_S, END_S = 1800.0, 120.0  # seconds for vLLM's server, which compiles the model when it starts first
 WARM_UPS = 3  # requests that a server is sent before
 SHORT = ("uniform:70:210", "uniform:32:96")
