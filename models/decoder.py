@@ -446,7 +446,7 @@ class Decoder(nn.Module):
             self.adapters.choose(step.adapters, num_rows)
         rope_lens = None if step.rope_lens is None else pad_rows(step.rope_lens, num_rows)
         residual: Tensor | None = None
-        tapped: list[Tensor] = []  # in the rows that this rank has of them
+        tapped: list[Tensor] = []  # this rank's rows of them
         if self.share.is_first:
             x = self.embedded(token_ids, divided)
         else:

@@ -64,7 +64,7 @@ class Orders:
         self.num_updates = 0
         self.missing = ""  # why the engine has not the weights that were ordered; empty: it has
         self._recipe, self._engine, self._requests, self._abort = recipe, engine, requests, abort
-        self._source: ReadWeights | None = None  # where the weights are from; None: the recipe
+        self._source: ReadWeights | None = None  # the weights' origin; None: the recipe
         self._is_closing = False  # requests are refused, although the engine does not sleep yet
         self._is_restoring = False
         self._is_given = False  # an operator's order is being carried out
