@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from functools import cache
@@ -32,6 +31,7 @@ from recipes.schema.recipe import ROOT, Recipe
 from serving.text import field_reference
 from tests.device_kinds import stand_in_alone
 from tests.each_of import each_of
+from tests.ports import free_port
 from tests.thorough import THOROUGH
 
 pytestmark = pytest.mark.in_order  # a block may read what an earlier one of its page wrote
@@ -158,7 +158,7 @@ def printed(block: str, tree: Path) -> list[str]:
         "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}",
         "PYTEST_ADDOPTS": "--collect-only -q tests/kv_cache/test_pages.py",  # the tests are running already
         "MYPY_CACHE_DIR": str(ROOT / ".mypy_cache"),
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": str(free_port()),
     }
     with subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", at_free_ports(block)],
@@ -182,14 +182,8 @@ def printed(block: str, tree: Path) -> list[str]:
 def at_free_ports(block: str) -> str:
     """The same commands, at ports that no other run of them on this machine has."""
     for port in {*re.findall(r"(?:--port |127\.0\.0\.1:)(\d+)\b", block)}:
-        block = re.sub(rf"\b{port}\b", free_port(), block)
+        block = re.sub(rf"\b{port}\b", str(free_port()), block)
     return block
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def pattern(line: str) -> str:

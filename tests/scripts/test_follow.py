@@ -22,6 +22,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 from serving.llm import LLM, SamplingParams
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 from tests.serving.server import TINY, Server
 from tests.serving.test_lost_ranks import followers, wait_for_end
 from tests.test_imports import ROOT
@@ -34,11 +35,6 @@ RECIPE = (
     "device.threads=1",
     "server.step_timeout_s=300",
 )
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
 
 
 @contextmanager
@@ -75,7 +71,7 @@ def lead(port: str, monkeypatch: pytest.MonkeyPatch, *changes: str) -> str:
 
 
 def test_two_machines_answer_together_and_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
+    port = str(free_port())
     with second_machine(port) as node:
         assert lead(port, monkeypatch) == "19"
         _, said = node.communicate(timeout=PATIENCE_S)
@@ -85,7 +81,7 @@ def test_two_machines_answer_together_and_end_together(monkeypatch: pytest.Monke
 
 
 def test_recipes_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
+    port = str(free_port())
     differ = (
         "a rank cannot join: rank 1: scheduler.num_slots is 3 here, and 32 on the leader; make them equal"
     )
@@ -95,7 +91,7 @@ def test_recipes_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_of_a_sweep_each_engine_is_followed_with_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
+    port = str(free_port())
     with second_machine(port, "--in-turn") as agent:
         for num_slots in (3, 5):
             assert lead(port, monkeypatch, f"scheduler.num_slots={num_slots}") == "19"
@@ -137,7 +133,7 @@ def test_a_machine_ends_when_no_further_engine_comes(
 
 
 def test_a_machine_without_a_leader_says_so() -> None:
-    port = free_port()
+    port = str(free_port())
     with second_machine(port, "parallel.connect_timeout_s=1") as node:
         _, said = node.communicate(timeout=PATIENCE_S)
         assert node.returncode == 4
@@ -146,7 +142,7 @@ def test_a_machine_without_a_leader_says_so() -> None:
 
 def test_a_leader_without_its_others_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="of 2 ranks, 1 has not joined within 1 s"):
-        lead(free_port(), monkeypatch, "parallel.connect_timeout_s=1")
+        lead(str(free_port()), monkeypatch, "parallel.connect_timeout_s=1")
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +156,7 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_the_next_engine_serves_with_the_next_ranks() -> None:
     """Where the second machine loses its rank, then the first its engine, then the second its agent."""
-    port = free_port()
+    port = str(free_port())
     with second_machine(port) as agent:
         server = Server(*RECIPE, environment={"NODE_RANK": "0", "MASTER_PORT": port}).ready()
         for lost in ("the rank", "the engine"):

@@ -90,7 +90,7 @@ class Server:
                 found = [match for line in self.log[since:] if (match := re.search(pattern, line))]
                 if found:
                     return found[0]
-                assert says_more, f"no {pattern!r} in {self.log[-5:]}"
+                assert says_more, f"no {pattern!r} in\n" + "\n".join(self.log[-60:])
                 self._said.wait(0.1)
 
     def ready(self) -> Server:

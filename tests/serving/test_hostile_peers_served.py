@@ -12,8 +12,8 @@ import pytest
 
 from kv_cache.exchange.messages import HEAD, VERSION, Hello, NotSent, PagesWanted, Unfit, Welcome
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 from tests.serving.hostile_peer import AnswersPeer
-from tests.serving.router.test_prompts_apart import free_port
 from tests.serving.server import TINY, Server
 from tests.serving.test_hostile_peers import BAD_WISHES, NO_WISHES, WISH
 

@@ -25,9 +25,10 @@ from recipes.schema.recipe_error import RecipeError
 from recipes.schema.server_section import ServerSection
 from serving.engine.page_exchange import transports_of
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 from tests.serving import warm
 from tests.serving.page_pair import Pair, alone, prompts
-from tests.serving.test_rank_pages import RankEngine, free_port
+from tests.serving.test_rank_pages import RankEngine
 
 HERE = "127.0.0.1"
 # In a process of its own: exposes a window, says where it is, and lives until it is ended

@@ -31,8 +31,8 @@ from tests.models.test_adapters import adapted
 from tests.models.test_draft_model import OTHER, TARGET
 from tests.models.test_eagle3 import LLAMA
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 from tests.serving.page_pair import HERE, Pair, cache_of
-from tests.serving.router.test_prompts_apart import free_port
 from tests.serving.router.under_fire import figure, wait
 from tests.serving.server import TINY, Server
 from tests.serving.test_adapters import models

@@ -22,6 +22,7 @@ from kv_cache.states import GRID
 from tests.models.families import VOCABULARY, make
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 from tests.serving import warm
 from tests.serving.page_pair import Link, alone, prompts
 from tests.serving.test_lost_ranks import followers, wait_for_end
@@ -29,11 +30,6 @@ from tests.serving.test_lost_ranks import followers, wait_for_end
 KEYS = "server.page_wait_s=300", "device.attention=reference"  # which divides pages of key-value heads
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_order]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class Cuts(Link):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import httpx
 import pytest
 
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 from tests.serving.router.under_fire import figure, fleet, wait, wait_ready
 from tests.serving.server import TINY, Server
 from tests.thorough import cases
@@ -28,11 +28,6 @@ SHORT = "348+275="
 
 
 CERTIFICATES = Path(__file__).parents[1] / "certificates"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

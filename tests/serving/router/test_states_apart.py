@@ -22,8 +22,8 @@ from kv_cache.states import GRID
 from tests.models.families import VOCABULARY, make
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 from tests.serving.conftest import write_settings
-from tests.serving.router.test_prompts_apart import free_port
 from tests.serving.router.under_fire import figure, fleet, wait, wait_ready
 from tests.serving.server import Server
 
@@ -64,8 +64,7 @@ def text(answer: dict[str, Any]) -> Any:
 @pytest.mark.slow
 def test_a_router_expects_states_and_loses_no_answer_with_an_engine_of_prompts(tmp_path: Path) -> None:
     random, recipe = np.random.default_rng(3), recipe_of(tmp_path)
-    ports = [free_port() for _ in range(3)]
-    endpoint, *events = (f"tcp://127.0.0.1:{port}" for port in ports)
+    endpoint, *events = (f"tcp://127.0.0.1:{free_port()}" for _ in range(3))
     plain = Server(recipe, f"server.pages_at={endpoint}", f"cache.events={events[0]}")
     answers = Server(recipe, f"server.prompt_replicas=[{endpoint}]", f"cache.events={events[1]}")
     servers = [plain, answers]
