@@ -189,6 +189,7 @@ def test_so_they_are_on_a_virtual_npu(graphs: int, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("name", cases(["phi3_part"], ["phi3_part", "llama_biased"]))
 def test_ranks_hold_their_parts_of_an_adapter(name: str, tmp_path: Path) -> None:
     model, path = make(next(each for each in VARIANTS if each.name == name), tmp_path)

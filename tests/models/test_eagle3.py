@@ -112,6 +112,7 @@ def test_a_head_catches_up_while_there_are_no_drafts(most: int, overlap: bool, t
     assert num_made > 40
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensors", "contexts", "stages", "owns"),

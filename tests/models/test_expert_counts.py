@@ -94,6 +94,7 @@ def test_what_cannot_be_counted_is_refused() -> None:
         build(load(TINY, ["device.count_experts=true"]))
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.slow
 def test_readings_of_stages_are_those_of_one_rank(tmp_path: Path) -> None:
     """The leader's second reading counts what came since; its own layers are the last."""

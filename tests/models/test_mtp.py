@@ -68,6 +68,7 @@ def test_a_layer_changes_no_token_and_says_what_the_published_one_does(
     assert num_right < num_made
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("name", "tensors", "parts", "stages"),
     cases(

@@ -54,6 +54,7 @@ def test_a_layer_changes_no_token_and_says_what_the_published_one_does(
     assert num_right < num_made
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_share_the_layer_and_say_what_one_says(tmp_path: Path) -> None:
     model, path = target_beside("qwen3_next", tmp_path)
     two = {"parallel.tensor": 2, "parallel.expert": 2, "device.threads": 1}

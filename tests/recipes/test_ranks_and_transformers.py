@@ -8,8 +8,6 @@ and drafts are verified.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -21,7 +19,7 @@ import torch
 
 from tests.models.families import VARIANTS, Variant, make, wide
 from tests.models.sparse_variants import SPARSE_VARIANTS
-from tests.test_imports import ROOT
+from tests.serving.warm import completed
 from tests.thorough import cases
 
 VOCABULARY = 509  # which no number of ranks divides
@@ -52,12 +50,17 @@ SETTINGS = {
     ),
 }  # fmt: skip
 SETTINGS["npu, eager"] = (*SETTINGS["npu"], "device.graphs=0")
+# Whether guesses are worth their time is not asked of stages, which may find at once that they are not
+ALL_GUESSES = "speculation.adaptive=fixed"
 SPREAD = {
     "TP 2": ("parallel.tensor=2",),
     "TP 4": ("parallel.tensor=4",),  # with two key-value heads
-    "PP 2": ("parallel.pipeline=2",),
+    "PP 2": ("parallel.pipeline=2", ALL_GUESSES),
     # Which also divide the rows of steps of six tokens and more, within stages and between them
-    "TP 2 x PP 2": ("parallel.tensor=2", "parallel.pipeline=2", "parallel.least_divided_tokens=6"),
+    "TP 2 x PP 2": (
+        *("parallel.tensor=2", "parallel.pipeline=2", "parallel.least_divided_tokens=6"),
+        ALL_GUESSES,
+    ),
 }
 FEW = [("cpu", "TP 2 x PP 2"), ("npu", "TP 2"), ("npu", "PP 2")]
 
@@ -105,8 +108,7 @@ def spread(asked: Asked, folder: Path, *changes: str) -> dict[str, Any]:
     changes = (f"model.path={asked.checkpoint}", *CROWDED, *changes)
     what = {"recipe": "recipes/any/cpu.yaml", "changes": changes, "prompts": asked.prompts, "seed": 1}
     job.write_text(json.dumps(what))
-    command = [sys.executable, "-m", "tests.recipes.spread_engine", str(job), str(answers)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = completed("tests.recipes.spread_engine", str(job), str(answers))
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(answers.read_text())
     return found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -23,10 +21,10 @@ from recipes.assembly.memory_plan import report
 from recipes.assembly.sizing import plan_memory
 from recipes.cluster.rank_process import restored
 from recipes.schema.reader import load
-from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from tests.recipes.published import QWEN3_30B_A3B
 from tests.serving.server import TINY
+from tests.serving.warm import completed
 from tests.thorough import cases
 
 pytestmark = [pytest.mark.in_order, pytest.mark.usefixtures("forked_ranks")]
@@ -189,10 +187,8 @@ def generated(folder: Path, *changes: str) -> list[tuple[str, list[int]]]:
     lines = [each | {"id": str(number), "ignore_eos": True} for number, each in enumerate(ASKED)]
     asked.write_text("".join(json.dumps(each) + "\n" for each in lines))
     virtual = ("device.virtual=true", "device.virtual_fp32=true", "model.dtype=float32")
-    command = [sys.executable, "-m", "scripts.generate", "recipes/tiny/npu.yaml", *virtual, *changes]
-    done = subprocess.run(
-        [*command, "--input", str(asked), "--output", str(answers)], cwd=ROOT, capture_output=True, text=True
-    )
+    files = ("--input", str(asked), "--output", str(answers))
+    done = completed("scripts.generate", "recipes/tiny/npu.yaml", *virtual, *changes, *files)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in answers.read_text().splitlines()]
     answers.unlink()

@@ -289,6 +289,7 @@ def test_a_neighbour_goes_on_while_a_mask_takes_long(way: tuple[str, ...], tmp_p
     assert sum(int((each == LATE).sum()) for each in told) >= scheduler.counters.late_masks > 5
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.slow
 @pytest.mark.parametrize("way", cases(["parallel.tensor=2"], ["parallel.tensor=2", "parallel.pipeline=2"]))
 def test_ranks_and_stages_give_the_same_tokens(way: str, alone: dict[str, list[int]]) -> None:

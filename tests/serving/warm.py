@@ -58,6 +58,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ASKING = threading.Lock()  # answers come in the order of the requests
 _LONGEST_REQUEST, _MOST_FILES = 1 << 17, 32
 CODE = "-c"  # in place of a module's name: its first argument is run
+LEADING = (CODE, "tests.recipes.spread_engine")  # whose arguments do not say whether there are more ranks
 FORKED = "--multiprocessing-fork"  # by which a command of `multiprocessing` ends
 READY = b"ready"
 _spawns = multiprocessing.util.spawnv_passfds
@@ -129,6 +130,19 @@ def start_speaking(module: str, arguments: Sequence[str], environment: dict[str,
         os.close(their_input)
         os.close(their_output)
     return Process(pid, stdin=os.fdopen(our_input, "wb"), stdout=os.fdopen(our_output, "rb"))
+
+
+def start_session(
+    module: str, arguments: Sequence[str], environment: dict[str, str], printed: IO[bytes]
+) -> Process | subprocess.Popen[bytes]:
+    """Run `python -m MODULE ARGUMENT ...` in a fork that leads a session, by which all of it can be ended."""
+    if not is_possible():
+        command = [sys.executable, "-m", module, *arguments]
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=printed, stderr=printed, start_new_session=True
+        )
+    files = {1: printed.fileno(), 2: printed.fileno()}
+    return Process(ask(_source(), module, arguments, environment, files, leads_session=True))
 
 
 def completed(
@@ -287,14 +301,15 @@ def run(request: dict[str, Any], files: list[int]) -> None:
     sys.argv = [module, *arguments]
     if module == "scripts.verify":
         vars(importlib.import_module("doctor.verify.report"))["subprocess"] = Commands(_nest())
-    elif module.startswith("scripts."):
-        vars(asyncio)["create_subprocess_exec"] = Engines(_nest()).start
-    elif arguments[-1:] != [FORKED] and (
-        module == CODE or any(each.startswith("parallel.") for each in arguments)
-    ):
-        nest = _nest()
-        vars(rank_process)["subprocess"] = Ranks(nest)
-        vars(multiprocessing.util)["spawnv_passfds"] = Spawns(nest)
+    elif arguments[-1:] != [FORKED]:
+        nest, is_divided = None, any(each.startswith("parallel.") for each in arguments)
+        if module.startswith("scripts."):
+            nest = _nest()
+            vars(asyncio)["create_subprocess_exec"] = Engines(nest).start
+        if module in LEADING or is_divided:
+            nest = nest or _nest()
+            vars(rank_process)["subprocess"] = Ranks(nest)
+            vars(multiprocessing.util)["spawnv_passfds"] = Spawns(nest)
     if module == CODE:
         sys.argv = [CODE, *arguments[1:]]
         exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
