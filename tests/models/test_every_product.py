@@ -75,9 +75,13 @@ FEW = {
     "910C": (),
     "950": ("qwen3_layer_types", "internlm3_biased"),
 }
-# These run in the product's own type as well, dense, with windows, mixtures, sinks and latents, and some of
-# them eagerly. A disturbed run of any has eager steps, which hold prompts, and captured ones
-OWN_TYPES = ("llama_biased", "qwen3_layer_types", "mixtral", "gpt_oss_half", "deepseek_v3")
+# These run in the product's own type as well: dense, with windows, mixtures, sinks and latents; and some run
+# eagerly. A disturbed run of any has eager steps, which hold prompts, and captured ones
+OWN_TYPES = {
+    "310P": ("llama_biased",),
+    "910B": ("qwen3_layer_types", "gpt_oss_half", "deepseek_v3"),
+    "950": ("qwen3_layer_types", "mixtral"),
+}
 EAGER = ("llama_biased", "deepseek_v3")
 OTHERS_ON_910B = cases(("mixtral", "glm4_moe", "gpt_oss_half", "deepseek_v3"), (*MIXTURES, *LATENTS))
 OTHERS_ON_950 = cases(("qwen3_moe_window", "mixtral", "glm4_moe", "gpt_oss_half"), tuple(MIXTURES))
@@ -127,7 +131,7 @@ EVERY_CELL = [
         for name in cases(ON_910, ("llama_dynamic", *WITH_WINDOWS, "mixtral"))
     ),
     *(Cell("910B", name, way) for name in OTHERS_ON_910B for way in get_args(Way)),
-    Cell("910C", "deepseek_v3", "disturbed"),
+    *(Cell("910C", name, "disturbed") for name in cases((), ("deepseek_v3",))),
     Cell("950", "deepseek_v3", "eager", PLAIN),
     *(Cell("310P", "mixtral", way) for way in cases(("disturbed",), ("eager", "disturbed"))),
     *(Cell("950", name, way) for name in OTHERS_ON_950 for way in ("eager", "disturbed")),
@@ -140,7 +144,7 @@ MATRIX = [
     if THOROUGH
     or each.way == "disturbed"
     or each.more == PLAIN
-    or (each.way == "own_type" and each.name in OWN_TYPES)
+    or (each.way == "own_type" and each.name in OWN_TYPES[each.product])
     or (each.way == "eager" and each.name in EAGER)
 ]
 REFUSED = [

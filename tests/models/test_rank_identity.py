@@ -111,8 +111,7 @@ ON_CPUS = cases(FEW, MANY)
 LONGER = Crowd(8, 40, 20, 16, page_size=4, num_pages=22, num_slots=4, batch_tokens=24)
 # What ranks divide otherwise; test_tensor_parallel.py has the logits of one of each family
 DIVIDED = (
-    *("llama_biased", "mistral_window", "qwen2_yarn", "gemma2", "mixtral_window", "gpt_oss_half"),
-    *("deepseek_v3", "minimax_m2", "olmo3_full", "hy_v3"),
+    *("llama_biased", "gemma2", "mixtral_window", "gpt_oss_half", "deepseek_v3", "olmo3_full", "hy_v3"),
 )
 NAMES = cases(DIVIDED, tuple(ALL))
 
