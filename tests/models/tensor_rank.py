@@ -61,7 +61,9 @@ if TYPE_CHECKING:
 PAGE_SIZE, NUM_PAGES = 16, 8
 LENS = (41, 22)  # of two requests, the last tokens of which are computed one by one
 STOPS = ((17, 5), (33, 14), *((33 + step, 14 + step) for step in range(1, 9)))  # one for each step
-NUM_DRAWN = 8  # tokens that are drawn for each of them
+NUM_DECODED = 4  # by ranks in processes of their own; the second request begins a page meanwhile
+FIRST_STOPS = STOPS[: 2 + NUM_DECODED]
+NUM_DRAWN = 5  # tokens that are drawn for each of them
 
 
 @dataclass
@@ -165,14 +167,21 @@ def empty(
     return Decoder(config, ops, attention, group, share)
 
 
-def logits_of(decoder: Decoder, *, graphs: bool = False) -> Tensor:
+def first_logits_of(decoder: Decoder, *, graphs: bool = False) -> Tensor:
+    """Those of `logits_of` that ranks in processes of their own compute."""
+    return logits_of(decoder, graphs=graphs, stops=FIRST_STOPS)
+
+
+def logits_of(
+    decoder: Decoder, *, graphs: bool = False, stops: tuple[tuple[int, ...], ...] = STOPS
+) -> Tensor:
     """Logits [steps' rows, V] of two requests: prompts in chunks, then decodes of both."""
     slots, kept = table(decoder), Kept()
     runner = ModelRunner(decoder, cache_of(decoder), decoder.attention, kept, slots)
     if graphs:
         runner.capture(len(LENS))
-    for stops in STOPS:
-        rows, after = np.arange(len(LENS)), np.array(stops)
+    for each in stops:
+        rows, after = np.arange(len(LENS)), np.array(each)
         runner.run(Batch(rows, slots.num_computed[rows], after, rows, rows, after))
         slots.num_computed[rows] = after
     return torch.cat(kept.logits)
@@ -272,7 +281,7 @@ def launch_log() -> LaunchLog:
 
 
 def joined_sums(decoder: Decoder) -> int:
-    """From now on products are added up in one launch; returns how often, of all that `logits_of` asks."""
+    """From now on products are added up in one launch; returns how often in `first_logits_of`."""
     from models.ops.npu import ops as npu
 
     npu.LEAST_SUMMED_ROWS = 2  # the decodes of two rows, too
@@ -280,15 +289,16 @@ def joined_sums(decoder: Decoder) -> int:
     assert isinstance(ops, npu.NpuOps), "it is an operator of NPUs"
     ops.product = replace(ops.product, sums_products=True)
     with log.reading() as asked:
-        logits_of(decoder)
+        first_logits_of(decoder)
     return sum(each.name == "npu::npu_mm_all_reduce_base" for each in asked)
 
 
-def launches(decoder: Decoder, *, graphs: bool) -> Counter[str]:
-    """Of torch_npu's operators, in all that `logits_of` asks."""
+def counted_logits_of(decoder: Decoder, *, graphs: bool) -> tuple[Tensor, Counter[str]]:
+    """What `first_logits_of` gives, and the launches of torch_npu's operators meanwhile."""
     with launch_log().reading() as asked:
-        logits_of(decoder, graphs=graphs)
-    return Counter(each.name.removeprefix("npu::") for each in asked if each.name.startswith("npu::"))
+        logits = first_logits_of(decoder, graphs=graphs)
+    names = (each.name for each in asked if each.name.startswith("npu::"))
+    return logits, Counter(name.removeprefix("npu::") for name in names)
 
 
 def held(decoder: Decoder) -> dict[str, Any]:
@@ -348,12 +358,13 @@ def main(backend: Backend, rank: int, size: int, folder: Path) -> None:
         found: dict[str, Any] = {"bytes": num_bytes}
         if joins:
             found["joined"] = joined_sums(decoder)
-        found["logits"] = logits_of(decoder, graphs=graphs)
+        if case.get("dispatches"):
+            found["logits"], found["launches"] = counted_logits_of(decoder, graphs=graphs)
+        else:
+            found["logits"] = first_logits_of(decoder, graphs=graphs)
         if chooses:
             found["greedy"], found["gathered"] = greedy_of(decoder, graphs=graphs)
             found["tokens"] = tokens_of(decoder, graphs=graphs)
-        if case.get("dispatches"):
-            found["launches"] = launches(decoder, graphs=graphs)
         if kind == "cpu" and decoder.config.quantization is not None:
             found["held"] = held(decoder)
         torch.save(found, folder / f"{name}.{rank}.pt")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -37,12 +35,12 @@ from models.parallel.group import (
     watchdog_s,
 )
 from models.parallel.share import Share
-from recipes.schema.recipe import ROOT
 from tests.device_kinds import Way
 from tests.models.families import VARIANTS, make
-from tests.models.tensor_rank import built, collectives, greedy_of, held, logits_of, tokens_of
+from tests.models.tensor_rank import built, collectives, first_logits_of, greedy_of, held, tokens_of
 from tests.models.test_quantization import stored_in_int8
 from tests.patience import PATIENCE_S
+from tests.serving.warm import start_session
 from tests.thorough import THOROUGH
 
 # Each family, and together: biases, norms of heads, windows, a tied head, a vocabulary that no number of
@@ -162,12 +160,10 @@ def checkpoints(folder: Path) -> Cases:
 def run_ranks(backend: Backend, size: int, folder: Path, cases: Cases) -> Found:
     """By case, what each rank computed. Whatever happens, none is left behind."""
     (folder / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "tests.models.tensor_rank", backend, str(size), str(folder)]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     with (folder / "printed").open("wb") as file:
-        ranks = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
-        )
+        arguments = backend, str(size), str(folder)
+        ranks = start_session("tests.models.tensor_rank", arguments, environment, file)
     try:
         status = ranks.wait(PATIENCE_S)
         printed = [path.read_text(errors="replace")[-3000:] for path in sorted(folder.glob("printed*"))]
@@ -246,7 +242,7 @@ def alone_of(path: str, way: Way | None = None) -> tuple[Tensor, Tensor, Tensor]
     It is the same for however many ranks, and for experts that are spread over them or sent to.
     """
     decoder = built(Path(path), ALONE, way=way)[0]
-    return logits_of(decoder), tokens_of(decoder), greedy_of(decoder)[0]
+    return first_logits_of(decoder), tokens_of(decoder), greedy_of(decoder)[0]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -370,10 +366,10 @@ def test_ranks_in_int8_compute_what_one_computes(
     size: int, name: str, cases: Cases, found: Callable[[int], Found]
 ) -> None:
     decoder = alone(cases[name])
-    whole = logits_of(decoder)
+    whole = first_logits_of(decoder)
     for layer in decoder.layers:
         layer.attention.output.ops = layer.mlp.ops = InParts(size)
-    expected = logits_of(decoder)
+    expected = first_logits_of(decoder)
     first, *others = (rank["logits"] for rank in found(size)[name])
     # A sum in another order may round an activation to the next of its 255 steps, here and there
     assert (first - expected).norm() <= 1e-2 * expected.norm()
@@ -385,8 +381,8 @@ def test_ranks_in_int8_compute_what_one_computes(
 def test_ranks_in_bfloat16_are_as_near_to_float32_as_one_is(
     size: int, cases: Cases, found: Callable[[int], Found]
 ) -> None:
-    exact = logits_of(alone(cases[BFLOAT16] | {"dtype": "float32"}))
-    whole = logits_of(alone(cases[BFLOAT16]))
+    exact = first_logits_of(alone(cases[BFLOAT16] | {"dtype": "float32"}))
+    whole = first_logits_of(alone(cases[BFLOAT16]))
     assert (found(size)[BFLOAT16][0]["logits"] - exact).norm() <= 1.5 * (whole - exact).norm()
 
 
