@@ -131,7 +131,6 @@ LOAD = (  # what is sent to a server, and where; names are those of `vllm bench 
     option("--goodput", kinds.objective, "NAME:MS", "objectives: ttft, tpot, itl, e2el", nargs="+"),
     option("--request-timeout-s", real(1e-3, MOST_WAIT_S), "SECONDS", default=600.0),
     option("--ready-check-timeout-sec", real(0, MOST_WAIT_S), "S", "for a server that starts", 60.0),
-    switch("--retry-rejected", "come again when a busy server says so"),
 )  # fmt: skip
 BESIDE_ROWS = ("at-once", "burst", "steady", "shared", "long")  # named here, as importing them takes seconds
 BENCHMARKS = (
