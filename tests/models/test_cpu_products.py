@@ -266,6 +266,12 @@ def test_an_engine_answers_as_with_oneDNN_and_plain_torch(monkeypatch: pytest.Mo
 
 
 OF_ARM = ("aarch64-linux-gnu-g++", "qemu-aarch64")
+SOURCES = (
+    "attention/cpu/attention.cpp",
+    "attention/cpu/recurrent.cpp",
+    "models/ops/cpu/products.cpp",
+    "models/ops/cpu/rowwise.cpp",
+)
 MAIN = """
 #include <cstdio>
 #include <vector>
@@ -320,3 +326,12 @@ def test_an_arm_processor_multiplies_pairs(of_arm: Path) -> None:
     expected = x.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-1)
     assert torch.equal(by_arm(of_arm, PAIRS, x[3:10], bias, weight), y[3:10]), "the same bits in any batch"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_is_compiled_for_an_arm_processor(source: str, tmp_path: Path) -> None:
+    if shutil.which(OF_ARM[0]) is None:
+        pytest.skip(f"needs {OF_ARM[0]}")
+    options = "-O1 -std=c++17 -fopenmp -Wno-psabi -DPAGES=1".split()
+    command = [OF_ARM[0], *options, f"-I{ROOT / 'devices'}", "-c", str(ROOT / source)]
+    subprocess.run([*command, "-o", str(tmp_path / "made.o")], check=True, timeout=PATIENCE_S)

@@ -194,8 +194,8 @@ FAULTS = {
     ),
     "stored_type_where_onednn_is_faster": Fault(
         "models/ops/cpu/ops.py::CpuOps.pack",
-        "> _FAR_AHEAD",
-        "> 100.0",
+        "may_be_ahead and onednn_lead(own, weight.dtype, torch.get_num_threads()) > _FAR_AHEAD",
+        "False",
         "a processor with AMX multiplies a prompt's rows at a fraction of its speed",
         "tests/models/test_cpu_products.py::test_oneDNN_is_kept_where_it_is_far_ahead",
     ),

@@ -1,7 +1,7 @@
 """Override the decoder's operators that a CPU computes faster in its own way.
 
-Linears are packed for `products` or, where there is no compiler or oneDNN is far ahead in the model's type, as
-with AMX, for oneDNN. `rowwise` computes the small operators.
+Linears are packed for `products` or, where there is no compiler or oneDNN is far ahead in the model's type,
+as with AMX, for oneDNN. `rowwise` computes the small operators.
 
 Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 """
