@@ -188,10 +188,9 @@ def assemble(
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
     beside = decoder, cache, scheduler.slots, scheduler.max_batch_tokens, recipe
     drafter = None if draft is None else drafter_of(draft, *beside)
-    kind = ModelRunner if depth == 1 else StageRunner
     masks = MaskMaker(waits=config.num_recurrent > 0)  # a state that has taken a token in keeps it
-    sampler = _sampler(decoder, world, masks)
-    runner = kind(decoder, cache, decoder.attention, sampler, scheduler.slots, drafter)
+    parts = decoder, cache, decoder.attention, _sampler(decoder, world, masks), scheduler.slots
+    runner = (ModelRunner if depth == 1 else StageRunner)(*parts, drafter)
     leaves_out = masks if config.num_recurrent else None
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap, masks=leaves_out)
     experts = _experts(recipe, decoder)
