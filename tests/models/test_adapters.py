@@ -88,7 +88,7 @@ def serve(engine: Any, asked: Sequence[tuple[list[int], int]], **params: Any) ->
 
 
 def check(requests: Sequence[Request], asked: Sequence[tuple[list[int], int]], models: Sequence[Any]) -> None:
-    """Each answer is the greedy one of its adapter's merged model, which is asked once for all tokens of it."""
+    """Each answer is the greedy one of its adapter's merged model, which is asked once for all its tokens."""
     for request, (prompt, adapter) in zip(requests, asked, strict=True):
         answer = request.answer.tolist()
         assert answer == followed(models[adapter], prompt, answer, NUM_NEW)[0], (adapter, len(prompt))
