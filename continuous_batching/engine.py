@@ -18,6 +18,7 @@ import numpy as np
 from continuous_batching.batch import NO_BATCH, Batch, Sampled
 from continuous_batching.paging.held_pages import Arrival, Leased
 from continuous_batching.request import Request
+from continuous_batching.samples.mask_maker import MaskMaker
 from continuous_batching.scheduling.admission import HeldBack
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
@@ -117,11 +118,19 @@ class Observer:
     def forgotten(self) -> None:
         """The prefix cache was emptied."""
 
-    def scheduled(self, batch: Batch, slots: SlotPool, now_s: float, held_back: HeldBack | None) -> None:
-        """A batch with at least one span was made from the slot table; `held_back` is as in `Scheduler`."""
+    def scheduled(
+        self, batch: Batch, slots: SlotPool, now_s: float, held_back: HeldBack | None, late: Index
+    ) -> None:
+        """A batch with at least one span was made from the slot table.
 
-    def looked_ahead(self, now_s: float) -> None:
-        """With a batch in flight no further batch was made, although a request may have been given a row."""
+        `held_back` is as in `Scheduler`; the rows `late` were left out.
+        """
+
+    def looked(self, now_s: float, late: Index) -> None:
+        """No batch was made, although a request may have been given a row.
+
+        Another was in flight, or the rows `late` were left out.
+        """
 
     def committed(self, sampled: Sampled, now_s: float) -> None:
         """The device's answer was committed."""
@@ -170,7 +179,7 @@ class Engine:
     With `overlap` the next step is scheduled while the device runs this one, wherever it does not depend on
     this one's tokens; a token that a request turns out not to need is dropped. A device of several pipeline
     stages has as many steps in flight, of different requests, as the scheduler's `depth` says. Answers are
-    the same in all cases.
+    the same in all cases. Rows for whose masks `masks` would wait are left out of a step.
 
     An `observer`, and a `tier` if the scheduler has one, must be set before the first request. `on_finish`
     receives each request that `finish` or `abort` has ended, which appears in no step's `finished`.
@@ -183,11 +192,13 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         *,
         overlap: bool = False,
+        masks: MaskMaker | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
         self.overlap = overlap
+        self.masks = masks
         self.observer = Observer()
         self.tier: Tier | None = None
         self.questions: Questions | None = None
@@ -358,12 +369,17 @@ class Engine:
                 tier.hand_over([lookup.contents[page] for page in taken])
 
     def _start(self, now_s: float) -> Started | None:
-        batch = self.scheduler.schedule(now_s)
+        late, flight = _NONE, self.scheduler.in_flight
+        if self.masks is not None:
+            late = self.masks.late_rows(self.slots, flight.withheld())
+        batch = self.scheduler.schedule(now_s, late)
         if not batch.num_spans:
-            if len(self.scheduler.in_flight):
-                self.observer.looked_ahead(now_s)
+            if len(flight) or len(late):
+                self.observer.looked(now_s, late)
+            if self.masks is not None and len(late) and not len(flight):
+                self.masks.wait(late, self.slots)
             return None
-        self.observer.scheduled(batch, self.slots, now_s, self.scheduler.held_back)
+        self.observer.scheduled(batch, self.slots, now_s, self.scheduler.held_back, late)
         if self.overlap or self.scheduler.depth > 1:
             return Started(batch, self.runner.start(batch), now_s)
         sampled = self.runner.run(batch)

@@ -194,12 +194,14 @@ class Checkpoints:
 
         The states of these rows, which a batch is about to write, stand at `positions`.
         """
-        at = (self._due[rows] <= positions).nonzero()[0]
+        due = self._due[rows]
+        at = (due <= positions).nonzero()[0]
         if not len(at):
             return
         rows, positions = rows[at], positions[at]
-        beyond = positions % self.every
-        if any(beyond.tolist()):  # accepted drafts and recomputed answers may leave out ends of pages
+        if False in (due[at] == positions).tolist():
+            # Accepted drafts and recomputed answers may leave out ends of pages
+            beyond = positions % self.every
             self._due[rows] = positions - beyond + self.every
             rows, positions = rows[beyond == 0], positions[beyond == 0]
         self._due[rows] = positions + self.every

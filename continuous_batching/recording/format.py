@@ -159,7 +159,7 @@ class Scheduled(msgspec.Struct, tag="S", array_like=True, frozen=True):
     span yields one token, at its end and for its own row. A span with drafts has several samples, and a
     commit books as many of them as are accepted. Its drafts stand at the targets of all its samples but the
     last. Their tokens are recorded, so that a replay proposes nothing: here, or in the commit if the device
-    proposed them.
+    proposed them. Rows were left out because their masks were late.
     """
 
     now_s: float
@@ -169,6 +169,7 @@ class Scheduled(msgspec.Struct, tag="S", array_like=True, frozen=True):
     copies: list[Copied]
     held_back: str | None  # why the head of the queue was not admitted
     drafts: bytes | None = None  # the tokens of all drafts, span after span
+    late: bytes = b""  # rows that were left out
 
 
 class Offer(msgspec.Struct, array_like=True, frozen=True):
@@ -180,9 +181,13 @@ class Offer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Looked(msgspec.Struct, tag="L", array_like=True, frozen=True):
-    """Nothing more was to be computed with a batch in flight; a request may have been given a row."""
+    """Nothing was to be computed beside a batch in flight, or without rows whose masks were late.
+
+    A request may have been given a row.
+    """
 
     now_s: float
+    late: bytes = b""  # these rows
 
 
 class Committed(msgspec.Struct, tag="C", array_like=True, frozen=True):

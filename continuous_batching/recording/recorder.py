@@ -213,7 +213,9 @@ class Recorder(Observer):
         """Record that the prefix cache was emptied."""
         self._write(Forgotten())
 
-    def scheduled(self, batch: Batch, slots: SlotPool, now_s: float, held_back: HeldBack | None) -> None:
+    def scheduled(
+        self, batch: Batch, slots: SlotPool, now_s: float, held_back: HeldBack | None, late: Index
+    ) -> None:
         """Record a batch with at least one span."""
         last, self._last = self._last, batch
         goes_on = (
@@ -232,12 +234,13 @@ class Recorder(Observer):
                 [Copied(packed(copy.sources), packed(copy.targets), copy.way) for copy in batch.copies],
                 held_back,
                 _drafts(batch, slots) if batch.num_drafts and not batch.makes_drafts else None,
+                packed(late),
             )
         )
 
-    def looked_ahead(self, now_s: float) -> None:
-        """Record that no further batch was made with one in flight."""
-        self._write(Looked(now_s))
+    def looked(self, now_s: float, late: Index) -> None:
+        """Record that no batch was made."""
+        self._write(Looked(now_s, packed(late)))
 
     def committed(self, sampled: Sampled, now_s: float) -> None:
         """Record the device's answer."""

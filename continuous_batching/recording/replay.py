@@ -260,13 +260,13 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_D
             yield entry
         elif isinstance(entry, Scheduled):
             number += 1
-            batch = scheduler.schedule(entry.now_s)
+            batch = scheduler.schedule(entry.now_s, unpacked(entry.late))
             if chain.add(batch, scheduler.slots) != entry.digest:
                 raise Divergence(f"step {number}: {_difference(entry, batch, last)}")
             last = batch
             started.append((batch, entry, device.start(batch)))
         elif isinstance(entry, Looked):
-            if scheduler.schedule(entry.now_s).num_spans:
+            if scheduler.schedule(entry.now_s, unpacked(entry.late)).num_spans:
                 raise Divergence(f"after step {number}: a batch was made where there was nothing to compute")
         else:
             assert isinstance(entry, Committed), "an entry of another kind"

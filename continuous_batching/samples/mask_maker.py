@@ -2,7 +2,8 @@
 
 A row whose mask is not ready in time gets no token in this step: the device's answer says LATE for it, and so
 does a recording, so that followers agree. Its last token is computed once more in the next step, and all
-other rows go on.
+other rows go on. A recurrent state cannot take a token in twice: rows of models with states are left out of
+the steps before which a mask that is known to be slow is not made, and the scheduler is told which.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from continuous_batching.constraints import Constraint, Making, Mask
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 
+_NONE: Index = np.empty(0, dtype=np.int64)
 PATIENCE_S = 0.05  # how long a step waits for masks that were quick so far
 MOST_THREADS = 16  # each slow grammar occupies one thread
 
@@ -48,7 +50,8 @@ class MaskMaker:
     A step waits `patience_s` for those that were quick before, and for any of them if no row of the step
     would get a token otherwise. The mask of an answer's first token is always waited for: it was made when
     the grammar was compiled, and other requests may share the pages of the prompt. With `waits`, a step waits
-    for all masks: its row could not compute a token once more, because its state has taken it in already.
+    for all masks: its row could not compute a token once more, because its state has taken it in already. Of
+    masks that were slow before it has none that are not made, if it leaves out the rows of `late_rows`.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S, *, waits: bool = False) -> None:
@@ -60,6 +63,27 @@ class MaskMaker:
         """Start making the masks that these rows need for tokens at positions `targets`, without waiting."""
         if slots.constrained[rows].any():
             self._begin(_places(rows, targets, slots), again=True)
+
+    def late_rows(self, slots: SlotPool, flying: Index) -> Index:
+        """Return the rows whose masks were slow and are not made yet, of which none waits to be begun.
+
+        Answers of rows that are `flying` may become longer, so nothing is begun for them.
+        """
+        rows = slots.busy[slots.constrained[slots.busy]]
+        if not len(rows):
+            return _NONE
+        rows = rows[(slots.num_tokens[rows] > slots.num_prompt[rows]) & ~np.isin(rows, flying)]
+        rows = rows[[slots.requests[row].constraint.is_slow for row in rows.tolist()]] if len(rows) else rows
+        places = _places(rows, slots.num_tokens[rows], slots)
+        self._begin(places, again=False)
+        jobs = [place.constraint.making for place in places]
+        return rows[[job is not None and not job.is_done for job in jobs]] if jobs else _NONE
+
+    def wait(self, rows: Index, slots: SlotPool) -> None:
+        """Wait a short time for the mask of any of these late rows, because no other row has work."""
+        jobs = [slots.requests[row].constraint.making for row in rows.tolist()]
+        with self._made:
+            self._made.wait_for(lambda: any(job.is_done for job in jobs), self._patience_s)
 
     def take(self, rows: Index, targets: Index, slots: SlotPool, *, is_alone: bool) -> Made:
         """Return the masks for these rows, some of which follow a grammar.

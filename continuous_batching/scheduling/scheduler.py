@@ -217,16 +217,17 @@ class Scheduler:
             return False
         return self.tables.can_go_on(busy)
 
-    def schedule(self, now_s: float) -> Batch:
+    def schedule(self, now_s: float, late: Index = EMPTY) -> Batch:
         """Admit requests, share the budget, make room for pages, and only then make the batch.
 
-        The batch may be empty. With a batch in flight, this may be called only if `can_look_ahead`.
+        The batch may be empty. With a batch in flight, this may be called only if `can_look_ahead`. The rows
+        `late` are left out, because their masks are not made.
         """
         ahead = len(self.in_flight) > 0
         if ahead:
             assert self.can_look_ahead, "the next batch depends on those in flight"
             self.in_flight.advance()
-        self.lifecycle.withheld = self.in_flight.withheld() if ahead else EMPTY
+        self.lifecycle.withheld = np.concatenate((self.in_flight.withheld(), late)) if ahead else late
         self.tables.free_behind()
         if len(self.waiting):
             self._admission.admit(self.max_batch_tokens, now_s)
@@ -273,6 +274,7 @@ class Scheduler:
         if cuts:
             batch = replace(batch, cuts=cuts)
         self.in_flight.launch(batch, involved, EMPTY if only_decodes else involved, now_s)
+        self.counters.late_masks += len(late)
         return batch
 
     def _states_kept(self, rows: Index, starts: Index, stops: Index, num_drafts: int) -> tuple[StateCut, ...]:

@@ -183,16 +183,16 @@ def assemble(
     tell("")
     world.meet("the meeting after loading")
     cache = cache_of([decoder] if draft is None else [decoder, draft], recipe, memory)
-    most = (memory.num_pages, memory.num_host_pages, memory.longest_tokens)
-    states = memory.num_states, memory.num_host_states
-    limits = SchedulerLimits.of(config, *most, drafts, memory.window_pools, states)
+    limits = _limits(config, memory, drafts)
     depth, costs = recipe.parallel.pipeline, costs_of(recipe, config, machine, world)
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
     beside = decoder, cache, scheduler.slots, scheduler.max_batch_tokens, recipe
     drafter = None if draft is None else drafter_of(draft, *beside)
-    kind = ModelRunner if depth == 1 else StageRunner
-    runner = kind(decoder, cache, decoder.attention, _sampler(decoder, world), scheduler.slots, drafter)
-    engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
+    masks = MaskMaker(waits=config.num_recurrent > 0)  # a state that has taken a token in keeps it
+    parts = decoder, cache, decoder.attention, _sampler(decoder, world, masks), scheduler.slots
+    runner = (ModelRunner if depth == 1 else StageRunner)(*parts, drafter)
+    leaves_out = masks if config.num_recurrent else None
+    engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap, masks=leaves_out)
     experts = _experts(recipe, decoder)
     captured_bytes = _first_steps(recipe, runner, scheduler.max_batch_tokens, tell)
     world.meet("the meeting after compiling")  # then the time of the largest step includes no wait
@@ -238,17 +238,23 @@ def _counting(recipe: Recipe, experts: ExpertCounts | None, world: Group, share:
     return {EXPERTS: StageCounts(experts, world, share)} if is_asked else {}
 
 
+def _limits(config: DecoderConfig, memory: MemoryPlan, drafts: DecoderConfig | None) -> SchedulerLimits:
+    """Return the limits of a model and of what drafts for it, with the pools of a plan."""
+    most = memory.num_pages, memory.num_host_pages, memory.longest_tokens
+    states = memory.num_states, memory.num_host_states
+    return SchedulerLimits.of(config, *most, drafts, memory.window_pools, states)
+
+
 def _within(limits: SchedulerLimits, memory: MemoryPlan) -> SchedulerLimits:
     """Return the limits with the pools of a plan."""
     pages, windows, states = memory.num_pages, memory.window_pools, memory.num_states
     return replace(limits, num_pages=pages, windows=windows, num_states=states)
 
 
-def _sampler(decoder: Decoder, world: Group) -> RowSampler | FollowerSampler:
+def _sampler(decoder: Decoder, world: Group, masks: MaskMaker) -> RowSampler | FollowerSampler:
     if world.rank:
         return FollowerSampler()
     config = decoder.config
-    masks = MaskMaker(waits=config.num_recurrent > 0)  # a state that has taken a token in keeps it
     return Sampler(config.eos_token_ids, config.vocab_size, decoder.ops, masks)
 
 

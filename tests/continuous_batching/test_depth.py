@@ -17,7 +17,7 @@ from continuous_batching.scheduling.admission import HeldBack
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
-from kv_cache.pages import PagePool
+from kv_cache.pages import Index, PagePool
 from tests.continuous_batching import test_beam_search as beams
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.test_draft_schedules import speculation
@@ -111,7 +111,9 @@ class Disjoint(Observer):
     def __init__(self, depth: int) -> None:
         self.depth, self.flying = depth, deque[set[int]]()
 
-    def scheduled(self, batch: Batch, slots: SlotPool, now_s: float, held_back: HeldBack | None) -> None:
+    def scheduled(
+        self, batch: Batch, slots: SlotPool, now_s: float, held_back: HeldBack | None, late: Index
+    ) -> None:
         rows = {*batch.slots.tolist(), *batch.owners.tolist()}
         assert not rows & set().union(*self.flying), "a row is in two batches"
         self.flying.append(rows)

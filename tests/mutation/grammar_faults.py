@@ -47,6 +47,27 @@ FAULTS = {
         "a late first token is computed again in pages that others share",
         "tests/continuous_batching/test_mask_maker.py::test_a_first_token_is_waited_for",
     ),
+    "slow_masks_hold_up_states": Fault(
+        "continuous_batching/engine.py::Engine._start",
+        "self.masks.late_rows(self.slots, flight.withheld())",
+        "_NONE",
+        "all rows of a model with states wait for a mask that is known to be slow",
+        "tests/models/test_state_masks.py::test_tokens_are_those_of_quick_masks",
+    ),
+    "late_rows_computed_all_the_same": Fault(
+        "continuous_batching/scheduling/scheduler.py::Scheduler.schedule",
+        "np.concatenate((self.in_flight.withheld(), late)) if ahead else late",
+        "self.in_flight.withheld() if ahead else EMPTY",
+        "the state of a row takes a token in before there is a mask for the next",
+        "tests/models/test_state_masks.py::test_tokens_are_those_of_quick_masks",
+    ),
+    "late_rows_unrecorded": Fault(
+        "continuous_batching/recording/recorder.py::Recorder.scheduled",
+        "packed(late)",
+        "b''",
+        "replays and other ranks compute a row that the leader has left out",
+        "tests/models/test_state_masks.py::test_tokens_are_those_of_quick_masks",
+    ),
     "highest_bit_lost": Fault(
         "models/sampling/token_masks.py::unpacked",
         "(words[:, :, None] & place) != 0",
