@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from functools import cache
 from pathlib import Path
 
-from tests.test_imports import MAY_IMPORT, ROOT, files, name
+from tests.test_imports import MAY_IMPORT, ROOT, files, name, nodes, text
 
 LONGEST_FUNCTION, LONGEST_SCRIPT = 60, 90
 # What DESIGN rules out, and the files and folders that may say it: a page is a block only in parameters of
@@ -34,7 +33,7 @@ def test_a_function_fits_on_a_screen() -> None:
     functions = [
         (f"{name(path)}:{each.lineno} {each.name}", (each.end_lineno or 0) - each.lineno + 1)
         for path in ROOMS
-        for each in ast.walk(parsed(path))
+        for each in nodes(path)
         if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))
     ]
     assert not [each for each in functions if each[1] > LONGEST_FUNCTION]
@@ -90,7 +89,8 @@ def test_a_test_says_itself_how_long_it_waits() -> None:
     silent = [
         f"{name(path)}:{each.lineno}"
         for path in files("tests")
-        for each in ast.walk(parsed(path))
+        if "httpx" in text(path)
+        for each in nodes(path)
         if isinstance(each, ast.Call)
         and isinstance(each.func, ast.Attribute)
         and ast.unparse(each.func.value) == "httpx"
@@ -106,6 +106,7 @@ def test_a_test_file_imports_what_takes_a_second_only_where_it_is_used() -> None
     found = [
         f"{name(path)}:{each.lineno}"
         for path in files("tests")
+        if any(each in text(path) for each in slow)
         for each in parsed(path).body
         if isinstance(each, (ast.Import, ast.ImportFrom))
         and slow & {alias.partition(".")[0] for alias in modules_of(each)}
@@ -134,10 +135,7 @@ def speaks_for_itself(node: Definition) -> bool:
     return node.name == "main" or bool(decorators & {"property", "overload", "override", "setter"})
 
 
-def text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-@cache
 def parsed(path: Path) -> ast.Module:
-    return ast.parse(text(path))
+    module = nodes(path)[0]
+    assert isinstance(module, ast.Module)
+    return module

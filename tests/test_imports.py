@@ -59,10 +59,21 @@ def files(*rooms: str) -> list[Path]:
     return sorted(each for path in paths for each in ([path] if path.is_file() else path.rglob("*.py")))
 
 
+def text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """A file's syntax tree, the module first, for all tests that read it."""
+    return [*ast.walk(ast.parse(text(path)))]
+
+
+@cache
 def imported(path: Path) -> set[str]:
     """The modules that a file imports, wherever in it."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -85,7 +96,7 @@ def file_graph() -> Graph:
     graph: Graph = {}
     for path in paths.values():
         modules = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 modules |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):  # a module of a package, or else what a module defines

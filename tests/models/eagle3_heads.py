@@ -117,18 +117,14 @@ class Published:
         self._model = model
         self._weights = load_file(path / "model.safetensors")
         self._config = json.loads((path / "config.json").read_text())
+        self._read: dict[tuple[int, ...], Tensor] = {}  # features by sequence, since each is asked for often
 
     @torch.no_grad()
-    def drafts(self, tokens: Sequence[int], count: int) -> list[Tensor]:
-        """The logits over the target's vocabulary of the tokens after these, each draft after the other."""
-        fresh_rope(self._model)
-        # The target has not computed the last token yet
-        found = self._model(torch.tensor([list(tokens[:-1])]), output_hidden_states=True, use_cache=False)
-        layers = found.hidden_states
-        num_layers = self._model.config.num_hidden_layers
-        read = [layers[2][0], layers[num_layers // 2][0], layers[num_layers - 3][0]]
-        features = torch.cat(read, -1) @ self._weights["fc.weight"].T
-        shifted, made = list(tokens[1:]), []
+    def drafts(self, tokens: Sequence[int], known: int, count: int) -> list[Tensor]:
+        """The logits over the target's vocabulary of what follows the known tokens, draft after draft."""
+        # The target has not computed the last known token yet
+        features = self._features(tuple(tokens))[: known - 1]
+        shifted, made = list(tokens[1:known]), []
         for _ in range(count):
             out = self._layer(features, torch.tensor(shifted))
             logits = self._norm(out[-1:], "norm") @ self._weights["lm_head.weight"].T
@@ -136,6 +132,17 @@ class Published:
             shifted.append(int(made[-1].argmax()))
             features = torch.cat((features, out[-1:]))
         return made
+
+    def _features(self, tokens: tuple[int, ...]) -> Tensor:
+        """What the head reads of the target at each token, which no later token changes."""
+        if tokens not in self._read:
+            fresh_rope(self._model)
+            found = self._model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+            layers = found.hidden_states
+            num_layers = self._model.config.num_hidden_layers
+            read = [layers[2][0], layers[num_layers // 2][0], layers[num_layers - 3][0]]
+            self._read[tokens] = torch.cat(read, -1) @ self._weights["fc.weight"].T
+        return self._read[tokens]
 
     def _in_target(self, logits: Tensor) -> Tensor:
         offsets = self._weights.get("d2t", torch.zeros(len(logits), dtype=torch.int64))
@@ -179,7 +186,7 @@ def check_head_drafts(
     """
     num_right = num_made = 0
     for name, known, made in drafts:
-        for draft, logits in zip(made, published.drafts(tokens[name][:known], len(made))):
+        for draft, logits in zip(made, published.drafts(tokens[name], known, len(made))):
             best = int(logits.argmax())
             if draft != best:
                 assert logits[best] - logits[draft] < TIE, (name, known, made)

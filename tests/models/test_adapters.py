@@ -31,7 +31,7 @@ from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import settings
 from tests.lazy import peft
-from tests.models.families import VARIANTS, VOCABULARY, generated, make, wide
+from tests.models.families import VARIANTS, VOCABULARY, followed, generated, make, wide
 from tests.thorough import cases
 
 NUM_NEW = cases(12, 24)
@@ -87,6 +87,13 @@ def serve(engine: Any, asked: Sequence[tuple[list[int], int]], **params: Any) ->
     return requests
 
 
+def check(requests: Sequence[Request], asked: Sequence[tuple[list[int], int]], models: Sequence[Any]) -> None:
+    """Each answer is the greedy one of its adapter's merged model, which is asked once for all its tokens."""
+    for request, (prompt, adapter) in zip(requests, asked, strict=True):
+        answer = request.answer.tolist()
+        assert answer == followed(models[adapter], prompt, answer, NUM_NEW)[0], (adapter, len(prompt))
+
+
 def prompts_of(adapters: int, seed: int = 5) -> list[tuple[list[int], int]]:
     """Equal prompts for each adapter and for none: their pages would be shared if they could."""
     rng = np.random.default_rng(seed)
@@ -126,9 +133,7 @@ def test_tokens_are_those_of_merged_weights(name: str, tmp_path: Path) -> None:
     counters = engine.scheduler.counters
     assert counters.preemptions, "no request came back"
     assert counters.hit_tokens, "no prefix was shared"
-    for request, (prompt, adapter) in zip(requests, asked):
-        expected, _ = generated(models[adapter], prompt, NUM_NEW)
-        assert request.answer.tolist() == expected, (adapter, len(prompt))
+    check(requests, asked, models)
     answers = {tuple(request.answer.tolist()) for request in requests[:4]}
     assert len(answers) == 4, "adapters change nothing"
 
@@ -182,11 +187,7 @@ def test_so_they_are_on_a_virtual_npu(graphs: int, tmp_path: Path) -> None:
     folders = [tmp_path / f"adapter{number}" for number in range(2)]
     models = [model, *(adapted(model, at, seed) for seed, at in enumerate(folders))]
     engine = built(path, folders, *settings("npu"), f"device.graphs={graphs}").engine
-    for request, (prompt, adapter) in zip(serve(engine, asked := prompts_of(2)), asked):
-        assert request.answer.tolist() == generated(models[adapter], prompt, NUM_NEW)[0], (
-            adapter,
-            len(prompt),
-        )
+    check(serve(engine, asked := prompts_of(2)), asked, models)
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -196,9 +197,7 @@ def test_ranks_hold_their_parts_of_an_adapter(name: str, tmp_path: Path) -> None
     merged = adapted(model, tmp_path / "adapter", 3, target_modules=JOINED.get(name, ALL))
     whole = built(path, [tmp_path / "adapter"], "parallel.tensor=2")
     try:
-        for request, (prompt, adapter) in zip(serve(whole.engine, asked := prompts_of(1)), asked):
-            expected, _ = generated((model, merged)[adapter], prompt, NUM_NEW)
-            assert request.answer.tolist() == expected, (adapter, len(prompt))
+        check(serve(whole.engine, asked := prompts_of(1)), asked, [model, merged])
     finally:
         whole.engine.observer.close()
 

@@ -18,6 +18,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import settings, stand_in_alone
 from tests.models.test_captured_draws import serve
+from tests.thorough import THOROUGH
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
@@ -47,15 +48,19 @@ def expected() -> Answers:
 
 
 @pytest.fixture(scope="module")
-def num_right(expected: Answers) -> int:
-    """How many drafts are right where nothing is captured."""
-    eager = engine_of(graphs=0)
-    assert serve(eager, WAYS) == serve(eager, WAYS) == expected
-    return eager.scheduler.counters.accepted_tokens
+def num_right(expected: Answers) -> tuple[int, int]:
+    """How many drafts are right where nothing is captured, once all are answered and twice."""
+    eager, counts = engine_of(graphs=0), []
+    for _ in range(2):
+        assert serve(eager, WAYS) == expected
+        counts.append(eager.scheduler.counters.accepted_tokens)
+    return counts[0], counts[1]
 
 
 @pytest.mark.parametrize("width", [1, 1 + MOST])
-def test_drafts_are_made_and_checked_in_captured_steps(width: int, expected: Answers, num_right: int) -> None:
+def test_drafts_are_made_and_checked_in_captured_steps(
+    width: int, expected: Answers, num_right: tuple[int, int]
+) -> None:
     engine = engine_of(graphs=24)
     runner = runner_of(engine)
     assert runner.graphs is not None
@@ -64,11 +69,13 @@ def test_drafts_are_made_and_checked_in_captured_steps(width: int, expected: Ans
     if width == 1:
         runner.graphs.span_rows.clear()
     assert serve(engine, WAYS) == expected
-    pages = engine.scheduler.pool.num_pages
-    engine.resize(pages - 5)  # what was captured before reads tensors that are gone
-    engine.resize(pages)
-    assert serve(engine, WAYS) == expected
-    assert engine.scheduler.counters.accepted_tokens == num_right > 5
+    assert engine.scheduler.counters.accepted_tokens == num_right[0] > 5
+    if width > 1 or THOROUGH:
+        pages = engine.scheduler.pool.num_pages
+        engine.resize(pages - 5)  # what was captured before reads tensors that are gone
+        engine.resize(pages)
+        assert serve(engine, WAYS) == expected
+        assert engine.scheduler.counters.accepted_tokens == num_right[1]
 
 
 def asked_in_a_step(engine: Engine) -> Counter[tuple[str, bool]]:

@@ -22,9 +22,11 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import settings, stand_in_alone
 from tests.models.test_draft_identity import Knowing
+from tests.thorough import cases
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
+BOTH = [False, True]
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "top-p": {"temperature": 0.9, "top_p": 0.8},
@@ -93,22 +95,25 @@ def test_drafts_are_checked_in_captured_steps(width: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "ways",
+    ("ways", "overlaps"),
     [
-        ["top-p", "greedy", "all three", "top-k", "top-p", "greedy", "top-k"],
-        ["temperature", "greedy", "top-p", "temperature", "temperature", "top-k", "greedy"],
-        ["penalty", "log-probabilities", "greedy", "top-k", "top-p", "all three", "top-p", "top-k"],
+        (["top-p", "greedy", "all three", "top-k", "top-p", "greedy", "top-k"], cases([True], BOTH)),
+        (["temperature", "greedy", "top-p", "temperature", "temperature", "top-k", "greedy"], BOTH),
+        (
+            ["penalty", "log-probabilities", "greedy", "top-k", "top-p", "all three", "top-p", "top-k"],
+            cases([True], BOTH),
+        ),
     ],
     ids=["drawn in the graph", "drawn by turns in it and outside", "with changed and reported logits"],
 )
 def test_tokens_are_those_of_steps_that_are_not_captured(
-    ways: list[str], monkeypatch: pytest.MonkeyPatch
+    ways: list[str], overlaps: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = serve(engine_of(graphs=0, overlap=False), ways)
     replayed: list[object] = []
     replay = torch.npu.NPUGraph.replay
     monkeypatch.setattr(torch.npu.NPUGraph, "replay", lambda graph: replayed.append(graph) or replay(graph))
-    for overlap in (False, True):
+    for overlap in overlaps:
         engine = engine_of(graphs=4, overlap=overlap)
         draws = {id(step.draw) for step in engine.runner.graphs.steps.values()}  # type: ignore[attr-defined]
         replayed.clear()

@@ -16,13 +16,14 @@ from tests.models.test_eagle3 import LLAMA, engine_of
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
 MOST = 3
+NUM_SERVED = 7  # requests, of which some fork
 ROOMY = {"cache.num_pages": 60, "scheduler.max_batch_tokens": 64}
 
 
 def test_captured_steps_make_the_published_drafts(tmp_path: Path) -> None:
     model, path = target_of(wide(LLAMA), tmp_path)
     head = head_for(model, tmp_path / "head", head_dim=64)
-    plain = tokens_of(serve(engine_of(path, "npu", **ROOMY)))
+    plain = tokens_of(serve(engine_of(path, "npu", **ROOMY), most=NUM_SERVED))
     made = []
     for graphs in (0, 24):
         engine = engine_of(path, "npu", head, MOST, **ROOMY, **{"device.graphs": graphs})
@@ -30,7 +31,7 @@ def test_captured_steps_make_the_published_drafts(tmp_path: Path) -> None:
         assert engine.runner.drafter is not None
         assert (engine.runner.drafter.graphs is None) == (graphs == 0)
         watched = Watched(engine)
-        drafted = tokens_of(serve(engine))
+        drafted = tokens_of(serve(engine, most=NUM_SERVED))
         assert drafted == plain
         made.append(watched.drafts)
     assert made[0] == made[1]

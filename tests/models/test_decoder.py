@@ -115,7 +115,7 @@ def each_on_each() -> list[Any]:
     """All checkpoints in plain torch on a CPU and by the operators of other devices; of the two other ways, a
     CPU's own has all of them in test_identity.py, and plain torch is the same on an NPU.
     """
-    some = {"cpu-fused", "npu-reference"}
+    some = {"cpu-fused", "npu-reference", *cases(["npu-fused"], [])}
     return [
         pytest.param(variant, *pair.values, id=f"{pair.id}-{variant.name}", marks=pair.marks)
         for pair in on_each("reference", "fused")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from recipes.assembly.families import config_in
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, Way, machine, npu, on_each, settings
-from tests.models.families import generated, make, wide
+from tests.models.families import followed, make, wide
 from tests.models.packed_checkpoints import store
 from tests.models.tensor_rank import logits_of
 from tests.models.test_block_scales import fill
@@ -45,6 +47,12 @@ def stored(name: str, form: str, root: Path, **options: Any) -> tuple[Any, Path]
     return model, path
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Any, Path]]:
+    """What is stored of a name and a form, once for all tests that read it."""
+    return cache(lambda name, form: stored(name, form, tmp_path_factory.mktemp("stored")))
+
+
 def kept(path: Path, **changes: Any) -> DecoderConfig:
     """In 4 bits."""
     return kept_int4(replace(config_in(path), dtype="float32", **changes))
@@ -61,10 +69,14 @@ def kept(path: Path, **changes: Any) -> DecoderConfig:
     ],
 )
 def test_an_engine_answers_as_transformers_does(
-    device: tuple[Kind, Way], name: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: tuple[Kind, Way],
+    name: str,
+    form: str,
+    shared: Callable[[str, str], tuple[Any, Path]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In chunks, with a prefix that is shared; on an NPU in captured steps too."""
-    model, path = stored(name, form, tmp_path)
+    model, path = shared(name, form)
     asked = {"model.path": path, "model.quantization": "w4a16", "cache.num_pages": 40, "cache.page_size": 16}
     asked |= {"scheduler.num_slots": 4, "scheduler.max_batch_tokens": 32, "model.dtype": "float32"}
     asked |= {"scheduler.max_request_tokens": 128, "device.graphs": 4 if device[0] == "npu" else 0}
@@ -86,8 +98,9 @@ def test_an_engine_answers_as_transformers_does(
         engine.add(request)
         while engine.has_work:
             engine.step()
-        answer, expected = generated(model, prompt.tolist(), NUM_NEW)
-        assert request.answer.tolist() == answer
+        answer = request.answer.tolist()
+        best_tokens, expected = followed(model, prompt.tolist(), answer, NUM_NEW)
+        assert answer == best_tokens
         found = torch.tensor([line.logprob for line in request.logprobs])
         best = expected[torch.arange(NUM_NEW), answer]
         torch.testing.assert_close(found, best.float(), rtol=0, atol=1e-4)
@@ -109,8 +122,10 @@ def test_an_npu_multiplies_all_experts_in_two_products(device: tuple[Kind, Way],
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", ["awq", "packed"])
-def test_what_is_planned_is_what_is_held(name: str, form: str, tmp_path: Path) -> None:
-    _, path = stored(name, form, tmp_path)
+def test_what_is_planned_is_what_is_held(
+    name: str, form: str, shared: Callable[[str, str], tuple[Any, Path]]
+) -> None:
+    _, path = shared(name, form)
     for config in (config_in(path), kept(path)):
         assert config.weight_bytes == sum(weight.nbytes for weight in bare(config).parameters())
     halves = replace(config_in(path), dtype="bfloat16")

@@ -204,11 +204,16 @@ def of_ranks(path: Path, experts: int = 1) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "types",
-    [everywhere("W8A8_DYNAMIC"), QWEN3_MOE, kimi, everywhere("W8A16")],
-    ids=lambda each: each.__name__,
+    ("types", "experts", "divided"),
+    cases(
+        [(QWEN3_MOE, 1, 2), (kimi, 1, 2), (kimi, 2, 1), (everywhere("W8A16"), 2, 1)],
+        [
+            (types, *parts)
+            for types in (everywhere("W8A8_DYNAMIC"), QWEN3_MOE, kimi, everywhere("W8A16"))
+            for parts in ((1, 2), (2, 1))
+        ],
+    ),
 )
-@pytest.mark.parametrize(("experts", "divided"), [(1, 2), (2, 1)])
 def test_ranks_hold_their_shares_of_every_scale(
     experts: int, divided: int, types: Types, tmp_path: Path
 ) -> None:
@@ -259,16 +264,19 @@ def test_an_engine_gives_the_tokens_that_the_arithmetic_gives(
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
+    ("name", "form", "ranks"),
     [
-        ("qwen3", {}),
-        ("llama_biased", {"has_cache_scales": "one"}),
-        ("ernie4_5", {}),  # whose heads are held in another order
-        ("mistral_window", {}),
-        ("qwen3_moe", {}),
+        (name, form, ranks)
+        for name, form, few in (
+            ("qwen3", {}, [1, 2]),
+            ("llama_biased", {"has_cache_scales": "one"}, [2]),
+            ("ernie4_5", {}, [2]),  # whose heads are held in another order
+            ("mistral_window", {}, [1]),
+            ("qwen3_moe", {}, [1]),
+        )
+        for ranks in cases(few, [1, 2])
     ],
 )
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_keys_and_values_are_kept_by_the_scales_of_the_checkpoint(
     name: str, form: dict[str, Any], ranks: int, tmp_path: Path
 ) -> None:

@@ -239,6 +239,7 @@ class Lines:
     def __init__(self, paths: list[Path]) -> None:
         self.wanted = {str(path): lines_of(compile(path.read_text(), str(path), "exec")) for path in paths}
         self.seen: dict[str, set[int]] = {path: set() for path in self.wanted}
+        self._of_code: dict[CodeType, set[int]] = {}
 
     def __enter__(self) -> Lines:
         sys.settrace(self._called)
@@ -257,7 +258,13 @@ class Lines:
         }
 
     def _called(self, frame: FrameType, event: str, _: object) -> Any:
-        return self._ran if frame.f_code.co_filename in self.seen else None
+        code = frame.f_code
+        if code.co_filename not in self.seen:
+            return None
+        if code not in self._of_code:
+            self._of_code[code] = {line for *_, line in code.co_lines() if line}
+        # A function all of whose lines have run is no longer watched, which would take long
+        return self._ran if self._of_code[code] - self.seen[code.co_filename] else None
 
     def _ran(self, frame: FrameType, event: str, _: object) -> Any:
         self.seen[frame.f_code.co_filename].add(frame.f_lineno)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2
+from llguidance import LLTokenizer
 
 _JSON_CALL = '{"name": "{{ c.name }}", "arguments": {{ js(c.arguments) }}}'
 _GLM_PAIR = "<arg_key>{{ k }}</arg_key>{{ nl }}<arg_value>{{ say(v) }}</arg_value>{{ nl }}"
@@ -314,3 +315,9 @@ def turn(form: str, rng: random.Random, *, num_calls: int | None = None) -> Turn
     calls = [{"name": name, "arguments": arguments(name, rng)} for name in names]
     says = "" if calls and form in WHOLE else rng.choice(_SAYS)
     return Turn(rng.choice((None, *_THINKS)), says, calls, first=rng.randrange(4))
+
+
+@functools.cache
+def of_bytes() -> LLTokenizer:
+    """The tokenizer whose tokens are bytes, which takes as long to make as a grammar to compile."""
+    return LLTokenizer("byte")

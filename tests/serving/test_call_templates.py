@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import jsonschema
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from continuous_batching.request import Request
@@ -42,6 +42,7 @@ from tests.serving.call_templates import (
     WHOLE,
     Turn,
     Ways,
+    of_bytes,
     render,
     turn,
 )
@@ -355,7 +356,7 @@ def matcher_of(form: str, *, must_call: bool) -> LLMatcher:
     grammar = None if use is None else use.grammar(TOOL_FORMATS[form], {})
     assert grammar is not None
     lark = '%llguidance {"no_forcing": true}\n' + json.loads(grammar)[2]
-    matcher = LLMatcher(LLTokenizer("byte"), lark, log_level=0)
+    matcher = LLMatcher(of_bytes(), lark, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     return matcher
 
@@ -487,7 +488,7 @@ def test_arguments_of_any_name_have_the_type_of_all_others(form: str) -> None:
     assert use is not None
     grammar = replace(use, must_call=True).grammar(TOOL_FORMATS[form], {})
     assert grammar is not None
-    beginning = LLMatcher(LLTokenizer("byte"), json.loads(grammar)[2], log_level=0)
+    beginning = LLMatcher(of_bytes(), json.loads(grammar)[2], log_level=0)
     for values, is_valid in (({"a": 1, "b": -20}, True), ({}, True), ({"a": "x"}, False)):
         answer = render(form, Turn(None, "", [{"name": "count", "arguments": values}]))
         matcher, data = beginning.deep_copy(), [*answer.encode()]

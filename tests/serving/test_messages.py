@@ -12,6 +12,7 @@ from borders.refusal import BadRequest
 from serving.api.messages_input import messages_of, signature_of, thinking_of, tool_choice_of, tools_of
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server
+from tests.thorough import cases
 
 PRICES = {"lamp": "348", "clock": "275"}
 TOOLS: list[Any] = [
@@ -158,7 +159,16 @@ def test_why_an_answer_ends(agent: Server) -> None:
     assert stopped["content"] == [{"type": "text", "text": "I have no "}]
     cut = ask(agent, lamp, max_tokens=2)
     assert (cut["stop_reason"], cut["usage"]["output_tokens"]) == ("max_tokens", 2)
-    near_full = [{"role": "user", "content": "What does the lamp cost? " * 265}]
+
+    def asking(times: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "What does the lamp cost? " * times}]
+
+    def num_tokens(times: int) -> int:
+        counted = post(agent, "/v1/messages/count_tokens", model="agent", messages=asking(times)).json()
+        return int(counted["input_tokens"])
+
+    few = num_tokens(10)
+    near_full = asking(10 + 10 * ((2048 - few - 1) // (num_tokens(20) - few)))
     filled = ask(agent, near_full, max_tokens=10**6, ignore_eos=True)
     assert filled["stop_reason"] == "model_context_window_exceeded"
     usage = filled["usage"]
@@ -173,7 +183,7 @@ def test_why_an_answer_ends(agent: Server) -> None:
 def test_a_call_that_is_cut_is_still_an_object(agent: Server) -> None:
     choice = {"type": "tool", "name": "price"}
     whole = ask(agent, QUESTION, tools=TOOLS, tool_choice=choice)
-    for length in range(1, whole["usage"]["output_tokens"]):
+    for length in range(1, whole["usage"]["output_tokens"], cases(2, 1)):
         cut = ask(agent, QUESTION, tools=TOOLS, tool_choice=choice, max_tokens=length)
         assert cut["stop_reason"] == "max_tokens"
         for block in cut["content"]:

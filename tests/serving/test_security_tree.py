@@ -21,10 +21,11 @@ from serving.api.access import OPEN_PATHS
 from serving.api.api_keys import ApiKeys, Rights
 from serving.engine import messages
 from serving.engine.process import EngineProcess
+from serving.text import template_bounds
 from serving.text.chat_template import ChatTemplate
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
-from tests.test_imports import MAY_IMPORT, ROOT, files, name
+from tests.test_imports import MAY_IMPORT, ROOT, files, name, nodes
 
 RUNTIME = files(*MAY_IMPORT)
 KEYS = "first-key tenant-a\nsecond-key tenant-b\nthird-key\n"
@@ -39,7 +40,7 @@ def test_nothing_unpickles_or_runs_what_it_reads() -> None:
     """
     found = []
     for path in RUNTIME:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             modules = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [(name(path), each) for each in modules if each.partition(".")[0] in UNSAFE]
@@ -132,7 +133,7 @@ def test_a_template_has_no_way_out_and_no_time_to_waste(source: str, said: str) 
 
 
 DOUBLED = "{% set ns = namespace(a=['aa']) %}{% for i in range(60) %}{% set ns.a = "
-TEN_MB = "{% set a = 'a' * 10**7 %}"
+LARGE = "{% set a = 'a' * 3 * 10**5 %}"  # less than a text may be, and many of them more than all may be
 BOMBS = (
     "{{ 'a' * 10**9 }}", "{{ 10**9 * 'a' }}", "{{ [1] * 10**9 }}", "{{ 2**9999 }}",
     "{{ (10**900) * (10**900) }}",
@@ -147,17 +148,30 @@ BOMBS = (
     "{{ ('b' * 10**5).join(['a'] * 10**6) }}", "{{ (['a' * 10**6] * 10**4)|join('') }}",
     "{{ range(99999)|map('string')|join(',' * 10**5) }}", "{{ messages|tojson(indent=10**9) }}",
     "{{ ('a\n' * 10**6)|indent(10**5) }}", "{{ ('a ' * 10**6)|wordwrap(1, true, 'x' * 10**5) }}",
-    TEN_MB + "{% for i in range(9999) %}{{ a }}{% endfor %}",
-    TEN_MB + "{% set b %}{% for i in range(9999) %}{{ a }}{% endfor %}{% endset %}{{ b|length }}",
-    "{% for i in range(99999) %}{% set x = ('a' * 10**7)|upper %}{% endfor %}",
+    LARGE + "{% for i in range(9999) %}{{ a }}{% endfor %}",
+    LARGE + "{% set b %}{% for i in range(9999) %}{{ a }}{% endfor %}{% endset %}{{ b|length }}",
+    "{% for i in range(99999) %}{% set x = ('a' * 3 * 10**5)|upper %}{% endfor %}",
     "{{ 'a'.translate({97: 'b' * 10**9}) }}", "{{ lipsum(n=10**6) }}", "{{ [1]|batch(10**9, 'x')|list }}",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("source", BOMBS)
-def test_a_template_makes_no_more_than_it_may(source: str) -> None:
-    """What it would make is refused before it is made; most of these would take gigabytes or hours."""
+def test_a_template_makes_no_more_than_it_may(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it would make is refused before it is made; most of these would take gigabytes or hours.
+
+    With bounds of a 32nd, since up to them a template does take its time.
+    """
+    for bound in ("MOST_TEXT", "MOST_WORK"):
+        monkeypatch.setattr(template_bounds, bound, getattr(template_bounds, bound) // 32)
     with pytest.raises(ValueError, match="chat template"):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    "source", [BOMBS[5], "{% set a = 'a' * 10**7 %}{% for i in range(99) %}{{ a }}{% endfor %}"]
+)
+def test_so_it_is_with_the_bounds_that_are_in_force(source: str) -> None:
+    with pytest.raises(ValueError, match=r"more than 33,554,432 characters"):
         ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
 
 

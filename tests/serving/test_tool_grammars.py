@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from borders.refusal import BadRequest
 from serving.grammars.structured_output import FormedAnswer
@@ -15,6 +15,7 @@ from serving.tools.definitions import ToolUse, tool_use
 from serving.tools.formats import TOOL_FORMATS
 from serving.tools.parsing import ToolParser
 from tests.each_of import each_of
+from tests.serving.call_templates import of_bytes
 from tests.serving.test_tool_parsing import parsed, written
 
 SCHEMA = {
@@ -40,7 +41,7 @@ def takes(use: ToolUse, name: str, answer: str, formed: FormedAnswer | None = No
     assert grammar is not None
     _, kind, lark = json.loads(grammar)
     assert kind == "lark"
-    matcher = LLMatcher(LLTokenizer("byte"), '%llguidance {"no_forcing": true}\n' + lark, log_level=0)
+    matcher = LLMatcher(of_bytes(), '%llguidance {"no_forcing": true}\n' + lark, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     data = list(answer.encode())
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
