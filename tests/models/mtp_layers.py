@@ -149,12 +149,12 @@ class Further:
         self._model, self._layer, self._tensors = model, layer, tensors
 
     @torch.no_grad()
-    def drafts(self, tokens: Sequence[int], count: int) -> list[Tensor]:
-        """The logits of the tokens after these, each guess after the other."""
+    def drafts(self, tokens: Sequence[int], known: int, count: int) -> list[Tensor]:
+        """The logits of what follows the known tokens, each guess after the other."""
         fresh_rope(self._model)
-        # The target has not computed the last token yet
-        found = self._model.model(torch.tensor([list(tokens[:-1])]), use_cache=False)
-        features, shifted, made = found.last_hidden_state[0], list(tokens[1:]), []
+        # The target has not computed the last known token yet
+        found = self._model.model(torch.tensor([list(tokens[: known - 1])]), use_cache=False)
+        features, shifted, made = found.last_hidden_state[0], list(tokens[1:known]), []
         for _ in range(count):
             out = self._computed(features, torch.tensor(shifted))
             made.append(self._model.lm_head(out[-1]))
