@@ -85,6 +85,7 @@ inline const float* scales_of(const Pages& of, const Item* head) {
 }
 
 // What lies as far behind `ahead` as what is read lies behind its own beginning is brought into the cache meanwhile.
+// That is two tiles ahead: one of 2 KiB is computed in less time than the memory takes.
 inline void fetch(const Item* ahead, long at, int count) {
     for (long i = 0; i < count; i += LINE / sizeof(Item)) __builtin_prefetch(ahead + at + i, 0, 2);
 }
@@ -200,10 +201,14 @@ void part_of(const Step& of, long row, long head, long first, long last, float* 
     const long kv_head = head / (of.heads / of.kv_heads);
     const long count = (last - first) * of.tile;
     const float* query = of.query + (row * of.heads + head) * of.dim;
+    // The tiles are read in this order: all keys, then all values. Behind these the last is named again.
+    const auto in_order = [&](long i) {
+        const long number = std::min(i < last ? i : first + (i - last), last - 1);
+        return of_tile(of, i < last ? of.keys : of.values, row, number, kv_head);
+    };
     for (long i = first; i < last; i++) {
         const long j = of.of_row[row * of.most_tiles + i], place = (i - first) * of.tile;
-        const Item* keys = of_tile(of, of.keys, row, i, kv_head);
-        const Item* ahead = i + 1 < last ? of_tile(of, of.keys, row, i + 1, kv_head) : of_tile(of, of.values, row, first, kv_head);
+        const Item *keys = in_order(i), *ahead = in_order(i + 2);
         scored_tile<N, true>(of, query, keys, ahead, scores + place, count);
         for (int n = 0; n < N; n++) {
             float* own = scores + n * count + place;
@@ -216,27 +221,29 @@ void part_of(const Step& of, long row, long head, long first, long last, float* 
     for (long i = first; i < last; i++) {
         const long j = of.of_row[row * of.most_tiles + i], place = (i - first) * of.tile;
         const Item* values = of_tile(of, of.values, row, i, kv_head);
-        const Item* ahead = of_tile(of, of.values, row, std::min(i + 1, last - 1), kv_head);
+        const Item* ahead = of_tile(of, of.values, row, std::min(i + 2, last - 1), kv_head);
         weighed_tile<N, true>(of, scores + place, count, values, ahead, of.low[j], of.high[j], sums);
     }
 }
 
+// The same of `count` heads, which are at most MOST_HEADS.
+template <int N = MOST_HEADS>
+void part_of_heads(long count, const Step& of, long row, long head, long first, long last, float* scores, float* sums,
+                   float* peaks, float* totals) {
+    if (count == N)
+        part_of<N>(of, row, head, first, last, scores, sums, peaks, totals);
+    else if constexpr (N > 1)
+        part_of_heads<N - 1>(count, of, row, head, first, last, scores, sums, peaks, totals);
+}
+
+// The heads of a group read each tile together, or in as few equal shares as the registers allow.
 void heads_of(const Step& of, long row, long kv_head, long first, long last, float* scores, float* sums, float* peaks,
               float* totals) {
-    const long group = of.heads / of.kv_heads;
-    long head = kv_head * group;
-    const long end = head + group;
-    while (head < end) {
-        const long left = std::min<long>(end - head, MOST_HEADS), taken = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        auto* part = part_of<1>;
-        if (taken == 8) part = part_of<8>;
-        if (taken == 4) part = part_of<4>;
-        if (taken == 2) part = part_of<2>;
-        part(of, row, head, first, last, scores, sums, peaks, totals);
-        head += taken;
-        sums += taken * of.dim;
-        peaks += taken;
-        totals += taken;
+    const long group = of.heads / of.kv_heads, shares = (group + MOST_HEADS - 1) / MOST_HEADS;
+    for (long share = 0; share < shares; share++) {
+        const long from = group * share / shares, count = group * (share + 1) / shares - from;
+        part_of_heads(count, of, row, kv_head * group + from, first, last, scores, sums + from * of.dim, peaks + from,
+                      totals + from);
     }
 }
 
@@ -286,23 +293,24 @@ void attended(const Step& of, float* room, float* all_scores, int num_threads) {
                 while (last > first && !of.is_tile[row * of.most_tiles + last - 1]) last--;
                 if (last > first)
                     heads_of(of, row, unit % of.kv_heads, first, last, scores, sums + at * of.dim, peaks + at,
-                                   totals + at);
+                             totals + at);
             }
-    }
-    for (long unit = 0; unit < units; unit++) {
-        const long row = unit / of.kv_heads, at = unit * parts * group;
-        long count = of.most_tiles;
-        while (!of.is_tile[row * of.most_tiles + count - 1]) count--;
-        const long own_parts = (of.first_tile[row] % tiles + count + tiles - 1) / tiles;
-        for (long g = 0; g < group; g++) {
-            const long head = unit % of.kv_heads * group + g;
-            Read read = begun(of.sinks[head], of.output + (row * of.heads + head) * of.dim, of.dim);
-            for (long p = 0; p < own_parts; p++) {
-                const long plane = at + p * group + g;
-                join(read, peaks[plane], totals[plane], sums + plane * of.dim, of.dim);
+#pragma omp for schedule(static)
+        for (long unit = 0; unit < units; unit++) {
+            const long row = unit / of.kv_heads, at = unit * parts * group;
+            long count = of.most_tiles;
+            while (!of.is_tile[row * of.most_tiles + count - 1]) count--;
+            const long own_parts = (of.first_tile[row] % tiles + count + tiles - 1) / tiles;
+            for (long g = 0; g < group; g++) {
+                const long head = unit % of.kv_heads * group + g;
+                Read read = begun(of.sinks[head], of.output + (row * of.heads + head) * of.dim, of.dim);
+                for (long p = 0; p < own_parts; p++) {
+                    const long plane = at + p * group + g;
+                    join(read, peaks[plane], totals[plane], sums + plane * of.dim, of.dim);
+                }
+                if (of.sums) of.sums[row * of.heads + head] = read.top + std::log(read.total);
+                finish(read, of.dim);
             }
-            if (of.sums) of.sums[row * of.heads + head] = read.top + std::log(read.total);
-            finish(read, of.dim);
         }
     }
 }

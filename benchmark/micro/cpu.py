@@ -113,7 +113,7 @@ def compare_products(
     generator, onednn = torch.Generator().manual_seed(0), CpuOps()
     weights = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     by_onednn = [onednn.pack(weight, None) for weight in weights]
-    by_own = [own.pack(weight, None) for weight in weights]
+    by_own = [own.pack(weight, None, is_widened=not own.multiplies(weight)) for weight in weights]
     operations = sum(2 * outputs * inputs for outputs, inputs in shapes)
     compared: list[dict[str, object]] = []
     for count in counts:

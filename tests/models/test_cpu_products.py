@@ -19,8 +19,9 @@ from continuous_batching.request import Request, SamplingParams
 from devices import cpp_sources
 from devices.cpp_sources import KINDS, missing_for_sources
 from models.ops.cpu import products as module
-from models.ops.cpu.ops import CpuOps
+from models.ops.cpu.ops import CpuOps, onednn_lead
 from models.ops.cpu.products import Panels, Products, narrowed, products
+from models.ops.cpu.rowwise import Rowwise, rowwise
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
@@ -37,6 +38,7 @@ SHAPES = [
 ]  # outputs and inputs, also of part panels
 NUM_ROWS = [0, 1, 5, 6, 7, 12, 13, 40, 97, 200]
 TINY = str(ROOT / "recipes/tiny/cpu.yaml")
+PAIRS = 4  # the kind of the source
 
 
 @pytest.fixture(scope="module")
@@ -114,17 +116,66 @@ def test_numbers_of_bfloat16_are_kept_as_such() -> None:
     assert narrowed(wide.half()).dtype == torch.float16
 
 
-def test_a_processor_that_multiplies_a_type_itself_keeps_oneDNN(
-    found: Products, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for has_bfloat16, kind in ((True, Tensor), (False, Panels)):
-        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda has=has_bfloat16: has)
-        ops = CpuOps(products=found)
+def pairs(found: Products, *shape: int) -> Tensor:
+    """A weight of bfloat16 that is multiplied in pairs, where this processor does."""
+    weight = some(torch.bfloat16, *shape)
+    if not found.multiplies(weight):
+        pytest.skip("this processor does not multiply bfloat16 itself")
+    return weight
+
+
+def test_pairs_of_bfloat16_are_multiplied_as_they_are(found: Products) -> None:
+    """By a processor that does so, for each number of rows of a tile, and for part panels."""
+    for num_outputs, num_inputs in ((1, 2), (31, 6), (33, 254), (100, 600), (160, 1024)):
+        weight, bias = pairs(found, num_outputs, num_inputs), some(torch.bfloat16, num_outputs)
+        for num_rows, offset, kind in itertools.product(
+            (*range(14), 40, 97, 200), (None, bias), (torch.float32, torch.bfloat16)
+        ):
+            x = some(kind, num_rows, 2 * num_inputs + 1)[:, :num_inputs]
+            y = found.multiply(x, found.pack(weight, offset, is_widened=False))
+            expected = x.bfloat16().double() @ weight.double().T + (0 if offset is None else offset.double())
+            assert y.dtype == kind
+            torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-1)
+    assert not found.multiplies(some(torch.bfloat16, 4, 7)), "the last input has no neighbour"
+    assert not found.multiplies(some(torch.float32, 4, 8))
+
+
+def test_a_row_of_pairs_is_summed_in_one_order_in_any_batch(found: Products) -> None:
+    weight, x = pairs(found, 100, 600), some(torch.bfloat16, 97, 600)
+    packed = found.pack(weight, some(torch.bfloat16, 100), is_widened=False)
+    expected = found.multiply(x, packed)
+    for first, last in itertools.product((0, 3, 20), (1, 4, 9, 21, 40, 97)):
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(found.multiply(x[first:last], packed), expected[first:last])
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 here")
+def test_oneDNN_is_kept_where_it_is_far_ahead(found: Products, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rowwise()
+    assert isinstance(rows, Rowwise), rows
+    for lead, is_invariant, kind in ((4.0, False, Tensor), (1.2, False, Panels), (4.0, True, Panels)):
+        monkeypatch.setattr("models.ops.cpu.ops.onednn_lead", lambda *_, lead=lead: lead)
+        ops = CpuOps(products=found, rowwise=rows if is_invariant else None, batch_invariant=is_invariant)
         assert isinstance(ops.pack(some(torch.float32, 48, 80), None)[0], Panels)
         assert ops.padded(9) == 9
-        if not has_bfloat16 or torch.cpu._is_avx512_bf16_supported():
-            assert isinstance(ops.pack(some(torch.bfloat16, 48, 80), None)[0], kind)
-            assert ops.padded(9) == (16 if has_bfloat16 else 9)
+        weight, x = some(torch.bfloat16, 48, 80), some(torch.bfloat16, 9, 80)
+        packed = ops.pack(weight, None)
+        assert isinstance(packed[0], kind)
+        assert ops.padded(9) == (16 if kind is Tensor else 9)
+        expected = x.double() @ weight.double().T
+        torch.testing.assert_close(ops.linear(x, packed).double(), expected, rtol=1e-2, atol=1e-1)
+
+
+def test_the_lead_of_oneDNN_is_measured(found: Products, caplog: pytest.LogCaptureFixture) -> None:
+    """It is told with what is chosen by it; what it is depends on the machine."""
+    caplog.set_level("INFO")
+    onednn_lead.cache_clear()
+    lead = onednn_lead(found, torch.bfloat16, torch.get_num_threads())
+    assert lead > 0
+    assert lead == onednn_lead(found, torch.bfloat16, torch.get_num_threads()), "measured once"
+    (said,) = [each for each in caplog.messages if "oneDNN multiplies" in each]
+    assert said.endswith("oneDNN are used" if lead > 2 else "this project's products are used")
 
 
 def compiler(folder: Path, *options: str) -> str:
@@ -215,48 +266,72 @@ def test_an_engine_answers_as_with_oneDNN_and_plain_torch(monkeypatch: pytest.Mo
 
 
 OF_ARM = ("aarch64-linux-gnu-g++", "qemu-aarch64")
+SOURCES = (
+    "attention/cpu/attention.cpp",
+    "attention/cpu/recurrent.cpp",
+    "models/ops/cpu/products.cpp",
+    "models/ops/cpu/rowwise.cpp",
+)
 MAIN = """
 #include <cstdio>
 #include <vector>
 int main(int, char** given) {
     long m = atol(given[1]), n = atol(given[2]), k = atol(given[3]); int kind = atoi(given[4]);
-    long size = kind ? 2 : 4, panel = outputs_of_a_panel(), rows = (n + panel - 1) / panel * panel;
-    std::vector<float> x(m * k), bias(n), y(m * n);
-    std::vector<char> w(n * k * size), packed(rows * k * size);
-    if (!fread(x.data(), 4, x.size(), stdin) || !fread(bias.data(), 4, n, stdin)) return 1;
+    if (kind == PAIRS && kind_of_pairs() != PAIRS) return 2;
+    long size = kind ? 2 : 4, wide = kind == PAIRS ? 2 : 4, panel = outputs_of_a_panel();
+    std::vector<float> bias(n);
+    std::vector<char> x(m * k * wide), y(m * n * wide), w(n * k * size), packed((n + panel) * k * size);
+    if (!fread(x.data(), 1, x.size(), stdin) || !fread(bias.data(), 4, n, stdin)) return 1;
     if (!fread(w.data(), 1, w.size(), stdin)) return 1;
     pack(w.data(), packed.data(), n, k, kind);
     multiply(x.data(), k, packed.data(), bias.data(), y.data(), n, m, n, k, kind, 2);
-    fwrite(y.data(), 4, y.size(), stdout);
+    fwrite(y.data(), 1, y.size(), stdout);
 }
 """
 
 
-@pytest.mark.skipif(
-    any(shutil.which(each) is None for each in OF_ARM), reason=f"needs {' and '.join(OF_ARM)}"
-)
-def test_an_arm_processor_gives_the_same_bits(found: Products, tmp_path: Path) -> None:
-    """Its code is made by a cross compiler and runs in an emulator, which says nothing of its speed."""
-    main, binary = tmp_path / "main.cpp", tmp_path / "main"
-    main.write_text(f'#include "{module.SOURCE}"\n{MAIN}')
-    command = [
-        OF_ARM[0],
-        "-O3",
-        "-std=c++17",
-        "-fopenmp",
-        "-static",
-        "-ffp-contract=fast",
-        str(main),
-        "-o",
-        str(binary),
-    ]
-    subprocess.run(command, check=True, timeout=PATIENCE_S)
+@pytest.fixture(scope="module")
+def of_arm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source for a processor of Arm that multiplies bfloat16, by a cross compiler."""
+    if any(shutil.which(each) is None for each in OF_ARM):
+        pytest.skip(f"needs {' and '.join(OF_ARM)}")
+    folder = tmp_path_factory.mktemp("arm")
+    (folder / "main.cpp").write_text(f'#include "{module.SOURCE}"\n{MAIN}')
+    options = ["-O3", "-std=c++17", "-fopenmp", "-static", "-ffp-contract=fast", "-march=armv8.2-a+bf16"]
+    command = [OF_ARM[0], *options, f"-I{ROOT / 'devices'}", str(folder / "main.cpp")]
+    subprocess.run([*command, "-o", str(folder / "main")], check=True, timeout=PATIENCE_S)
+    return folder / "main"
+
+
+def by_arm(binary: Path, kind: int, x: Tensor, bias: Tensor, weight: Tensor) -> Tensor:
+    """A product in an emulator, which says nothing of its speed."""
+    given = b"".join(each.contiguous().view(torch.uint8).numpy().tobytes() for each in (x, bias, weight))
+    sizes = map(str, (len(x), *weight.shape, kind))
+    command = [OF_ARM[1], "-cpu", "max", str(binary), *sizes]
+    done = subprocess.run(command, input=given, capture_output=True, check=True, timeout=PATIENCE_S)
+    return torch.frombuffer(bytearray(done.stdout), dtype=x.dtype).view(len(x), len(weight))
+
+
+def test_an_arm_processor_gives_the_same_bits(found: Products, of_arm: Path) -> None:
     for (dtype, kind), num_rows in itertools.product(KINDS.items(), (1, 6, 40)):
         weight, bias, x = some(dtype, 100, 600), some(torch.float32, 100), some(torch.float32, num_rows, 600)
-        given = b"".join(each.contiguous().view(torch.uint8).numpy().tobytes() for each in (x, bias, weight))
-        sizes = map(str, (num_rows, 100, 600, kind))
-        done = subprocess.run(
-            [OF_ARM[1], str(binary), *sizes], input=given, capture_output=True, check=True, timeout=PATIENCE_S
-        )
-        y = torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(num_rows, 100)
+        y = by_arm(of_arm, kind, x, bias, weight)
         assert torch.equal(y, found.multiply(x, found.pack(weight, bias)))
+
+
+def test_an_arm_processor_multiplies_pairs(of_arm: Path) -> None:
+    weight, bias = some(torch.bfloat16, 100, 600), some(torch.float32, 100)
+    x = some(torch.bfloat16, 40, 600)
+    y = by_arm(of_arm, PAIRS, x, bias, weight)
+    expected = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-1)
+    assert torch.equal(by_arm(of_arm, PAIRS, x[3:10], bias, weight), y[3:10]), "the same bits in any batch"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_is_compiled_for_an_arm_processor(source: str, tmp_path: Path) -> None:
+    if shutil.which(OF_ARM[0]) is None:
+        pytest.skip(f"needs {OF_ARM[0]}")
+    options = "-O1 -std=c++17 -fopenmp -Wno-psabi -DPAGES=1".split()
+    command = [OF_ARM[0], *options, f"-I{ROOT / 'devices'}", "-c", str(ROOT / source)]
+    subprocess.run([*command, "-o", str(tmp_path / "made.o")], check=True, timeout=PATIENCE_S)

@@ -1,7 +1,7 @@
 """Override the decoder's operators that a CPU computes faster in its own way.
 
-Linears are packed for `products` or, where there is no compiler or the processor multiplies the model's type
-itself, for oneDNN. `rowwise` computes the small operators.
+Linears are packed for `products` or, where there is no compiler or oneDNN is far ahead in the model's type,
+as with AMX, for oneDNN. `rowwise` computes the small operators.
 
 Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 """
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Literal
 
 import torch
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 _FEW_ROWS, _MANY_ROWS = 8, 64  # steps to which the rows are rounded up, below 64 and above
+_FAR_AHEAD = 2.0  # times as fast as `products` with the rows of a prompt, as AMX is and nothing else
 
 
 def keep_memory() -> None:
@@ -121,14 +124,17 @@ class CpuOps(Ops):
         return -(-num_tokens // step) * step
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
-        """Pack the weight in its own type for `products`, unless oneDNN multiplies that type itself.
+        """Pack the weight in its own type for `products`, unless oneDNN is far ahead in that type.
 
         With `batch_invariant` it is packed for `products` all the same.
         """
-        is_own = self.batch_invariant or not _multiplies(weight.dtype)
-        if self.products is not None and weight.dtype in KINDS and is_own:
-            return self.products.pack(weight, bias), None
-        return self._pack_onednn(weight, bias)
+        own = self.products
+        if own is None or weight.dtype not in KINDS:
+            return self._pack_onednn(weight, bias)
+        may_be_ahead = not self.batch_invariant and _multiplies(weight.dtype)
+        if may_be_ahead and onednn_lead(own, weight.dtype, torch.get_num_threads()) > _FAR_AHEAD:
+            return self._pack_onednn(weight, bias)
+        return own.pack(weight, bias, is_widened=not own.multiplies(weight)), None
 
     def _pack_onednn(self, weight: Tensor, bias: Tensor | None) -> Packed:
         """Convert the weight to the type that is multiplied fastest, in the order in which oneDNN reads it.
@@ -189,6 +195,34 @@ class CpuOps(Ops):
 def _multiplies(dtype: torch.dtype) -> bool:
     """Whether this processor multiplies a type of 16 bits itself, twice as fast as float32."""
     return dtype != torch.float32 and product_dtype(dtype) == dtype
+
+
+@cache
+def onednn_lead(own: Products, dtype: torch.dtype, num_threads: int) -> float:
+    """Measure how many times as fast as `own` oneDNN multiplies a prompt's rows of a type of 16 bits.
+
+    It takes some hundredths of a second, once in a process. Few rows are not measured, because there both
+    wait for weights, and `own` reads these faster.
+    """
+    weight, rows = torch.ones(2048, 1024, dtype=dtype), torch.ones(256, 1024, dtype=dtype)
+    packed = own.pack(weight, None, is_widened=not own.multiplies(weight))
+    ordered = torch.ops.mkldnn._reorder_linear_weight(weight)
+    ways: tuple[Callable[[], Tensor], ...] = (
+        lambda: own.multiply(rows, packed),
+        lambda: torch.ops.mkldnn._linear_pointwise(rows, ordered, None, "none", [], ""),
+    )
+    best_s = [float("inf"), float("inf")]
+    for _ in range(6):  # in turns, so that what else the machine does falls on both
+        for way, multiply in enumerate(ways):
+            began_s = time.perf_counter()
+            multiply()
+            best_s[way] = min(best_s[way], time.perf_counter() - began_s)
+    lead = best_s[0] / best_s[1]
+    chosen = "oneDNN" if lead > _FAR_AHEAD else "this project's products"
+    log.info(
+        "%d threads, %s: oneDNN multiplies %.2f times as fast: %s are used", num_threads, dtype, lead, chosen
+    )
+    return lead
 
 
 def _has_vnni() -> bool:

@@ -1,56 +1,54 @@
-// Products of float32 rows with weights that are stored in bfloat16, float16 or float32.
+// Products of rows with weights that stay in bfloat16, float16 or float32, summed in float32.
 //
 // A weight [N, K] is packed once in panels of NR outputs, [N / NR, K, NR], in the type in which it is stored; the
 // outputs that are missing in the last panel are zeros. Stored numbers are widened to float32 exactly, in
-// registers, so the product is the float32 product of the same numbers, at half of the bytes.
+// registers, so the product of float32 rows is the float32 product of the same numbers, at half of the bytes.
 //
-// Each number of the result is one chain of fused multiply-adds in the order of k, which begins with the bias,
-// whatever the number of rows, the row's place among them, the number of threads and the length of vectors.
+// Where the processor multiplies pairs of bfloat16 and adds both products to a float32 itself (AVX512-BF16, Arm's
+// BF16), rows and weights of bfloat16 may stay as they are: panels of PAIRS are [N / NR, K / 2, NR, 2].
+//
+// Each number of the result is one chain of multiply-adds in the order of k, which begins with the bias, whatever
+// the number of rows, the row's place among them, the number of threads and, but for PAIRS, the length of vectors.
 // That is what makes the result of a row independent of what it is batched with.
 //
-// Compiled by models/ops/cpu/products.py with the flags of the machine that it runs on. Vectors are the
-// compiler's own, so that the same source serves AVX2, AVX-512 and NEON.
+// Compiled by models/ops/cpu/products.py with the flags of the machine that it runs on.
 
 #include <algorithm>
-#include <cstdint>
 #include <cstdlib>
-#include <cstring>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
+
+#include "vectors.h"
 
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16, VECTORS = 2, ROWS = 12;  // 24 sums, 2 weights and a broadcast in 32 registers
+constexpr int VECTORS = 2, ROWS = 12;  // 24 sums, 2 weights and a broadcast in 32 registers
 #elif defined(__AVX2__)
-constexpr int LANES = 8, VECTORS = 2, ROWS = 6;  // 12 sums, 2 weights and a broadcast in 16 registers
+constexpr int VECTORS = 2, ROWS = 6;  // 12 sums, 2 weights and a broadcast in 16 registers
 #else
-constexpr int LANES = 4, VECTORS = 4, ROWS = 6;  // 24 sums, 4 weights and a broadcast in 32 registers
+constexpr int VECTORS = 4, ROWS = 6;  // 24 sums, 4 weights and a broadcast in 32 registers
 #endif
 constexpr int NR = LANES * VECTORS;  // outputs of a panel
-constexpr long K_BLOCK = 256;        // rows of a panel that stay in the first cache for all rows of x: at most 32 KiB
+constexpr long BLOCK = 1 << 14;      // bytes of a panel that stay in the first cache for all rows of x
 constexpr long M_BLOCK = 16 * ROWS;  // rows of x that use them: their part takes at most 192 KiB of the second cache
 constexpr long SUMS = 1 << 16;       // sums that stay there as well: 256 KiB
 constexpr long LINE = 64;            // bytes that a prefetch brings
+constexpr long AHEAD = 8192;         // bytes between what few rows read and what is brought meanwhile
+constexpr int PAIRS = INT8 + 1;      // a kind of panels, beside those of vectors.h
 
-typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint32_t Bits __attribute__((vector_size(4 * LANES), aligned(4)));
-
-enum Kind { FLOAT32, BFLOAT16, FLOAT16 };
-
-inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
-inline void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
-
-// One row k of a panel, as stored. Two bfloat16 share a word, output i of a pair of vectors in its low half and
-// output i + LANES in its high half: a shift and a mask widen them.
-template <Kind KIND>
+// One row k of a panel, as stored, the numbers of x by which it is multiplied, and those of y.
+template <int KIND>
 struct Panel;
 
+struct OfFloats {
+    typedef float Number;
+    typedef float Result;
+    typedef Vec Weights;
+    static inline Vec add(Vec sum, Number a, Weights w) { return sum + a * w; }  // contracted to a fused multiply-add
+    static inline void narrow(Result* p, const float* sums, long count) { std::memcpy(p, sums, sizeof(float) * count); }
+};
+
 template <>
-struct Panel<FLOAT32> {
+struct Panel<FLOAT32> : OfFloats {
     typedef float Item;
     static constexpr long WORDS = NR;
     static inline void widen(const Item* p, Vec* w) {
@@ -58,8 +56,10 @@ struct Panel<FLOAT32> {
     }
 };
 
+// Two bfloat16 share a word, output i of a pair of vectors in its low half and output i + LANES in its high half: a
+// shift and a mask widen them.
 template <>
-struct Panel<BFLOAT16> {
+struct Panel<BFLOAT16> : OfFloats {
     typedef uint32_t Item;
     static constexpr long WORDS = NR / 2;
     static inline void widen(const Item* p, Vec* w) {
@@ -72,71 +72,97 @@ struct Panel<BFLOAT16> {
 };
 
 template <>
-struct Panel<FLOAT16> {
+struct Panel<FLOAT16> : OfFloats {
     typedef uint16_t Item;
     static constexpr long WORDS = NR;
     static inline void widen(const Item* p, Vec* w) {
-        for (int v = 0; v < VECTORS; v++) {
-            const Item* at = p + v * LANES;
-#if defined(__AVX512F__)
-            w[v] = (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-#elif defined(__AVX2__)
-            w[v] = (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-#else
-            w[v] = (Vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at)));
-#endif
-        }
+        for (int v = 0; v < VECTORS; v++) w[v] = Stored<FLOAT16>::widen(p + v * LANES);
     }
 };
 
-// Adds R rows times `num` rows of a panel to the sums [R, NR]. x has a stride for rows and one for k. What lies as
-// far behind `ahead` as what is read lies behind `p` is brought into the cache meanwhile, unless it is null.
-template <int R, Kind KIND>
-void tile(const float* x, long row_stride, long k_stride, const typename Panel<KIND>::Item* p, long num,
-          const typename Panel<KIND>::Item* ahead, float* y) {
+#if defined(__AVX512BF16__)
+#define HAS_PAIRS
+typedef __m512bh PairsOfWeights;
+inline Vec add_pairs(Vec sum, uint32_t a, PairsOfWeights w) {
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)), w);
+}
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_PAIRS
+typedef bfloat16x8_t PairsOfWeights;
+inline Vec add_pairs(Vec sum, uint32_t a, PairsOfWeights w) {
+    return (Vec)vbfdotq_f32((float32x4_t)sum, vreinterpretq_bf16_u32(vdupq_n_u32(a)), w);
+}
+#endif
+
+#if defined(HAS_PAIRS)
+template <>
+struct Panel<PAIRS> {
+    typedef uint32_t Item;
+    typedef uint32_t Number;
+    typedef uint16_t Result;
+    typedef PairsOfWeights Weights;
+    static constexpr long WORDS = NR;
+    static inline void widen(const Item* p, Weights* w) {
+        for (int v = 0; v < VECTORS; v++) std::memcpy(w + v, p + v * LANES, sizeof(Weights));
+    }
+    static inline Vec add(Vec sum, Number a, Weights w) { return add_pairs(sum, a, w); }
+    static inline void narrow(Result* p, const float* sums, long count) {
+        for (long i = 0; i < count; i += LANES) narrow_some<BFLOAT16>(p + i, load(sums + i), count - i);
+    }
+};
+#endif
+
+// Adds R rows times `num` rows of a panel to the sums [R, NR]. x has a stride for rows and one for k. From `ahead`
+// on, `step` bytes further for each k, what is read later is brought into the cache.
+template <int R, int KIND>
+void tile(const typename Panel<KIND>::Number* x, long row_stride, long k_stride, const typename Panel<KIND>::Item* p,
+          long num, const char* ahead, long step, float* y) {
     typedef Panel<KIND> Stored;
-    constexpr long STEP = LINE / sizeof(typename Stored::Item);
-    Vec sums[R][VECTORS];
+    constexpr long BYTES = Stored::WORDS * sizeof(typename Stored::Item);
+    Vec sums[R][VECTORS];  // in registers, which takes that each loop over them is unrolled
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++)
         for (int v = 0; v < VECTORS; v++) sums[r][v] = load(y + r * NR + v * LANES);
     for (long k = 0; k < num; k++) {
-        Vec w[VECTORS];
+        typename Stored::Weights w[VECTORS];
         Stored::widen(p + k * Stored::WORDS, w);
-        if (ahead)
-            for (long i = 0; i < Stored::WORDS; i += STEP) __builtin_prefetch(ahead + k * Stored::WORDS + i, 0, 2);
+        __builtin_prefetch(ahead + k * step, 0, 2);
+        if (BYTES > LINE && step > LINE) __builtin_prefetch(ahead + k * step + LINE, 0, 2);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
-            const float a = x[r * row_stride + k * k_stride];
-            for (int v = 0; v < VECTORS; v++) sums[r][v] += a * w[v];  // contracted to fused multiply-adds
+            const auto a = x[r * row_stride + k * k_stride];
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = Stored::add(sums[r][v], a, w[v]);
         }
     }
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++)
         for (int v = 0; v < VECTORS; v++) store(y + r * NR + v * LANES, sums[r][v]);
 }
 
-template <Kind KIND, int R = ROWS>
-void tile_of(int rows, const float* x, long row_stride, long k_stride, const typename Panel<KIND>::Item* p, long num,
-             const typename Panel<KIND>::Item* ahead, float* y) {
+template <int KIND, int R = ROWS>
+void tile_of(int rows, const typename Panel<KIND>::Number* x, long row_stride, long k_stride,
+             const typename Panel<KIND>::Item* p, long num, const char* ahead, long step, float* y) {
     if (rows == R)
-        tile<R, KIND>(x, row_stride, k_stride, p, num, ahead, y);
+        tile<R, KIND>(x, row_stride, k_stride, p, num, ahead, step, y);
     else if constexpr (R > 1)
-        tile_of<KIND, R - 1>(rows, x, row_stride, k_stride, p, num, ahead, y);
+        tile_of<KIND, R - 1>(rows, x, row_stride, k_stride, p, num, ahead, step, y);
 }
 
 // First row of part i of n equal parts of m rows.
 inline long part(long m, long n, long i) { return m * i / n; }
 
 struct Product {
-    const float* x;
-    long x_stride, num_rows, num_inputs, num_outputs;
+    const void* x;
+    long x_stride, num_rows, num_inputs, num_outputs;  // inputs and strides are counted in numbers of the kind
     const void* panels;
     const float* bias;  // may be null
-    float* y;
+    void* y;
     long y_stride;
 };
 
-float* room_for(long items) {
-    return static_cast<float*>(std::aligned_alloc(64, (sizeof(float) * items + 63) / 64 * 64));
+template <typename Number>
+Number* room_for(long items) {
+    return static_cast<Number*>(std::aligned_alloc(64, (sizeof(Number) * items + 63) / 64 * 64));
 }
 
 // Sums [num_rows, NR] of a panel begin with the bias.
@@ -147,74 +173,88 @@ void begin(const Product& of, long panel, float* sums, long num_rows) {
     for (long r = 0; r < num_rows; r++) std::memcpy(sums + r * NR, first, sizeof(first));
 }
 
+template <int KIND>
 void finish(const Product& of, long panel, const float* sums, long from, long num_rows) {
     const long count = std::min<long>(NR, of.num_outputs - panel * NR);
-    float* y = of.y + from * of.y_stride + panel * NR;
-    for (long r = 0; r < num_rows; r++) std::memcpy(y + r * of.y_stride, sums + r * NR, sizeof(float) * count);
+    auto* y = static_cast<typename Panel<KIND>::Result*>(of.y) + from * of.y_stride + panel * NR;
+    for (long r = 0; r < num_rows; r++) Panel<KIND>::narrow(y + r * of.y_stride, sums + r * NR, count);
 }
 
 // Panels first .. last of few rows: each weight is used once, and is widened where it is multiplied.
-template <Kind KIND>
+template <int KIND>
 void few_rows(const Product& of, long first, long last) {
-    const auto* all = static_cast<const typename Panel<KIND>::Item*>(of.panels);
+    typedef Panel<KIND> Stored;
+    const auto* all = static_cast<const typename Stored::Item*>(of.panels);
+    const auto* x = static_cast<const typename Stored::Number*>(of.x);
     float sums[ROWS * NR];
     for (long q = first; q < last; q++) {
         begin(of, q, sums, of.num_rows);
-        const auto* p = all + q * of.num_inputs * Panel<KIND>::WORDS;
-        tile_of<KIND>(of.num_rows, of.x, of.x_stride, 1, p, of.num_inputs, nullptr, sums);
-        finish(of, q, sums, 0, of.num_rows);
+        const auto* p = all + q * of.num_inputs * Stored::WORDS;
+        tile_of<KIND>(of.num_rows, x, of.x_stride, 1, p, of.num_inputs, reinterpret_cast<const char*>(p) + AHEAD,
+                      Stored::WORDS * sizeof(*p), sums);
+        finish<KIND>(of, q, sums, 0, of.num_rows);
     }
 }
 
+template <int KIND>
+constexpr long k_block() {
+    return BLOCK / (Panel<KIND>::WORDS * sizeof(typename Panel<KIND>::Item));
+}
+
 // Write rows m0 .. m0 + mc of x in the order in which tiles read them: [block of k, tile, k, row of the tile].
-void turn(const Product& of, long m0, long mc, long tiles, float* turned) {
-    for (long k0 = 0; k0 < of.num_inputs; k0 += K_BLOCK) {
-        const long kc = std::min(K_BLOCK, of.num_inputs - k0);
+template <int KIND, typename Number>
+void turn(const Product& of, long m0, long mc, long tiles, Number* turned) {
+    for (long k0 = 0; k0 < of.num_inputs; k0 += k_block<KIND>()) {
+        const long kc = std::min(k_block<KIND>(), of.num_inputs - k0);
         for (long t = 0; t < tiles; t++) {
             const long from = part(mc, tiles, t), rows = part(mc, tiles, t + 1) - from;
-            const float* x = of.x + (m0 + from) * of.x_stride + k0;
-            float* to = turned + k0 * mc + from * kc;
+            const Number* x = static_cast<const Number*>(of.x) + (m0 + from) * of.x_stride + k0;
+            Number* to = turned + k0 * mc + from * kc;
             for (long k = 0; k < kc; k++)
                 for (long r = 0; r < rows; r++) to[k * rows + r] = x[r * of.x_stride + k];
         }
     }
 }
 
-// Panels first .. last of many rows: a block of a panel stays in the first cache for all rows of a block. The part of
-// x and the sums of a group of panels stay in the second.
-template <Kind KIND>
+// Panels first .. last of many rows: a block of a panel stays in the first cache for all rows of a block, and each of
+// their tiles brings its share of the next block. The part of x and the sums of a group of panels stay in the second.
+template <int KIND>
 void many_rows(const Product& of, long first, long last) {
     typedef Panel<KIND> Stored;
     const auto* all = static_cast<const typename Stored::Item*>(of.panels);
     const long most_rows = std::min(M_BLOCK, of.num_rows), group = std::max(1L, SUMS / (most_rows * NR));
-    float* turned = room_for(most_rows * of.num_inputs);
-    float* sums = room_for(std::min(group, last - first) * most_rows * NR);
+    auto* turned = room_for<typename Stored::Number>(most_rows * of.num_inputs);
+    float* sums = room_for<float>(std::min(group, last - first) * most_rows * NR);
     for (long m0 = 0; m0 < of.num_rows; m0 += M_BLOCK) {
         const long mc = std::min(M_BLOCK, of.num_rows - m0), tiles = (mc + ROWS - 1) / ROWS;
-        turn(of, m0, mc, tiles, turned);
+        const long step = Stored::WORDS * sizeof(typename Stored::Item) / tiles;
+        turn<KIND>(of, m0, mc, tiles, turned);
         for (long q0 = first; q0 < last; q0 += group) {
             const long q1 = std::min(q0 + group, last);
             for (long q = q0; q < q1; q++) begin(of, q, sums + (q - q0) * mc * NR, mc);
-            for (long k0 = 0; k0 < of.num_inputs; k0 += K_BLOCK) {
-                const long kc = std::min(K_BLOCK, of.num_inputs - k0);
+            for (long k0 = 0; k0 < of.num_inputs; k0 += k_block<KIND>()) {
+                const long kc = std::min(k_block<KIND>(), of.num_inputs - k0);
                 for (long q = q0; q < q1; q++) {
                     const auto* p = all + (q * of.num_inputs + k0) * Stored::WORDS;
-                    const auto* next = q + 1 < q1 ? p + of.num_inputs * Stored::WORDS : nullptr;
+                    const long then = q + 1 < q1                ? (q + 1) * of.num_inputs + k0
+                                      : k0 + kc < of.num_inputs ? q0 * of.num_inputs + k0 + kc
+                                                                : q1 * of.num_inputs;
+                    const char* next = reinterpret_cast<const char*>(all + then * Stored::WORDS);
                     for (long t = 0; t < tiles; t++) {
                         const long from = part(mc, tiles, t), rows = part(mc, tiles, t + 1) - from;
-                        tile_of<KIND>(rows, turned + k0 * mc + from * kc, 1, rows, p, kc, t ? nullptr : next,
-                                      sums + ((q - q0) * mc + from) * NR);
+                        tile_of<KIND>(rows, turned + k0 * mc + from * kc, 1, rows, p, kc,
+                                      next + t * kc * step, step, sums + ((q - q0) * mc + from) * NR);
                     }
                 }
             }
-            for (long q = q0; q < q1; q++) finish(of, q, sums + (q - q0) * mc * NR, m0, mc);
+            for (long q = q0; q < q1; q++) finish<KIND>(of, q, sums + (q - q0) * mc * NR, m0, mc);
         }
     }
     std::free(turned);
     std::free(sums);
 }
 
-template <Kind KIND>
+template <int KIND>
 void panels_of(const Product& of, long first, long last) {
     if (of.num_rows <= ROWS)
         few_rows<KIND>(of, first, last);
@@ -226,6 +266,9 @@ void panels_of_kind(int kind, const Product& of, long first, long last) {
     if (kind == FLOAT32) panels_of<FLOAT32>(of, first, last);
     if (kind == BFLOAT16) panels_of<BFLOAT16>(of, first, last);
     if (kind == FLOAT16) panels_of<FLOAT16>(of, first, last);
+#if defined(HAS_PAIRS)
+    if (kind == PAIRS) panels_of<PAIRS>(of, first, last);
+#endif
 }
 
 }  // namespace
@@ -233,6 +276,15 @@ void panels_of_kind(int kind, const Product& of, long first, long last) {
 extern "C" {
 
 long outputs_of_a_panel() { return NR; }
+
+// The number of the kind PAIRS, or -1 where this processor does not multiply them.
+int kind_of_pairs() {
+#if defined(HAS_PAIRS)
+    return PAIRS;
+#else
+    return -1;
+#endif
+}
 
 // Pack w [N, K], items of 2 or 4 bytes, into panels; `packed` has room for N rounded up to whole panels.
 void pack(const void* w, void* packed, long num_outputs, long num_inputs, int kind) {
@@ -252,16 +304,19 @@ void pack(const void* w, void* packed, long num_outputs, long num_inputs, int ki
                     const long pair = i / (2 * LANES), high = i / LANES % 2, lane = i % LANES;
                     to = row + pair * 2 * LANES + 2 * lane + high;
                 }
+                if (kind == PAIRS) to = ((q * num_inputs + k) / 2 * NR + i) * 2 + k % 2;
                 static_cast<uint16_t*>(packed)[to] = i < count ? static_cast<const uint16_t*>(w)[from] : 0;
             }
         }
     }
 }
 
-// y [M, N] = bias [N] + x [M, K] w [N, K]^T; strides are those of rows, in items.
-void multiply(const float* x, long x_stride, const void* panels, const float* bias, float* y, long y_stride,
+// y [M, N] = bias [N] + x [M, K] w [N, K]^T; strides are those of rows, in items. Of PAIRS, x and y are bfloat16, and
+// K and the stride of x are even.
+void multiply(const void* x, long x_stride, const void* panels, const float* bias, void* y, long y_stride,
               long num_rows, long num_outputs, long num_inputs, int kind, int num_threads) {
-    const Product of = {x, x_stride, num_rows, num_inputs, num_outputs, panels, bias, y, y_stride};
+    const long together = kind == PAIRS ? 2 : 1;
+    const Product of = {x, x_stride / together, num_rows, num_inputs / together, num_outputs, panels, bias, y, y_stride};
     const long count = (num_outputs + NR - 1) / NR;
     if (num_threads == 1) {
         panels_of_kind(kind, of, 0, count);

@@ -1,9 +1,10 @@
-"""Multiply float32 rows by weights that stay in the type in which they are stored.
+"""Multiply rows by weights that stay in the type in which they are stored.
 
 The products of few rows, which decodes are, wait for weights to be read. oneDNN reads float32 wherever the
 processor does not multiply bfloat16 itself; `products.cpp` reads bfloat16 and widens it in registers,
-exactly. It also sums every row in the same order whatever the row is batched with, so a row's result is the
-same, bit by bit, for any number of rows and threads.
+exactly. Where the processor does, rows of bfloat16 are multiplied as they are. Every row is summed in the
+same order whatever it is batched with, so a row's result is the same, bit by bit, for any number of rows and
+threads.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Panels:
     numbers: Tensor
     num_outputs: int
     num_inputs: int
+    kind: int  # the source's, which says in what order the numbers lie
     bias: Tensor | None
 
 
@@ -45,28 +47,40 @@ class Products:
         ]
         self._pack.restype = self._multiply.restype = None
         self._width = int(library.outputs_of_a_panel())
+        self._pairs = int(library.kind_of_pairs())
 
-    def pack(self, weight: Tensor, bias: Tensor | None) -> Panels:
-        """Pack a weight [out, in] in its own type, or in bfloat16 if that holds all of its numbers."""
-        weight = narrowed(weight).contiguous()
+    def multiplies(self, weight: Tensor) -> bool:
+        """Whether this processor multiplies a weight [out, in] as it is, in pairs of neighbouring inputs."""
+        return self._pairs >= 0 and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+
+    def pack(self, weight: Tensor, bias: Tensor | None, *, is_widened: bool = True) -> Panels:
+        """Pack a weight [out, in] in its own type, or in bfloat16 if that holds all of its numbers.
+
+        It is multiplied in float32 unless `is_widened` is false, which takes a weight of which `multiplies`
+        is true, and rounds rows to bfloat16.
+        """
+        weight = (narrowed(weight) if is_widened else weight).contiguous()
         num_outputs, num_inputs = weight.shape
         rows = -(-num_outputs // self._width) * self._width
         numbers = torch.empty(rows * num_inputs, dtype=weight.dtype)
-        kind = KINDS[weight.dtype]
+        kind = KINDS[weight.dtype] if is_widened else self._pairs
         self._pack(weight.data_ptr(), numbers.data_ptr(), num_outputs, num_inputs, kind)
-        return Panels(numbers, num_outputs, num_inputs, None if bias is None else bias.float().contiguous())
+        return Panels(
+            numbers, num_outputs, num_inputs, kind, None if bias is None else bias.float().contiguous()
+        )
 
     def multiply(self, x: Tensor, panels: Panels) -> Tensor:
         """Map [T, in] to [T, out] in x's type, summed in float32."""
-        rows = x.float()
-        if rows.stride(-1) != 1:
+        is_paired = panels.kind == self._pairs
+        rows = x.bfloat16() if is_paired else x.float()
+        if rows.stride(-1) != 1 or (is_paired and rows.stride(0) % 2):
             rows = rows.contiguous()
-        y = torch.empty(len(rows), panels.num_outputs)
+        y = torch.empty(len(rows), panels.num_outputs, dtype=rows.dtype)
         self._multiply(
             *(rows.data_ptr(), rows.stride(0), panels.numbers.data_ptr()),
             None if panels.bias is None else panels.bias.data_ptr(),
             *(y.data_ptr(), panels.num_outputs, len(rows), panels.num_outputs, panels.num_inputs),
-            *(KINDS[panels.numbers.dtype], torch.get_num_threads()),
+            *(panels.kind, torch.get_num_threads()),
         )
         return y.to(x.dtype)
 
