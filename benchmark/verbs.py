@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmark import options as kinds
 from benchmark.options import markdown, rate, show
@@ -34,19 +34,11 @@ from recipes.schema.numbers import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """One option: its flag, and what argparse needs to know of it."""
 
     flag: str
     given: Mapping[str, Any]
-
-    def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Add the option; its help names its default, unless that has no short form."""
-        given = dict(self.given)
-        if isinstance(default := given.get("default"), (int, float, str)) and not isinstance(default, bool):
-            given["help"] = f"{given['help']} (default: {default})".lstrip()
-        parser.add_argument(self.flag, **given)
 
 
 def option(
@@ -57,7 +49,9 @@ def option(
     default: Any = None,
     **more: Any,
 ) -> Option:
-    """Declare an option with a value."""
+    """Declare an option with a value; its help names its default, unless that has no short form."""
+    if isinstance(default, (int, float, str)):
+        help = f"{help} (default: {default})".lstrip()
     return Option(flag, {"type": type, "metavar": metavar, "help": help, "default": default, **more})
 
 
@@ -131,7 +125,6 @@ LOAD = (  # what is sent to a server, and where; names are those of `vllm bench 
     option("--goodput", kinds.objective, "NAME:MS", "objectives: ttft, tpot, itl, e2el", nargs="+"),
     option("--request-timeout-s", real(1e-3, MOST_WAIT_S), "SECONDS", default=600.0),
     option("--ready-check-timeout-sec", real(0, MOST_WAIT_S), "S", "for a server that starts", 60.0),
-    switch("--retry-rejected", "come again when a busy server says so"),
 )  # fmt: skip
 BESIDE_ROWS = ("at-once", "burst", "steady", "shared", "long")  # named here, as importing them takes seconds
 BENCHMARKS = (
@@ -511,7 +504,7 @@ def parser_of(verb: Verb, prog: str, modes: Sequence[Verb] = ()) -> argparse.Arg
     if verb.takes_recipe:
         add_recipe(parser)
     for each in verb.options:
-        each.add_to(parser)
+        parser.add_argument(each.flag, **each.given)
     if verb.table:
         parser.add_argument("--json", action="store_true", help="print JSON rather than a table")
     return parser

@@ -24,7 +24,7 @@ PARTS: dict[str, float | None] = {"mean": None, "std": None, **PERCENTS}
 BATCH_PERCENTS = (10, 25, 50, 75, 90, 99)
 UNITS: dict[str, tuple[str, ...]] = {  # a unit -> the figures that have it
     "count": (
-        *("requests", "completed", "failed", "rejected", "retried", "ended_by.stop", "ended_by.length"),
+        *("requests", "completed", "failed", "rejected", "ended_by.stop", "ended_by.length"),
         *("prompt_tokens", "output_tokens", "total_num_tokens", "asked_output_tokens", "least_output_tokens"),
         *("most_output_tokens", "itl_gaps", "steps", "preemptions", "max_concurrent_requests"),
         *("slots", "page_size", "num_pages", "num_devices"),

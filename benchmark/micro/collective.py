@@ -354,17 +354,12 @@ def stages_of(recipe: Recipe, world: Group, num_requests: int) -> list[dict[str,
         engine.runner = runner = TimedStage(built.runner, links, world, engine.slots, costs)
         start_s = time.perf_counter()
         serve(engine, np.random.default_rng(number), num_requests, decoder.config.vocab_size)
-        found.append(
-            {
-                "stage": decoder.share.stage,
-                "seconds": time.perf_counter() - start_s,
-                "busy_s": sum(each.taken_s for each in runner.steps),
-                "waited_s": runner.waited_s,
-                "simulated_seconds": runner.done_s[-1],
-                "simulated_busy_s": runner.simulated.busy_s if runner.simulated else 0.0,
-                "simulated_waited_s": runner.simulated.bubbles_s if runner.simulated else {},
-            }
-        )
+        row: dict[str, Any] = {"stage": decoder.share.stage, "seconds": time.perf_counter() - start_s}
+        row |= {**runner.waited_s, "busy": sum(each.taken_s for each in runner.steps)}
+        if runner.simulated is not None:
+            waited = runner.simulated.bubbles_s
+            row["simulated"] = {"seconds": runner.done_s[-1], "busy": runner.simulated.busy_s, **waited}
+        found.append(row)
         texts: list[str] = [""] * world.size
         dist.all_gather_object(texts, fit(runner.steps).in_json())
         first_of_each = reversed(texts[:: recipe.parallel.tensor])  # the last stage has the first ranks
@@ -396,15 +391,15 @@ def run_stages(options: argparse.Namespace) -> dict[str, Any]:
     check_cpu(recipe)
     ranks = in_ranks(recipe, stages_of, num_requests)
     rounds = [list(each) for each in zip(*ranks[:: recipe.parallel.tensor])]
-    rows = [shares([each[at]]) for each in rounds for at in range(stages)]
+    rows = [shares([each[at]], 1) for each in rounds for at in range(stages)]
     named = {
         f"stage {ranks[at * recipe.parallel.tensor][0]['stage'] + 1}": rows[at::stages]
         for at in range(stages)
     }
-    named["all"] = [shares(each) for each in rounds]
-    named["simulated"] = [simulated_shares(each[0], stages) for each in rounds]
+    named["all"] = [shares(each, stages) for each in rounds]
+    named["simulated"] = [shares([each[0]["simulated"]], stages) for each in rounds]
     order = sorted(named.items(), key=lambda each: (each[0] in ("all", "simulated"), each[0]))
-    times = [each[0]["simulated_seconds"] / each[0]["seconds"] for each in rounds]
+    times = [each[0]["simulated"]["seconds"] / each[0]["seconds"] for each in rounds]
     found = {
         "stages": stages,
         "requests": num_requests,
@@ -418,18 +413,10 @@ def run_stages(options: argparse.Namespace) -> dict[str, Any]:
     return {"stages": found}
 
 
-def shares(of_stages: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the share of these stages' time that each kind of wait took, and the share that was computed."""
-    total_s = sum(each["seconds"] for each in of_stages)
-    waited = {kind: sum(each["waited_s"][kind] for each in of_stages) / total_s for kind in reversed(KINDS)}
-    return waited | {"busy": sum(each["busy_s"] for each in of_stages) / total_s}
-
-
-def simulated_shares(found: dict[str, Any], stages: int) -> dict[str, float]:
-    """Return the same shares of all simulated stages."""
-    total_s = stages * found["simulated_seconds"]
-    waited = {kind: found["simulated_waited_s"][kind] / total_s for kind in reversed(KINDS)}
-    return waited | {"busy": found["simulated_busy_s"] / total_s}
+def shares(rows: Sequence[Mapping[str, Any]], num_stages: int) -> dict[str, float]:
+    """Return the shares of the time of `num_stages` that each kind of wait took, and that was computed."""
+    total_s = num_stages / len(rows) * sum(each["seconds"] for each in rows)
+    return {name: sum(each[name] for each in rows) / total_s for name in (*reversed(KINDS), "busy")}
 
 
 def print_stages(result: Mapping[str, Any]) -> None:

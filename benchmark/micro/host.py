@@ -111,17 +111,25 @@ def full_scheduler(
     return scheduler
 
 
-def step_us(scheduler: Scheduler, random: np.random.Generator) -> float:
-    """Return the microseconds of one step's schedule, batch inputs and commit."""
+def step_us(
+    scheduler: Scheduler, random: np.random.Generator, start_s: float | None = None, end_s: float = 0.0
+) -> float:
+    """Return the microseconds of one step's schedule, batch inputs and commit.
+
+    The scheduler's clock is this process's own or, where they are given, the step's start and end; then
+    requests that waited too long are looked for as well.
+    """
     start = time.perf_counter()
-    batch = scheduler.schedule(start)
+    if start_s is not None:
+        scheduler.expire(start_s)
+    batch = scheduler.schedule(start if start_s is None else start_s)
     scheduler.slots.inputs(batch)
     if scheduler.slots.state_pages is not None:
         scheduler.slots.state_pages[batch.slots].astype(np.int64)  # models/step/inputs.py reads them so
     scheduled = time.perf_counter()
     sampled = Sampled(random.integers(0, VOCAB_SIZE, len(batch.sampled)))  # the device's work
     computed = time.perf_counter()
-    scheduler.commit(batch, sampled, computed)
+    scheduler.commit(batch, sampled, computed if start_s is None else end_s)
     return 1e6 * (time.perf_counter() - computed + scheduled - start)
 
 
@@ -191,6 +199,14 @@ def variants(num_slots: int) -> dict[str, dict[str, Any]]:
     }
 
 
+def scheduler_for(num_slots: int, longest: int, max_batch_tokens: int, **keys: Any) -> Scheduler:
+    """Return a scheduler as a recipe with these keys makes it, whose pages hold `longest` tokens a slot."""
+    pages = 1 + num_slots * -(-longest // PAGE_SIZE)
+    asked = SchedulerSection(num_slots=num_slots, max_batch_tokens=max_batch_tokens, **keys)
+    limits = SchedulerLimits(pages, 0, longest, VOCAB_SIZE, (), None)
+    return scheduler_of(asked, CacheSection(page_size=PAGE_SIZE, num_pages=pages), limits)
+
+
 class KeptFull:
     """A scheduler that is kept full."""
 
@@ -199,13 +215,7 @@ class KeptFull:
         # This mean lets one request of num_slots end in each step.
         self._answer = (num_slots // 2, num_slots + num_slots // 2)
         longest = SHORT_PROMPTS[1] + self._answer[1]
-        budget = max(2 * num_slots, longest) + 512
-        asked = SchedulerSection(num_slots=num_slots, max_batch_tokens=budget, **keys)
-        pages = 1 + num_slots * -(-longest // PAGE_SIZE)
-        limits = SchedulerLimits(pages, 0, longest, VOCAB_SIZE, (), None)
-        self.scheduler: Scheduler = scheduler_of(
-            asked, CacheSection(page_size=PAGE_SIZE, num_pages=pages), limits
-        )
+        self.scheduler = scheduler_for(num_slots, longest, max(2 * num_slots, longest) + 512, **keys)
         self._num_waiting = num_waiting
         self._number = 0
         self._now_s = 0.0
@@ -217,30 +227,15 @@ class KeptFull:
             self._number += 1
             params = SamplingParams(max_tokens=int(random.integers(*self._answer)), temperature=0.0)
             prompt = random.integers(0, VOCAB_SIZE, int(random.integers(*SHORT_PROMPTS))).astype(np.int32)
-            request = Request(
-                str(self._number),
-                prompt,
-                params,
-                tenant=f"tenant {random.integers(100)}",
-                priority=int(random.integers(-2, 3)),
-                arrival_s=self._now_s,
-            )
+            request = Request(str(self._number), prompt, params, arrival_s=self._now_s)
+            request.tenant, request.priority = f"tenant {random.integers(100)}", int(random.integers(-2, 3))
             self.scheduler.add(request)
 
     def step_us(self) -> float:
-        """Return the microseconds of one step's schedule, batch inputs and commit."""
+        """Return the microseconds of one step, at virtual times."""
         self.fill()
-        self._now_s += STEP_S
-        start = time.perf_counter()
-        self.scheduler.expire(self._now_s)
-        batch = self.scheduler.schedule(self._now_s)
-        self.scheduler.slots.inputs(batch)
-        scheduled = time.perf_counter()
-        sampled = Sampled(np.full(len(batch.sampled), 7, dtype=np.int64))  # the device's work
-        self._now_s += STEP_S
-        computed = time.perf_counter()
-        self.scheduler.commit(batch, sampled, self._now_s)
-        return 1e6 * (time.perf_counter() - computed + scheduled - start)
+        self._now_s += 2 * STEP_S
+        return step_us(self.scheduler, self._random, self._now_s - STEP_S, self._now_s)
 
 
 def measure_waiting(num_slots: int, num_waiting: int, num_steps: int) -> Iterator[dict[str, Any]]:
@@ -251,18 +246,11 @@ def measure_waiting(num_slots: int, num_waiting: int, num_steps: int) -> Iterato
         for _ in range(2 * num_slots):  # runs until requests end at every step
             bench.step_us()
         gc.collect()
-        times_us = [bench.step_us() for _ in range(num_steps)]
-        p50, p99 = np.percentile(times_us, [50, 99])
-        mean_us = float(np.mean(times_us))
+        found = percentiles([bench.step_us() for _ in range(num_steps)])
+        mean_us = float(np.mean(found["times_us"]))
         base_us = base_us or mean_us
-        yield {
-            "variant": name,
-            "mean_us": round(mean_us, 1),
-            "p50_us": round(float(p50), 1),
-            "p99_us": round(float(p99), 1),
-            "times_the_first": round(mean_us / base_us, 2),
-            "times_us": [round(each, 1) for each in times_us],
-        }
+        ratio = round(mean_us / base_us, 2)
+        yield {"variant": name, "mean_us": round(mean_us, 1), **found, "times_the_first": ratio}
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -298,8 +286,8 @@ def print_table(result: Mapping[str, Any]) -> None:
         head = f"{num_slots} slots, {result['waiting']} waiting"
         print(head.ljust(36) + "µs a step: mean, p50, p99; times the first")
         for row in rows:
-            name, *figures = (value for part, value in row.items() if part != "times_us")
-            print(f"  {name}".ljust(36) + "".join(f"{figure:>10}" for figure in figures))
+            figures = (row[part] for part in ("mean_us", "p50_us", "p99_us", "times_the_first"))
+            print(f"  {row['variant']}".ljust(36) + "".join(f"{figure:>10}" for figure in figures))
     print(verdict_line(result["verdict"]))
 
 
@@ -324,11 +312,7 @@ class AtOnce:
 
 def empty_scheduler(num_slots: int, num_steps: int) -> Scheduler:
     """Return an empty scheduler with room for all contexts."""
-    longest = FOLLOWED_PROMPT + num_steps + 8
-    pages = 1 + num_slots * -(-longest // PAGE_SIZE)
-    asked = SchedulerSection(num_slots=num_slots, max_batch_tokens=num_slots * FOLLOWED_PROMPT)
-    limits = SchedulerLimits(pages, 0, longest, VOCAB_SIZE, (), None)
-    return scheduler_of(asked, CacheSection(page_size=PAGE_SIZE, num_pages=pages), limits)
+    return scheduler_for(num_slots, FOLLOWED_PROMPT + num_steps + 8, num_slots * FOLLOWED_PROMPT)
 
 
 def follow(address: tuple[str, int], num_slots: int, num_steps: int) -> None:

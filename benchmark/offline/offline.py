@@ -15,7 +15,7 @@ import argparse
 import gc
 import resource
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -245,59 +245,45 @@ def batch_figures(runs: list[dict[str, Any]]) -> dict[str, object]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class StallLoad:
-    """The requests that are served."""
+def stall_requests(options: argparse.Namespace, vocab_size: int) -> Iterator[Request]:
+    """Yield the answers that run, then the long prompts beside them; the same at every call."""
 
-    prompt_tokens: int  # tokens of a long prompt
-    every_s: float  # interval between long prompts
-    num_prompts: int
-    num_answers: int  # answers that run beside them
-    answer_tokens: int
-    chunk_tokens: int
+    def request(name: str, num_prompt: int, max_tokens: int, at_s: float = 0.0) -> Request:
+        prompt = random.integers(0, vocab_size, num_prompt).astype(np.int32)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        return Request(name, prompt, params, arrival_s=at_s)
 
-    def jobs(self, vocab_size: int) -> list[Job]:
-        """Return new requests, the same at every call."""
-        random = np.random.default_rng(0)
-        return [Job(request) for request in self._requests(random, vocab_size)]
-
-    def _requests(self, random: np.random.Generator, vocab_size: int) -> Iterator[Request]:
-        for number in range(self.num_answers):
-            params = SamplingParams(max_tokens=self.answer_tokens, temperature=0.0, ignore_eos=True)
-            yield Request(f"answer {number}", random.integers(0, vocab_size, 16).astype(np.int32), params)
-        for number in range(1, self.num_prompts + 1):
-            prompt = random.integers(0, vocab_size, self.prompt_tokens).astype(np.int32)
-            params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-            yield Request(f"prompt {number}", prompt, params, arrival_s=number * self.every_s)
-
-    def ways(self) -> dict[str, list[str]]:
-        """Return the recipe's keys for both ways."""
-        num_slots, longest = self.num_answers + 2, max(self.prompt_tokens + 2, self.answer_tokens + 16)
-        budget = max(num_slots, self.chunk_tokens + self.num_answers)
-        both = [f"scheduler.num_slots={num_slots}", f"scheduler.max_request_tokens={longest}"]
-        whole = ["scheduler.policy=orca", f"scheduler.max_batch_tokens={longest + num_slots}"]
-        chunked = ["scheduler.policy=stall_free", f"scheduler.max_batch_tokens={budget}"]
-        return {"whole": [*both, *whole], "chunked": [*both, *chunked]}
+    random = np.random.default_rng(0)
+    for number in range(options.answers):
+        yield request(f"answer {number}", 16, options.answer_tokens)
+    for number in range(1, options.prompts + 1):
+        yield request(f"prompt {number}", options.prompt_tokens, 2, number * options.every)
 
 
-def _stalled(
-    recipe_path: str, overrides: Sequence[str], profile: str | None, load: StallLoad
-) -> dict[str, Any]:
-    recipe = read(recipe_path, overrides, profile).recipe
-    built = build(recipe)
+def stall_ways(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the recipe's keys for both ways."""
+    num_slots, longest = options.answers + 2, max(options.prompt_tokens + 2, options.answer_tokens + 16)
+    budget = max(num_slots, options.chunk + options.answers)
+    both = [f"scheduler.num_slots={num_slots}", f"scheduler.max_request_tokens={longest}"]
+    whole = ["scheduler.policy=orca", f"scheduler.max_batch_tokens={longest + num_slots}"]
+    chunked = ["scheduler.policy=stall_free", f"scheduler.max_batch_tokens={budget}"]
+    return {"whole": [*both, *whole], "chunked": [*both, *chunked]}
+
+
+def _stalled(options: argparse.Namespace, keys: Sequence[str]) -> dict[str, Any]:
+    built = build(read(options.recipe, [*options.overrides, *keys], options.profile).recipe)
     gc.collect()
-    jobs = load.jobs(built.config.vocab_size)
-    timeline, records = serve(built.engine, None, jobs)
-    check_answered(recipe_path, records)
-    requests = [job.request for job in jobs]
+    requests = list(stall_requests(options, built.config.vocab_size))
+    timeline, records = serve(built.engine, None, [Job(request) for request in requests])
+    check_answered(options.recipe, records)
     gaps_s = [
         gap_s
-        for request in requests[: load.num_answers]
+        for request in requests[: options.answers]
         for gap_s in np.diff(timeline.token_times_s[request.id]).tolist()
     ]
     first_s, last_s = timeline.steps[0].start_s, timeline.steps[-1].end_s
     tokens = sum(sum(step.num_tokens) for step in timeline.steps)
-    prompts = requests[load.num_answers :]
+    prompts = requests[options.answers :]
     waits_s = [each.first_token_s - each.arrival_s for each in prompts if each.first_token_s is not None]
     return {
         "worst_itl_ms": round(1e3 * max(gaps_s), 3),
@@ -311,14 +297,16 @@ def _stalled(
 
 def run_stall(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of both ways, and the ratios of chunks to whole prompts."""
-    given = (options.prompt_tokens, options.every, options.prompts, options.answers, options.answer_tokens)
-    load = StallLoad(*given, options.chunk)
-    path, overrides, profile = options.recipe, options.overrides, options.profile
-    figures = {name: _stalled(path, [*overrides, *keys], profile, load) for name, keys in load.ways().items()}
+    figures = {name: _stalled(options, keys) for name, keys in stall_ways(options).items()}
     whole, chunked = figures["whole"], figures["chunked"]
+    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    load = {
+        "prompt_tokens": options.prompt_tokens, "every_s": options.every, "num_prompts": options.prompts,
+        "num_answers": options.answers, "answer_tokens": options.answer_tokens, "chunk_tokens": options.chunk,
+    }  # fmt: skip
     return {
-        "load": asdict(load),
-        "machine": versions.describe(start(read(path, overrides, profile).recipe.device).name),
+        "load": load,
+        "machine": versions.describe(start(recipe.device).name),
         **figures,
         "worst_itl_times_lower": round(whole["worst_itl_ms"] / chunked["worst_itl_ms"], 2),
         "throughput_times": round(chunked["total_tokens_per_s"] / whole["total_tokens_per_s"], 4),

@@ -20,7 +20,7 @@ import argparse
 import gc
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,16 +45,6 @@ TEXTS = ("quoting", "ordinary", "random")
 ROUNDS = 4
 WAYS = ("throughput", "source", "fixed")
 KINDS = ("plain", *(f"{name}, {way}" for name in PROPOSERS for way in WAYS))
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationLoad:
-    """The requests that are served."""
-
-    prompt_tokens: int
-    answer_tokens: int
-    most_drafts: int
-    num_runs: int
 
 
 def proposer_of(kind: str) -> str:
@@ -88,11 +78,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     All kinds take part, or those asked for; raises ValueError for a draft model or a head that the recipe
     does not name.
     """
-    load = SpeculationLoad(options.prompt, options.answer, options.most, options.runs)
     asked = None if options.kinds is None else list(dict.fromkeys(("plain", *options.kinds)))
-    loads, most_tokens = options.loads, 2 * (load.prompt_tokens + _longest(load))
+    loads, most_tokens = options.loads, 2 * (options.prompt + _longest(options.answer))
     keys = [f"scheduler.num_slots={max(loads)}", f"scheduler.max_request_tokens={most_tokens}"]
-    keys.append(f"speculation.max_tokens={load.most_drafts}")  # a head stores features for this many drafts
+    keys.append(f"speculation.max_tokens={options.most}")  # a head stores features for this many drafts
     recipe = read(options.recipe, [*options.overrides, *keys], options.profile).recipe
     absent = set(ON_DEVICE) - {recipe.speculation.kind}
     for kind in asked or ():
@@ -106,32 +95,34 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     built = build(recipe)
     rows: list[dict[str, Any]] = []
     for text in TEXTS:
-        prompts = _prompts(built.engine, text, ROUNDS * max(loads), load, built.config.vocab_size)
+        prompts = _prompts(built.engine, text, ROUNDS * max(loads), options, built.config.vocab_size)
         for num in loads:
-            rows += _rows(built.engine, text, prompts[: ROUNDS * num], kinds, load)
+            rows += _rows(built.engine, text, prompts[: ROUNDS * num], kinds, options)
     return {
-        "prompt_tokens": load.prompt_tokens,
-        "answer_tokens": load.answer_tokens,
-        "most_drafts": load.most_drafts,
+        "prompt_tokens": options.prompt,
+        "answer_tokens": options.answer,
+        "most_drafts": options.most,
         "left_out": sorted(absent) if asked is None else [],
         "machine": versions.describe(built.device_name),
         "rows": rows,
     }
 
 
-def _longest(load: SpeculationLoad) -> int:
-    return load.answer_tokens + load.answer_tokens // 2
+def _longest(answer_tokens: int) -> int:
+    return answer_tokens + answer_tokens // 2
 
 
-def _prompts(engine: Engine, text: str, num: int, load: SpeculationLoad, vocab_size: int) -> list[list[int]]:
+def _prompts(
+    engine: Engine, text: str, num: int, options: argparse.Namespace, vocab_size: int
+) -> list[list[int]]:
     """Return random tokens, the model's answers to them, or these answers between the tokens twice."""
     random = np.random.default_rng(TEXTS.index(text))
-    prompts: list[list[int]] = random.integers(3, vocab_size, (num, load.prompt_tokens)).tolist()
+    prompts: list[list[int]] = random.integers(3, vocab_size, (num, options.prompt)).tolist()
     if text == "random":
         return prompts
-    said = _answers(engine, prompts, _longest(load))
+    said = _answers(engine, prompts, _longest(options.answer))
     if text == "ordinary":
-        return [answer[: load.answer_tokens] for answer in said]
+        return [answer[: options.answer] for answer in said]
     return [prompt + answer + prompt for prompt, answer in zip(prompts, said)]
 
 
@@ -161,17 +152,17 @@ def _answers(engine: Engine, prompts: list[list[int]], answer_tokens: int) -> li
 
 
 def _rows(
-    engine: Engine, text: str, prompts: list[list[int]], kinds: Sequence[str], load: SpeculationLoad
+    engine: Engine, text: str, prompts: list[list[int]], kinds: Sequence[str], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Measure the kinds in turns, so that other load on the machine affects all; their answers must agree."""
     windows: dict[str, list[Window]] = {kind: [] for kind in kinds}
-    slots, most = engine.slots, load.most_drafts
+    slots, most = engine.slots, options.most
     own_time, times = engine.scheduler.step_time, {kind: StepTime() for kind in kinds}
     learnt = {kind: lengths_of(kind, slots, most, times[kind]) for kind in kinds}
-    between = load.answer_tokens // 2, _longest(load) + 1
+    between = options.answer // 2, _longest(options.answer) + 1
     answer_tokens = np.random.default_rng(0).integers(*between, len(prompts)).tolist()
     answers: dict[str, list[int]] = {}
-    for number in range(load.num_runs):
+    for number in range(options.runs):
         for kind in kinds:
             engine.scheduler.speculation, engine.scheduler.step_time = None, own_time
             if lengths := learnt[kind]:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -209,6 +209,11 @@ class TokenUsage(msgspec.Struct):
     prompt_tokens_details: Cached | None = None
     resumed: int = 0  # how often another engine went on with the answer
 
+    @property
+    def cached_tokens(self) -> int | None:
+        details = self.prompt_tokens_details
+        return None if details is None else details.cached_tokens
+
 
 class StreamChunk(msgspec.Struct):
     """One event's data. Other fields that servers send are ignored."""
@@ -273,7 +278,6 @@ class ClientAnswer:
     output_tokens: int = 0
     cached_tokens: int | None = None
     from_usage: bool = False  # the server counted the tokens; otherwise pieces were counted
-    retries: int = 0
     rejected: bool = False
     unready: bool = False  # the server said that it takes no requests now
     error: str | None = None
@@ -306,7 +310,6 @@ class StreamingClient:
     model: str
     seed: int
     extra: Mapping[str, Any]
-    retry_rejected: bool = False
 
     def url(self, ask: TraceRequest) -> str:
         """Return the URL for a request."""
@@ -317,9 +320,8 @@ class StreamingClient:
         headers = {"Content-Type": "application/json", "X-Request-Id": answer.ask.id, **authorization()}
         answer.sent_s = time.perf_counter()
         try:
-            while (wait_s := await self._try(answer, body, headers)) is not None:
-                answer.retries += 1
-                await asyncio.sleep(wait_s)
+            async with self.session.post(self.url(answer.ask), data=body, headers=headers) as response:
+                await _read_response(answer, response)
         except asyncio.TimeoutError:
             answer.error = "no end within the limit of time"
         except (aiohttp.ClientError, ConnectionError) as error:
@@ -328,24 +330,19 @@ class StreamingClient:
             answer.error = f"the stream cannot be read: {error}"[:SHOWN]
         answer.end_s = time.perf_counter()
 
-    async def _try(self, answer: ClientAnswer, body: bytes, headers: Mapping[str, str]) -> float | None:
-        """Send a request once; returns None if it is done, or the seconds to wait before trying again."""
-        async with self.session.post(self.url(answer.ask), data=body, headers=headers) as response:
-            if response.status == 200:
-                if response.content_type != "text/event-stream":
-                    answer.error = f"the server sent {response.content_type}, no stream of events"
-                else:
-                    await _read_answer(answer, response)
-                return None
-            again = response.headers.get("Retry-After")
-            answer.error = f"HTTP {response.status}: {message(await response.read())}"
-            answer.unready = response.status == 503
-            # A busy server says 429, or 503 with a time to come again; any other 503 is an error.
-            answer.rejected = response.status == 429 or (response.status == 503 and again is not None)
-            if not (answer.rejected and self.retry_rejected):
-                return None
-            answer.error, answer.rejected = None, False
-            return float(again) if again and again.replace(".", "", 1).isdecimal() else 1.0
+
+async def _read_response(answer: ClientAnswer, response: aiohttp.ClientResponse) -> None:
+    """Read an answer, or why there is none."""
+    if response.status != 200:
+        answer.error = f"HTTP {response.status}: {message(await response.read())}"
+        answer.unready = response.status == 503
+        # A busy server says 429, or 503 with a time to come again; any other 503 is an error.
+        comes_again = response.status == 503 and "Retry-After" in response.headers
+        answer.rejected = response.status == 429 or comes_again
+    elif response.content_type != "text/event-stream":
+        answer.error = f"the server sent {response.content_type}, no stream of events"
+    else:
+        await _read_answer(answer, response)
 
 
 def authorization() -> dict[str, str]:
@@ -378,6 +375,34 @@ async def chunks(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float,
             yield now_s, None if data == b"[DONE]" else read_chunk(data)
 
 
+@dataclass(slots=True)
+class StreamedAnswer:
+    """The text of a stream, and when each of its parts came; events of one part come at one time."""
+
+    text: str = ""
+    part_s: list[float] = field(default_factory=list)
+    usage: TokenUsage = field(default_factory=TokenUsage)
+    is_whole: bool = False
+
+
+async def read_stream(
+    response: aiohttp.ClientResponse, on_part: Callable[[float], object] = lambda _: None
+) -> StreamedAnswer:
+    """Read a stream to its end; `on_part` is called with the time of each part when it comes."""
+    found = StreamedAnswer()
+    async for now_s, chunk in chunks(response):
+        if not found.part_s or now_s != found.part_s[-1]:
+            found.part_s.append(now_s)
+            on_part(now_s)
+        if chunk is None:
+            found.is_whole = True
+            continue
+        for each in chunk.choices or ():
+            found.text += each.text or (each.delta and each.delta.content) or ""
+        found.usage = chunk.usage or found.usage
+    return found
+
+
 async def _read_answer(answer: ClientAnswer, response: aiohttp.ClientResponse) -> None:
     """Read the stream of one answer."""
     ended = False
@@ -401,8 +426,7 @@ def _take(answer: ClientAnswer, chunk: StreamChunk, now_s: float) -> None:
     counted = None if usage is None else usage.completion_tokens
     if usage is not None:
         answer.prompt_tokens = answer.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-        if usage.prompt_tokens_details is not None:
-            answer.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        answer.cached_tokens = answer.cached_tokens if usage.cached_tokens is None else usage.cached_tokens
     new = 1 if any(each.says_something for each in choices) else 0
     if counted is not None:
         new = counted - answer.output_tokens

@@ -22,6 +22,7 @@ from benchmark.serve.client import ClientAnswer, ClientRun, authorization
 
 PERCENTILES = (50, 90, 99)
 Result = dict[str, object]
+Objectives = Mapping[str, float]  # the most ms of each latency, by name; `itl` bounds every gap of an answer
 EVERY_S = 1.0
 # Each figure has the names that vLLM, its older versions and SGLang give it.
 GAUGES = {
@@ -91,6 +92,7 @@ def summarise(run: ClientRun, objectives: Objectives | None) -> Result:
     num_output = sum(each.output_tokens for each in done)
     lens = [each.output_tokens for each in done]
     asked = [each.ask.max_tokens for each in answers]
+    num_good = sum(met(each, objectives or {}) for each in answers)
     figures, num_gaps = latencies(done)
     due_s = sorted(each.ask.due_s for each in answers)
     spread_s = due_s[-1] - due_s[0]
@@ -104,7 +106,6 @@ def summarise(run: ClientRun, objectives: Objectives | None) -> Result:
         "completed": len(done),
         "failed": len(answers) - len(done),
         "rejected": sum(each.rejected for each in answers),
-        "retried": sum(each.retries > 0 for each in answers),
         "ended_by": dict(Counter(sorted(str(each.finish_reason) for each in done))),
         "errors": kinds([each.error for each in answers if each.error is not None]),
         "total_input_tokens": num_input,
@@ -112,7 +113,8 @@ def summarise(run: ClientRun, objectives: Objectives | None) -> Result:
         "request_throughput": round(len(done) * per_s, 4),
         "output_throughput": round(num_output * per_s, 3),
         "total_token_throughput": round((num_input + num_output) * per_s, 3),
-        **by_objectives(answers, objectives, per_s),
+        **({} if objectives is None else {"request_goodput": round(num_good * per_s, 4)}),
+        **({} if objectives is None else {"good_share": round(num_good / len(answers), 4)}),
         **figures,
         "itl_gaps": num_gaps,
         **({"prefix_hit_rate": round(num_cached / asked_for, 4)} if asked_for else {}),
@@ -126,14 +128,6 @@ def summarise(run: ClientRun, objectives: Objectives | None) -> Result:
         "asked_output_tokens": None if None in asked else sum(filter(None, asked)),
         "client": client(run),
     }
-
-
-def by_objectives(answers: Sequence[ClientAnswer], objectives: Objectives | None, per_s: float) -> Result:
-    """Return how much of a run met the objectives; nothing where there are none."""
-    if objectives is None:
-        return {}
-    num_good = sum(objectives.met(each) for each in answers)
-    return {"request_goodput": round(num_good * per_s, 4), "good_share": round(num_good / len(answers), 4)}
 
 
 def kinds(errors: Sequence[str]) -> dict[str, int]:
@@ -204,23 +198,17 @@ def _ms(value_s: float) -> float:
     return round(float(value_s) * 1e3, 3)
 
 
-@dataclass(frozen=True, slots=True)
-class Objectives:
-    """The most milliseconds of each latency, by name; `itl` bounds every gap of an answer."""
-
-    most_ms: Mapping[str, float]
-
-    def met(self, answer: ClientAnswer) -> bool:
-        """Return whether an answer was whole and met all objectives."""
-        if answer.error is not None:
-            return False
-        times_s = answer.piece_times_s
-        spent_ms = {"ttft": times_s[0] - answer.sent_s, "e2el": times_s[-1] - answer.sent_s}
-        if answer.output_tokens > 1:
-            spent_ms["tpot"] = (times_s[-1] - times_s[0]) / (answer.output_tokens - 1)
-        if len(times_s) > 1:
-            spent_ms["itl"] = float(np.diff(times_s).max())
-        return all(1e3 * spent_ms.get(name, 0.0) <= most for name, most in self.most_ms.items())
+def met(answer: ClientAnswer, most_ms: Objectives) -> bool:
+    """Return whether an answer was whole and met all objectives."""
+    if answer.error is not None:
+        return False
+    times_s = answer.piece_times_s
+    spent_s = {"ttft": times_s[0] - answer.sent_s, "e2el": times_s[-1] - answer.sent_s}
+    if answer.output_tokens > 1:
+        spent_s["tpot"] = (times_s[-1] - times_s[0]) / (answer.output_tokens - 1)
+    if len(times_s) > 1:
+        spent_s["itl"] = float(np.diff(times_s).max())
+    return all(1e3 * spent_s.get(name, 0.0) <= most for name, most in most_ms.items())
 
 
 def parse_metrics(text: str) -> dict[str, float]:

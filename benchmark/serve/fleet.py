@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -22,7 +21,7 @@ import numpy as np
 
 from benchmark.options import markdown
 from benchmark.processes import ServerProcess, started
-from benchmark.serve.client import chunks
+from benchmark.serve.client import StreamedAnswer, read_stream
 
 WORDS = (
     *("the", "fox", "lamp", "river", "stone", "wind", "little", "green"),
@@ -30,31 +29,10 @@ WORDS = (
 )
 
 
+Messages = list[dict[str, str]]
+Answer = tuple[StreamedAnswer, float]  # with the seconds until its first part
 WAYS = ("prefix", "round_robin")
 READY_S = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class FleetLoad:
-    """The load of a round."""
-
-    sessions: int
-    concurrent: int  # sessions at once
-    systems: int  # system prompts; every other session has the first
-    system_words: int
-    turn_words: int
-    answer_tokens: int
-    think_s: float  # seconds between an answer and the next turn
-
-
-@dataclass(slots=True)
-class Found:
-    """The results of a round."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    failed: int = 0
-    ttft_s: list[float] = field(default_factory=list)
 
 
 @contextmanager
@@ -76,36 +54,21 @@ async def replicas_ready(url: str, num_replicas: int) -> None:
     raise OSError(f"{url} was not ready within {READY_S:g} s")
 
 
-async def ask(
-    http: aiohttp.ClientSession, url: str, messages: Sequence[Mapping[str, str]], tokens: int, found: Found
-) -> str:
-    """Return the text of an answer, whose figures are added to `found`."""
+async def ask(http: aiohttp.ClientSession, url: str, messages: Messages, tokens: int) -> Answer:
+    """Return an answer, and the seconds until its first part."""
     body = {
-        "messages": list(messages), "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+        "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    start_s, first_s, text, is_whole = time.perf_counter(), None, "", False
+    start_s = time.perf_counter()
     async with http.post(f"{url}/v1/chat/completions", json=body) as response:
-        async for now_s, chunk in chunks(response):
-            if chunk is None:
-                is_whole = True
-                continue
-            if first_s is None and chunk.choices:
-                first_s = now_s - start_s
-            text += "".join(each.delta.content or "" for each in chunk.choices or [] if each.delta)
-            if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
-                found.prompt_tokens += chunk.usage.prompt_tokens or 0
-                found.cached_tokens += chunk.usage.prompt_tokens_details.cached_tokens or 0
-    if is_whole and first_s is not None:
-        found.ttft_s.append(first_s)
-    else:
-        found.failed += 1
-    return text
+        answer = await read_stream(response)
+    return answer, answer.part_s[0] - start_s if answer.part_s else 0.0
 
 
-async def serve(url: str, load: FleetLoad, seed: int) -> Found:
-    """Run all sessions of a round, a number of them at once."""
-    random, found = np.random.default_rng(seed), Found()
+async def serve(url: str, load: argparse.Namespace, seed: int) -> list[Answer]:
+    """Run all sessions of a round, a number of them at once; half of them have the first system prompt."""
+    random, found = np.random.default_rng(seed), list[Answer]()
 
     def words(count: int) -> str:
         return " ".join(random.choice(WORDS, count))
@@ -124,8 +87,8 @@ async def serve(url: str, load: FleetLoad, seed: int) -> Found:
             messages = [{"role": "system", "content": system}]
             for turn in turns:
                 messages.append({"role": "user", "content": turn})
-                answer = await ask(http, url, messages, load.answer_tokens, found)
-                messages.append({"role": "assistant", "content": answer})
+                found.append(await ask(http, url, messages, load.answer_tokens))
+                messages.append({"role": "assistant", "content": found[-1][0].text})
                 await asyncio.sleep(load.think_s)
 
     async with aiohttp.ClientSession() as http:
@@ -140,7 +103,7 @@ async def fleet(url: str) -> dict[str, Any]:
         return reported
 
 
-def measure(options: argparse.Namespace, load: FleetLoad) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure each route in turns.
 
     The figures are tokens found, also relative to the best replica, the replicas' load, and first tokens.
@@ -160,27 +123,30 @@ def measure(options: argparse.Namespace, load: FleetLoad) -> dict[str, Any]:
         for number in range(1 + options.rounds):
             for way in WAYS:
                 with routed(urls, "--recipe", options.recipe, *options.overrides, "--route", way) as router:
-                    found = asyncio.run(serve(router.url, load, seed=2 * number + WAYS.index(way)))
+                    found = asyncio.run(serve(router.url, options, seed=2 * number + WAYS.index(way)))
                     rounds[way].append(figures(found, asyncio.run(fleet(router.url))))
-        return {way: medians(each[1:]) for way, each in rounds.items()}
+        return {"fleet": {way: medians(each[1:]) for way, each in rounds.items()}}
 
 
-def figures(found: Found, reported: Mapping[str, Any]) -> dict[str, float]:
+def figures(found: Sequence[Answer], reported: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of one round."""
+    whole_s = [first_s for answer, first_s in found if answer.is_whole]
+    usages = [answer.usage for answer, _ in found if answer.usage.cached_tokens is not None]
+    num_cached = sum(each.cached_tokens or 0 for each in usages)
+    sent = [each["sent"] for each in reported["replicas"]]
     loads = [each["prompt_tokens"] - each["hit_tokens"] for each in reported["replicas"]]
     # A router knows no best replica without page events.
     is_known = reported["route"] == "prefix"
-    of_best = {"of_best": found.cached_tokens / max(1, reported["best_hit_tokens"])} if is_known else {}
-    p50, p99 = np.percentile(found.ttft_s, [50, 99]).tolist()
+    of_best = {"of_best": num_cached / max(1, reported["best_hit_tokens"])} if is_known else {}
+    p50, p99 = np.percentile(whole_s, [50, 99]).tolist()
     return {
-        "found": found.cached_tokens / max(1, found.prompt_tokens),
-        "sent_max_over_mean": max(each["sent"] for each in reported["replicas"])
-        / statistics.mean(each["sent"] for each in reported["replicas"]),
+        "found": num_cached / max(1, sum(each.prompt_tokens or 0 for each in usages)),
+        "sent_max_over_mean": max(sent) / statistics.mean(sent),
         "computed_max_over_mean": max(loads) / statistics.mean(loads),
         "ttft_p50_ms": 1e3 * p50,
         "ttft_p99_ms": 1e3 * p99,
-        "requests": len(found.ttft_s),
-        "failed": found.failed,
+        "requests": len(whole_s),
+        "failed": len(found) - len(whole_s),
         **of_best,
     }
 
@@ -188,13 +154,6 @@ def figures(found: Found, reported: Mapping[str, Any]) -> dict[str, float]:
 def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the median of each figure over rounds."""
     return {name: round(statistics.median(each[name] for each in rounds), 4) for name in rounds[0]}
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the routes under the load that the options describe."""
-    names = ("sessions", "concurrent", "systems", "system_words", "turn_words", "answer_tokens", "think_s")
-    load = FleetLoad(**{name: getattr(options, name) for name in names})
-    return {"fleet": measure(options, load)}
 
 
 def print_table(result: Mapping[str, Any]) -> None:

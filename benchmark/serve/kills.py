@@ -13,7 +13,6 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -21,7 +20,8 @@ import numpy as np
 
 from benchmark.options import markdown
 from benchmark.processes import ServerProcess, started
-from benchmark.serve.client import chunks
+from benchmark.run_record import percentiles
+from benchmark.serve.client import StreamedAnswer, read_stream
 from benchmark.serve.fleet import fleet, replicas_ready, routed
 
 _READY = r"ready after .*, process (\d+)"
@@ -29,36 +29,15 @@ _FEWEST, _MOST = 2, 8  # parts that each stream has received on average between 
 _LONG_S = 600.0
 
 
-@dataclass(slots=True)
-class Stream:
-    """One answer as its client received it."""
-
-    text: str = ""
-    is_whole: bool = False
-    num_resumed: int = 0
-    gaps_s: list[float] = field(default_factory=list)
-
-
 async def ask(
     http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], grown: Callable[[], None]
-) -> Stream:
+) -> StreamedAnswer:
     """Return a stream's answer; `grown` is called with each of its parts."""
-    found, last_s = Stream(), 0.0
     async with http.post(f"{url}/v1/completions", json=body) as response:
-        async for now_s, chunk in chunks(response):
-            if now_s != last_s:  # events of one part come at one time
-                found.gaps_s += [now_s - last_s] if last_s else []
-                last_s = now_s
-                grown()
-            if chunk is None:
-                found.is_whole = True
-                continue
-            found.text += "".join(each.text or "" for each in chunk.choices or ())
-            found.num_resumed = found.num_resumed if chunk.usage is None else chunk.usage.resumed
-    return found
+        return await read_stream(response, lambda _: grown())
 
 
-async def ask_all(url: str, options: argparse.Namespace, grown: Callable[[], None]) -> list[Stream]:
+async def ask_all(url: str, options: argparse.Namespace, grown: Callable[[], None]) -> list[StreamedAnswer]:
     """Return the answers of all streams, half of which are drawn."""
     shared = {
         "max_tokens": options.tokens, "ignore_eos": True, "stream": True,
@@ -101,40 +80,33 @@ class Killer:
             self._num_parts, self._next = 0, self._draw()
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Kill engines under streams until there were as many kills as asked for; return what became of them."""
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Kill engines under streams until there were as many kills as asked for."""
     with ExitStack() as running:
         command = ("scripts.serve", options.recipe, *options.overrides, "server.resume=64", "--port", "0")
         servers = [running.enter_context(started(*command)) for _ in range(2)]
         router = running.enter_context(routed([each.url for each in servers]))
         expected = asyncio.run(ask_all(router.url, options, lambda: None))
-        killer, streams, num_different = Killer(servers, options), list[Stream](), 0
+        killer, streams, num_different = Killer(servers, options), list[StreamedAnswer](), 0
         while killer.num_kills < options.engines_killed:
-            found = asyncio.run(ask_all(router.url, options, killer.grown))
-            num_different += sum(one.text != other.text for one, other in zip(found, expected))
-            streams += found
+            answers = asyncio.run(ask_all(router.url, options, killer.grown))
+            num_different += sum(one.text != other.text for one, other in zip(answers, expected))
+            streams += answers
             asyncio.run(replicas_ready(router.url, len(servers)))
         reported = asyncio.run(fleet(router.url))
-    pauses = [gap for each in streams for gap in sorted(each.gaps_s)[-each.num_resumed :] if each.num_resumed]
-    return {
+    resumed = [each for each in streams if each.usage.resumed]
+    pauses = [gap for each in resumed for gap in np.sort(np.diff(each.part_s))[-each.usage.resumed :]]
+    undisturbed = percentiles([gap for each in expected for gap in np.diff(each.part_s)])
+    found = {
         "kills": killer.num_kills,
         "streams": len(streams),
         "broken": sum(not each.is_whole for each in streams),
         "different": num_different,
         "resumed": reported["resumed"],
-        "gap_p50_ms": _percentile(pauses, 50),
-        "gap_p99_ms": _percentile(pauses, 99),
-        "undisturbed_gap_p99_ms": _percentile([gap for each in expected for gap in each.gaps_s], 99),
+        **{f"gap_{part}_ms": percentiles(pauses).get(part, 0.0) for part in ("p50", "p99")},
+        "undisturbed_gap_p99_ms": undisturbed.get("p99", 0.0),
     }
-
-
-def _percentile(seconds: list[float], percent: int) -> float:
-    return round(1e3 * float(np.percentile(seconds, percent)), 1) if seconds else 0.0
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure what the options describe."""
-    return {"kills": measure(options)}
+    return {"kills": found}
 
 
 def print_table(result: Mapping[str, Any]) -> None:

@@ -57,7 +57,6 @@ ROW_LABELS = {  # rows of the table, where the result has them
     "completed": "requests answered",
     "failed": "failed",
     "rejected": "of these rejected (busy)",
-    "retried": "tried again",
     "duration": "seconds",
     "request_throughput": "requests/s",
     "request_goodput": "requests/s within objectives",
@@ -69,28 +68,22 @@ ROW_LABELS = {  # rows of the table, where the result has them
 }
 
 
-@dataclass(frozen=True, slots=True)
-class SendSchedule:
-    """How requests are sent: `loops` has those of each client of a closed loop; else each has its time.
+async def send(
+    server: StreamingClient,
+    asks: Sequence[TraceRequest],
+    loops: Sequence[Sequence[TraceRequest]] | None,
+    max_concurrency: int | None,
+    on_answer: Callable[[ClientAnswer], None],
+) -> ClientRun:
+    """Send requests at their times, or the `loops` of each client; calls `on_answer` when an answer ends.
 
     `max_concurrency` bounds how many are in flight at once.
     """
-
-    asks: Sequence[TraceRequest]
-    loops: Sequence[Sequence[TraceRequest]] | None = None
-    max_concurrency: int | None = None
-
-
-async def send(
-    server: StreamingClient, load: SendSchedule, on_answer: Callable[[ClientAnswer], None]
-) -> ClientRun:
-    """Send a load; `on_answer` is called with each answer when it ends."""
     run = ClientRun()
     bodies = {
-        ask.id: ask.body(server.model, server.seed + number, server.extra)
-        for number, ask in enumerate(load.asks)
+        ask.id: ask.body(server.model, server.seed + number, server.extra) for number, ask in enumerate(asks)
     }
-    limit = asyncio.Semaphore(load.max_concurrency or len(load.asks))
+    limit = asyncio.Semaphore(max_concurrency or len(asks))
     gc.collect()
     was_frozen = gc.get_freeze_count() > 0
     gc.freeze()  # a pause of the collector would be counted as the server's
@@ -115,10 +108,10 @@ async def send(
             await one(ask, None)
 
     try:
-        if load.loops is not None:
-            await asyncio.gather(*(client(asks) for asks in load.loops))
+        if loops is not None:
+            await asyncio.gather(*map(client, loops))
         else:
-            await _open(load.asks, run.start_s, one)
+            await _open(asks, run.start_s, one)
     finally:
         lag.cancel()
         if not was_frozen:  # what the caller has frozen stays so
@@ -170,16 +163,15 @@ class ServePlan:
     objectives: figures.Objectives | None = None
     request_timeout_s: float = 600.0
     ready_timeout_s: float = 0.0
-    retry_rejected: bool = False
     progress: bool = False
     of: Mapping[str, object] = field(default_factory=dict)
 
-    def load(self) -> SendSchedule:
-        """Return what is sent when; a rate replaces the trace's times, and its loops."""
+    def load(self) -> tuple[list[TraceRequest], list[list[TraceRequest]] | None]:
+        """Return what is sent, and each client's part of a closed loop; a rate replaces times and loops."""
         asks = [ask.limited(self.extra) for ask in self.asks]
         if self.request_rate is not None:
-            return SendSchedule(at_rate(asks, self.request_rate, self.seed), None, self.max_concurrency)
-        return SendSchedule(asks, clients(asks), self.max_concurrency)
+            return at_rate(asks, self.request_rate, self.seed), None
+        return asks, clients(asks)
 
     def settings(self) -> dict[str, object]:
         """Return the settings that make two results comparable."""
@@ -196,8 +188,7 @@ class ServePlan:
             "max_concurrency": self.max_concurrency,
             "seed": self.seed,
             "extra_body": dict(self.extra),
-            "retry_rejected": self.retry_rejected,
-            "goodput": None if self.objectives is None else dict(self.objectives.most_ms),
+            "goodput": self.objectives,
         }
 
 
@@ -215,16 +206,14 @@ async def _measure(plan: ServePlan) -> dict[str, object]:
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         described = await _describe(session, plan.base_url)
         model = plan.model or _model(described, plan.base_url)
-        server = StreamingClient(
-            session, plan.base_url, plan.endpoint, model, plan.seed, plan.extra, plan.retry_rejected
-        )
+        server = StreamingClient(session, plan.base_url, plan.endpoint, model, plan.seed, plan.extra)
         await _warm_up(server, plan)
         info = await _info(session, plan.base_url)
         watch = figures.MetricsReadings(session, f"{plan.base_url}/metrics")
         watching = asyncio.create_task(watch.go_on()) if await watch.look() else None
-        load = plan.load()
-        with tqdm(total=len(load.asks), unit="req", disable=None if plan.progress else True) as bar:
-            outcome = await send(server, load, lambda answer: bar.update())
+        asks, loops = plan.load()
+        with tqdm(total=len(asks), unit="req", disable=None if plan.progress else True) as bar:
+            outcome = await send(server, asks, loops, plan.max_concurrency, lambda answer: bar.update())
         if watching is not None:
             watching.cancel()
             await watch.settle()
@@ -234,7 +223,7 @@ async def _measure(plan: ServePlan) -> dict[str, object]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "base_url": plan.base_url,
         "model_id": model,
-        "loop": "open" if load.loops is None else f"closed, {len(load.loops)} clients",
+        "loop": "open" if loops is None else f"closed, {len(loops)} clients",
         "machine": versions.describe(),
         "clock": outcome.passed,
         "server": info,
@@ -315,15 +304,7 @@ def plan_of(options: argparse.Namespace, request_rate: float | None) -> ServePla
     asks, skipped = read_requests(options.trace, skip_bad=options.skip_bad)
     for reason in skipped:
         print(f"skipped {reason}", file=sys.stderr)
-    same = (
-        "endpoint",
-        "model",
-        "max_concurrency",
-        "num_warmups",
-        "seed",
-        "request_timeout_s",
-        "retry_rejected",
-    )
+    same = ("endpoint", "model", "max_concurrency", "num_warmups", "seed", "request_timeout_s")
     return ServePlan(
         base_url=options.base_url or "",
         asks=asks[: options.num_prompts],
@@ -331,7 +312,7 @@ def plan_of(options: argparse.Namespace, request_rate: float | None) -> ServePla
         trace_sha256=digest(options.trace),
         request_rate=request_rate,
         extra={**({"ignore_eos": True} if options.ignore_eos else {}), **options.extra_body},
-        objectives=figures.Objectives(dict(options.goodput)) if options.goodput else None,
+        objectives=dict(options.goodput) if options.goodput else None,
         ready_timeout_s=options.ready_check_timeout_sec,
         progress=True,
         **{name: getattr(options, name) for name in same},
@@ -366,7 +347,7 @@ def save(path: Path, result: Mapping[str, Any]) -> None:
 def print_table(result: Mapping[str, Any]) -> None:
     """Print the figures of one run."""
     for name, label in ROW_LABELS.items():
-        if result.get(name) is not None and (result[name] or name not in ("rejected", "retried")):
+        if result.get(name) is not None and (result[name] or name != "rejected"):
             print(f"{label:34}{result[name]:>12,}")
     print(f"\n{'ms':34}" + "".join(f"{column:>12}" for column in COLUMNS))
     for name, title in TITLES.items():

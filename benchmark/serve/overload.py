@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from benchmark.options import markdown
 from benchmark.processes import ServerProcess, started
-from benchmark.serve.client import chunks
+from benchmark.run_record import percentiles
+from benchmark.serve.client import read_stream
 from benchmark.workloads.synthetic import lengths
 
 _PATH = "/v1/completions"
@@ -91,13 +92,9 @@ class PatientClient:
                 found.num_failed += 1
                 return 0.0
             found.num_accepted += 1
-            num_tokens, is_done = 0, False
-            async for _, chunk in chunks(response):
-                if chunk is None:
-                    is_done = True
-                elif chunk.usage is not None:
-                    num_tokens = chunk.usage.completion_tokens or 0
-            found.num_whole += is_done and num_tokens == body["max_tokens"] * body["n"]
+            answer = await read_stream(response)
+            has_all = answer.usage.completion_tokens == body["max_tokens"] * body["n"]
+            found.num_whole += answer.is_whole and has_all
             return 0.0
 
 
@@ -123,7 +120,8 @@ async def load(server: ServerProcess, options: argparse.Namespace) -> dict[str, 
         await asyncio.gather(*(each.ask_until(end_s, most_tokens, found) for each in clients))
         reading.cancel()
         left = await _left(http)
-    took_ms = [float(each) for each in server.said(_REFUSED)]
+    took_s = [float(each) / 1e3 for each in server.said(_REFUSED)]
+    refusal_ms = percentiles(took_s)
     later = np.array(held[len(held) // 2 :])
     growth = [steady_slope(later[:, 0] / 60, each / 2**10) for each in later[:, 1:].T]
     return {
@@ -132,10 +130,10 @@ async def load(server: ServerProcess, options: argparse.Namespace) -> dict[str, 
         "whole": found.num_whole,
         "refused": found.num_refused,
         "failed": found.num_failed,
-        "refusal_p50_ms": _percentile(took_ms, 50),
-        "refusal_p99_ms": _percentile(took_ms, 99),
-        "refusal_most_ms": max(took_ms, default=0.0),
-        "refusal_client_p99_ms": _percentile([1e3 * each for each in found.refusal_s], 99),
+        "refusal_p50_ms": refusal_ms.get("p50", 0.0),
+        "refusal_p99_ms": refusal_ms.get("p99", 0.0),
+        "refusal_most_ms": round(1e3 * max(took_s, default=0.0), 3),
+        "refusal_client_p99_ms": percentiles(found.refusal_s).get("p99", 0.0),
         "server_mib": round(later[-1, 1] / 2**10, 1),
         "server_growth_mib_per_min": round(growth[0], 2),
         "engine_mib": round(later[-1, 2] / 2**10, 1),
@@ -164,10 +162,6 @@ async def _left(http: aiohttp.ClientSession) -> int:
         if not left or time.monotonic() > until_s:
             return left
         await asyncio.sleep(_SAMPLE_S)
-
-
-def _percentile(values: list[float], percent: int) -> float:
-    return round(float(np.percentile(values, percent)), 2) if values else 0.0
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import aiohttp
 
 from benchmark.options import markdown
 from benchmark.processes import started
-from benchmark.serve.client import chunks
+from benchmark.serve.client import read_stream
 
 SETTLE_S = 0.3
 ALONE_S = 5.0
@@ -94,12 +94,12 @@ class FreeClient:
             self._last_s = None
             async with self._http.post(f"{self._url}/v1/completions", json=body) as response:
                 response.raise_for_status()
-                async for now_s, chunk in chunks(response):
-                    if chunk is None:
-                        continue
-                    if self._last_s is not None:
-                        self.gaps.append((now_s, now_s - self._last_s))
-                    self._last_s = now_s
+                await read_stream(response, self._came)
+
+    def _came(self, now_s: float) -> None:
+        if self._last_s is not None:
+            self.gaps.append((now_s, now_s - self._last_s))
+        self._last_s = now_s
 
     def longest_s(self, since_s: float) -> float:
         """Return the longest gap that ended since then, including one that still lasts."""

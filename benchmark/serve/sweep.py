@@ -13,10 +13,9 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +31,29 @@ WITHIN = 0.99  # least share of requests within the objectives at a rate that a 
 
 
 @dataclass(frozen=True, slots=True)
-class SweepSetting:
-    """A recipe with overrides; `tried` are the overrides in which a sweep's settings differ."""
+class SweptServer:
+    """A server that a sweep measures, and the fields, `of`, that a result of it must have.
 
-    recipe: str
-    overrides: tuple[str, ...]
-    tried: tuple[str, ...]
-    sha256: str  # digest of the recipe as it was read
-    drain_s: float
+    One that the sweep starts has in `of` its recipe with the overrides; its name is that of its folder.
+    """
 
-    @property
-    def name(self) -> str:
-        """The tried overrides as the name of a folder; a shortened name gets a digest, to stay unique."""
-        text = ",".join(self.tried)
-        safe = re.sub(r"[^\w.,=+-]", "_", text)[:MOST_NAME]
-        return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-
-    def identity(self) -> dict[str, object]:
-        """Return the fields that a result of this setting must have."""
-        return {"recipe": self.recipe, "overrides": list(self.overrides), "recipe_sha256": self.sha256}
+    name: str = ""
+    of: Mapping[str, object] = field(default_factory=dict)
+    words: tuple[str, ...] = ()  # its recipe and overrides
+    drain_s: float = 0.0
 
 
-def settings_of(recipe: str, overrides: Sequence[str], tries: Sequence[Sequence[str]]) -> list[SweepSetting]:
+def folder_name(tried: Sequence[str]) -> str:
+    """Return the overrides in which settings differ as the name of a folder.
+
+    A shortened name gets a digest, to stay unique.
+    """
+    text = ",".join(tried)
+    safe = re.sub(r"[^\w.,=+-]", "_", text)[:MOST_NAME]
+    return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def settings_of(recipe: str, overrides: Sequence[str], tries: Sequence[Sequence[str]]) -> list[SweptServer]:
     """Return every setting, in the order given; raises ValueError for one that the recipe cannot have."""
     names = [each[0].partition("=")[0] for each in tries]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -63,59 +63,35 @@ def settings_of(recipe: str, overrides: Sequence[str], tries: Sequence[Sequence[
         read = load(recipe, [*overrides, *tried])
         described = json.dumps(read.described(), sort_keys=True, default=str)
         digest = hashlib.sha256(described.encode()).hexdigest()
-        settings.append(SweepSetting(recipe, (*overrides, *tried), tried, digest, read.server.drain_s))
+        words = (recipe, *overrides, *tried)
+        of = {"recipe": recipe, "overrides": [*words[1:]], "recipe_sha256": digest}
+        settings.append(SweptServer(folder_name(tried), of, words, read.server.drain_s))
     return settings
 
 
-def command(setting: SweepSetting) -> list[str]:
+def command(setting: SweptServer) -> list[str]:
     """Return the command that serves a setting at a free port of this machine; the server logs the port."""
-    serve = [sys.executable, "-m", "scripts.serve", str(Path(setting.recipe).resolve())]
-    return [*serve, *setting.overrides, "--host", "127.0.0.1", "--port", "0"]
+    recipe, *overrides = setting.words
+    serve = [sys.executable, "-m", "scripts.serve", str(Path(recipe).resolve())]
+    return [*serve, *overrides, "--host", "127.0.0.1", "--port", "0"]
 
 
-def start_setting(
-    setting: SweepSetting, log: Path, timeout_s: float
-) -> AbstractContextManager[ForeignServer | ServerProcess]:
+def start_setting(setting: SweptServer, log: Path, timeout_s: float) -> AbstractContextManager[ServerProcess]:
     """Start a server of a setting, which is ready once the context is entered, and ends with it."""
     return serving(setting.name, command(setting), log, timeout_s, setting.drain_s + END_S)
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignServer:
-    """A server that someone else started, and will stop."""
-
-    url: str
-
-    def check(self) -> None:
-        """Check nothing: requests report the failures of a server that this sweep did not start."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leg:
-    """One server, how it is started, and the folder of its results at each rate."""
-
-    name: str
-    folder: Path
-    start: Callable[[], AbstractContextManager[ForeignServer | ServerProcess]]
-    of: Mapping[str, object] = field(default_factory=dict)
-
-
-def legs(options: argparse.Namespace) -> list[Leg]:
+def servers_of(options: argparse.Namespace) -> list[SweptServer]:
     """Return the servers to measure; raises ValueError, before anything runs, for what is not possible."""
     if (options.base_url is None) == (options.recipe is None):
         raise ValueError("give one of --base-url, a server that runs, and --recipe, one to be started")
     if bool(options.tries) != bool(options.recipe):
         raise ValueError("--recipe and --try KEY=V1,V2 go together: one server is started for each value")
-    if not options.recipe:
-        there = ForeignServer(options.base_url)
-        return [Leg("", options.result_dir, lambda: nullcontext(there))]
-    recipe, *overrides = options.recipe
-    found = []
-    for each in settings_of(recipe, overrides, options.tries):
-        folder = options.result_dir / each.name
-        start = partial(start_setting, each, folder / "server.log", options.ready_check_timeout_sec)
-        found.append(Leg(each.name, folder, start, each.identity()))
-    return found
+    return (
+        settings_of(options.recipe[0], options.recipe[1:], options.tries)
+        if options.recipe
+        else [SweptServer()]
+    )
 
 
 def finished(path: Path, said: dict[str, object]) -> Result | None:
@@ -142,43 +118,46 @@ def finished(path: Path, said: dict[str, object]) -> Result | None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure each rate of each server, and print a line for each; then write the page."""
-    gone_over, plan = legs(options), plan_of(options, None)
+    swept, plan = servers_of(options), plan_of(options, None)
     from benchmark.serve import report  # matplotlib takes a second to load
 
-    width = max(len(leg.name) for leg in gone_over)
+    width = max(len(each.name) for each in swept)
     head = f"{'offered/s':>10}{'served/s':>10}{'good/s':>10}{'TTFT p99':>12}{'ITL p99':>12}  verdict"
     print(f"{'setting' if width else '':{width}}{head}")
     page = options.result_dir / "report.html"
     bears: dict[str, float] = {}
-    for leg in gone_over:
-        for rate, result in results(leg, plan, options, page):
-            print(f"{leg.name:{width}}{row(rate, result)}", flush=True)
+    for each in swept:
+        for rate, result in results(each, plan, options, page):
+            print(f"{each.name:{width}}{row(rate, result)}", flush=True)
             if result.get("good_share", 0) >= WITHIN and not result["verdict"]["refused"]:
-                bears[leg.name] = max(rate, bears.get(leg.name, 0.0))
+                bears[each.name] = max(rate, bears.get(each.name, 0.0))
     if plan.objectives is not None:
         print(f"within the objectives for {WITHIN:.0%} of requests: {most(bears)}")
     if options.recipe or not page.exists():  # an existing page may show other settings
-        report.write([report.read(leg.folder) for leg in gone_over], page)
+        report.write([report.read(options.result_dir / each.name) for each in swept], page)
     print(page)
 
 
 def results(
-    leg: Leg, plan: ServePlan, options: argparse.Namespace, page: Path
+    swept: SweptServer, plan: ServePlan, options: argparse.Namespace, page: Path
 ) -> Iterator[tuple[float, Result]]:
     """Yield one server's result at each rate; it is started for the first rate without a result."""
+    folder, server = options.result_dir / swept.name, None
     with ExitStack() as stack:
-        server = None
         for rate in options.request_rates:
             salt = {} if options.share_prefixes else {"cache_salt": f"rate {rate:g}"}
-            point = replace(plan, request_rate=rate, extra={**salt, **plan.extra}, of=leg.of)
-            path = leg.folder / f"rate-{rate:g}.json"
+            point = replace(plan, request_rate=rate, extra={**salt, **plan.extra}, of=swept.of)
+            path = folder / f"rate-{rate:g}.json"
             result = finished(path, point.settings())
             if result is None:
-                server = server or stack.enter_context(leg.start())
+                if server is None and swept.words:
+                    log, timeout_s = folder / "server.log", options.ready_check_timeout_sec
+                    server = stack.enter_context(start_setting(swept, log, timeout_s))
                 try:
-                    result = measure(replace(point, base_url=server.url))
+                    result = measure(point if server is None else replace(point, base_url=server.url))
                 finally:
-                    server.check()  # checked before unanswered requests of a server that has ended are saved
+                    if server is not None:
+                        server.check()  # before unanswered requests of a server that has ended are saved
                 save(path, result)
                 page.unlink(missing_ok=True)
             yield rate, result

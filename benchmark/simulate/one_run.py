@@ -16,7 +16,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,6 +45,7 @@ PANELS = (  # a figure, its heading and its format, for each panel of the pictur
     ("ttft_ms.p99", "TTFT p99, ms", "{:,.0f}"),
 )
 FACTORS = (0.5, 2.0)  # factors by which a weight of a split is varied
+WANTED = ("requests_per_s", "output_tokens_per_s", "busy_share", "prompts_apart", "ttft_ms", "tpot_ms")
 ROUTED = ("prefix_hit_rate", "routed_hits_of_best", "routed_most_of_mean")
 
 
@@ -151,12 +152,6 @@ def run(options: argparse.Namespace) -> Result:
     return with_verdict({"SIMULATED": SIMULATED, **said, **figures})
 
 
-def routes(whole: Deployment) -> Iterator[tuple[str, Deployment]]:
-    """Yield each route, in front of whole engines."""
-    for route in ROUTES:
-        yield route, replace(whole, route=route)
-
-
 def splits(whole: Deployment, split: tuple[int, int]) -> Iterator[tuple[str, Deployment]]:
     """Yield whole engines, all prompts apart, those for which it costs less, and these with other weights."""
     yield "never", whole
@@ -170,26 +165,22 @@ def splits(whole: Deployment, split: tuple[int, int]) -> Iterator[tuple[str, Dep
 
 
 def compare(options: argparse.Namespace, split: tuple[int, int] | None) -> Result:
-    """Return the figures of each way; raises ValueError for one that cannot figures_of or fails the gate."""
+    """Return the figures of each route or split; raises ValueError for one that the gate refuses."""
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     placement = place(recipe, options.device, options.tp)
     whole = Deployment(placement, options.dp if split is None else sum(split), "prefix")
     requests = requests_of(options.trace, recipe, placement.config.vocab_size, skip_bad=options.skip_bad)
+    routes = ((route, replace(whole, route=route)) for route in ROUTES)
     rows: dict[str, Result] = {}
-    for name, deployment in routes(whole) if split is None else splits(whole, split):
+    for name, deployment in routes if split is None else splits(whole, split):
         found = with_verdict({"SIMULATED": SIMULATED, **figures_of(deployment, requests())})
         verdict = found["verdict"]
         assert isinstance(verdict, dict), "a verdict is described by an object"
         if verdict["outcome"] != "pass":
             raise ValueError(f"{name} does not pass the gate: {verdict_line(verdict)}")
-        rows[name] = _row(found, is_routed=split is None)
+        wanted = (*WANTED, *(ROUTED if split is None else ()))
+        rows[name] = {figure: found[figure] for figure in wanted if figure in found}
     return {"SIMULATED": SIMULATED, **placement.facts(), "devices": whole.num_devices, "ways": rows}
-
-
-def _row(found: Mapping[str, object], *, is_routed: bool) -> Result:
-    """Return the figures that are reported for one way."""
-    wanted = ("requests_per_s", "output_tokens_per_s", "busy_share", "prompts_apart", "ttft_ms", "tpot_ms")
-    return {name: found[name] for name in (*wanted, *(ROUTED if is_routed else ())) if name in found}
 
 
 def print_ways(result: Result) -> None:

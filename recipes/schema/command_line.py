@@ -43,7 +43,6 @@ FLAGS = frozenset(
         "pipeline",
         "quick",
         "resume",
-        "retry-rejected",
         "router-cost",
         "save-result",
         "schemas",

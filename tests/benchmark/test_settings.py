@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmark.options import values
 from benchmark.serve import sweep as sweeps
-from benchmark.serve.sweep import ForeignServer, SweepSetting, most, settings_of
+from benchmark.serve.sweep import SweptServer, folder_name, most, settings_of
 from scripts.benchmark import main
 from tests.benchmark.openai_server import Stub, running
 from tests.benchmark.test_report import checked
@@ -36,10 +37,10 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with running(Stub()) as stub:
 
         @contextmanager
-        def started(setting: SweepSetting, log: Path, timeout_s: float) -> Iterator[ForeignServer]:
+        def started(setting: SweptServer, log: Path, timeout_s: float) -> Iterator[SimpleNamespace]:
             log.parent.mkdir(parents=True, exist_ok=True)
             found.append(setting.name)
-            yield ForeignServer(stub.url)
+            yield SimpleNamespace(url=stub.url, check=lambda: None)
             found.append("end")
 
         monkeypatch.setattr(sweeps, "start_setting", started)
@@ -109,7 +110,7 @@ def test_values_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_folder_has_a_name_that_a_file_may_have_and_that_no_other_has() -> None:
     paths = ["a/b", "a_b", "ä b", "x" * 300]
-    tried = [SweepSetting(TINY, (), (f"model.path={path}",), "", 0.0).name for path in paths]
+    tried = [folder_name([f"model.path={path}"]) for path in paths]
     assert tried[1] == "model.path=a_b"
     assert tried[0].startswith("model.path=a_b-")
     assert len(set(tried)) == 4

@@ -332,6 +332,6 @@ def test_an_arm_processor_multiplies_pairs(of_arm: Path) -> None:
 def test_every_source_is_compiled_for_an_arm_processor(source: str, tmp_path: Path) -> None:
     if shutil.which(OF_ARM[0]) is None:
         pytest.skip(f"needs {OF_ARM[0]}")
-    options = "-O1 -std=c++17 -fopenmp -Wno-psabi -DPAGES=1".split()
+    options = ["-O1", "-std=c++17", "-fopenmp", "-Wno-psabi", "-DPAGES=1"]
     command = [OF_ARM[0], *options, f"-I{ROOT / 'devices'}", "-c", str(ROOT / source)]
     subprocess.run([*command, "-o", str(tmp_path / "made.o")], check=True, timeout=PATIENCE_S)

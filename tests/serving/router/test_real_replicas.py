@@ -10,17 +10,18 @@ import pytest
 from benchmark.serve import fleet
 from benchmark.verbs import BENCHMARKS, chosen, parser_of
 from tests.ports import free_port
+from tests.serving.server import TINY
 
 
 @pytest.mark.slow
 def test_sessions_are_sent_where_their_pages_are() -> None:
     verb = chosen(BENCHMARKS, "serve", ["--fleet"])
-    sizes = ("--replicas", "2", "--rounds", "1", "--events-port", str(free_port()))
-    options = parser_of(verb, "benchmark").parse_args(["recipes/tiny/cpu.yaml", *sizes])
-    load = fleet.FleetLoad(
-        sessions=16, concurrent=6, systems=4, system_words=100, turn_words=15, answer_tokens=4, think_s=0.1
+    words = (
+        f"{TINY} --replicas 2 --rounds 1 --sessions 16 --concurrent 6 --systems 4 --system-words 100"
+        f" --turn-words 15 --answer-tokens 4 --think-s 0.1 --events-port {free_port()}"
     )
-    found = fleet.measure(options, load)
+    options = parser_of(verb, "benchmark").parse_args(words.split())
+    found = fleet.run(options)["fleet"]
     by_pages, by_turns = found["prefix"], found["round_robin"]
     assert by_pages["failed"] == by_turns["failed"] == 0
     assert by_pages["requests"] >= 16
