@@ -181,9 +181,17 @@ class SlotPool:
         )
         self.pooling[row] = params.pooling is not None
         self.scoring[row] = request.is_scoring and not self.pooling[row]
-        at = int(np.searchsorted(self.number[self.busy], request.number))
-        self.busy = np.concatenate((self.busy[:at], [row], self.busy[at:]))
+        self._insert_busy(row, request.number)
         return row
+
+    def _insert_busy(self, row: int, number: int) -> None:
+        """List a row as busy behind all requests that arrived before its own; most often that is the end."""
+        at = len(self.busy)
+        if at and self.number[self.busy[-1]] >= number:
+            at = int(np.searchsorted(self.number[self.busy], number))
+        busy = np.empty(len(self.busy) + 1, dtype=np.int64)
+        busy[:at], busy[at], busy[at + 1 :] = self.busy[:at], row, self.busy[at:]
+        self.busy = busy
 
     def hand_back(self, row: int) -> Request:
         """Hand a row's tokens back to its request, which is no longer found here; the row stays taken."""
@@ -197,6 +205,7 @@ class SlotPool:
     def release(self, row: int) -> None:
         """Free a row whose pages and tokens have been taken care of."""
         self.busy = self.busy[self.busy != row]
+        self.num_shareable[row] = 0  # a free row computes no page that others wait for
         self._free.append(row)
 
     def add_logprobs(self, rows: Index, sampled: Sampled) -> None:

@@ -459,6 +459,8 @@ class FullGroup(PageGroup):
         return able
 
     def wanted(self, entries: Index, num_tokens: int, *, comes_back: bool = False) -> int:
+        if not len(entries):
+            return self.needed(num_tokens)
         shared = entries[entries > 0]
         idle = int((self.pool.holders[shared] == 1).sum())
         return self.needed(num_tokens) - len(shared) + idle

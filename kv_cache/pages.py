@@ -80,8 +80,9 @@ class PagePool:
     def release(self, pages: Index) -> None:
         """Remove one holder from each of these pages; those without any become free."""
         left = self.holders[pages] - 1
-        wrong = (left < 0) | (pages == NULL_PAGE)
-        assert not wrong.any(), f"released pages that nobody holds: {pages[wrong].tolist()}"
+        is_right = left.min(initial=0) >= 0 and pages.all()  # the null page is 0
+        wrong = pages if is_right else pages[(left < 0) | (pages == NULL_PAGE)]
+        assert is_right, f"released pages that nobody holds: {wrong.tolist()}"
         self.holders[pages] = left
         freed = pages[left == 0]
         self._free[self._num_free : self._num_free + len(freed)] = freed[::-1]

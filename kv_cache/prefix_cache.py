@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_cache.eviction_order import EvictionOrder
 from kv_cache.page_keys import TokenIds
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.prefix_index import EMPTY, Lookup, PrefixIndex
@@ -91,7 +92,7 @@ class PrefixCache:
         self._page_size = page_size
         num_host_pages = 0 if host is None else host.num_pages
         self.index = PrefixIndex(pool.num_pages, num_host_pages, page_size)
-        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._idle = EvictionOrder(pool.num_pages)  # least recently used first
         self._resting: OrderedDict[int, None] = OrderedDict()  # names in `index`, in the same order
         self._beside = beside
         for group in beside:
@@ -136,7 +137,7 @@ class PrefixCache:
     @property
     def idle_pages(self) -> Index:
         """Idle pages, the next to be evicted first."""
-        return np.fromiter(self._idle, dtype=np.int64, count=len(self._idle))
+        return self._idle.pages
 
     @property
     def resting_pages(self) -> Index:
@@ -150,7 +151,8 @@ class PrefixCache:
     def find(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, held: Index = EMPTY) -> Index:
         """Return the cached pages that continue the pages `held`, as far as `tokens` match without a gap.
 
-        `keys` and `tokens` are a request's from its start. Pages of the device come first; a value -h after
+        `keys` and `tokens` are a request's from its start, and either may go on beyond the other. Pages of
+        the device come first; a value -h after
         them stands for page h of the host, to be shared once it is brought back. The call neither holds the
         pages nor renews them.
         """
@@ -166,9 +168,8 @@ class PrefixCache:
         Those that others continue stay where they are: no page is evicted before what continues it.
         """
         pages = pages[self.is_cached(pages)]
-        for page in pages[len(pages) - self.index.num_lone(pages) :].tolist():
-            if page in self._idle:
-                self._idle.move_to_end(page, last=False)
+        lone = pages[len(pages) - self.index.num_lone(pages) :]
+        self._idle.move_to_front(lone[self._idle.has(lone)][::-1])
 
     def count_lookup(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, matched: Index) -> None:
         """Count a lookup as "whole" if it found a page for every key, or by the reason why it ended earlier.
@@ -196,9 +197,7 @@ class PrefixCache:
 
     def share(self, pages: Index) -> None:
         """Give each of these held pages, cached or not, one more holder."""
-        idle = pages[(self._pool.holders[pages] == 1) & self.is_cached(pages)]
-        for page in idle.tolist():
-            del self._idle[page]
+        self._idle.remove(pages[self._idle.has(pages)])
         self._pool.share(pages)
 
     def release(self, pages: Index) -> None:
@@ -209,9 +208,7 @@ class PrefixCache:
         """
         pages = pages[::-1]
         self._pool.release(pages)
-        idle = pages[(self._pool.holders[pages] == 1) & self.is_cached(pages)]
-        for page in idle.tolist():
-            self._idle[page] = None
+        self._idle.append(pages[(self._pool.holders[pages] == 1) & self.is_cached(pages)])
 
     def publish(self, keys: Sequence[bytes], tokens: TokenIds, pages: Index, first: int, salt: str) -> Index:
         """Make pages `first` and up of a request findable; return the pages that now stand for them.
@@ -229,7 +226,7 @@ class PrefixCache:
         content = tokens[first * size : count * size].reshape(len(new_pages), size)
         if not index.uses(new_keys):
             self._insert(new_keys, content, new_pages, parent, salt)
-            self.listener.stored(new_keys, content, _last(keys[:first]), salt)
+            self.listener.stored(new_keys, content, _before(keys, first), salt)
             return new_pages
         standing, previous = new_pages.copy(), pages[:first][-1:]
         for at, key in enumerate(new_keys):
@@ -239,7 +236,7 @@ class PrefixCache:
                 break  # the page that gave up this key preceded it in the same chain
             if equal is None:
                 self._insert([key], content[[at]], own, parent, salt)
-                self.listener.stored([key], content[[at]], _last(keys[: first + at]), salt)
+                self.listener.stored([key], content[[at]], _before(keys, first + at), salt)
             elif equal < 0:  # it was computed again while it rested
                 self._wake(np.array([equal]), own)
             else:
@@ -255,10 +252,7 @@ class PrefixCache:
         Pages that are not cached are ignored.
         """
         lost = self.index.with_what_follows(pages)
-        keys = [*map(self.index.key, lost)]
-        if lost:
-            self._remove(lost)
-        return keys
+        return self._remove(np.array(lost, dtype=np.int64)) if lost else []
 
     def forget_all(self) -> None:
         """Remove all pages from the cache, in this pool and in the host's."""
@@ -272,7 +266,7 @@ class PrefixCache:
         """
         assert count <= len(self._idle), f"asked to evict {count} pages, {len(self._idle)} are idle"
         room = 0 if self._host is None else min(count, self._host.num_free + len(self._resting))
-        pages = list(islice(self._idle, count))
+        pages = self._idle.first(count)
         if room < count:
             self._drop(pages[: count - room])
         return self._rest(pages[count - room :]) if room else None
@@ -322,7 +316,7 @@ class PrefixCache:
         for key in new:
             self._evicted.pop(key, None)
         self._version += 1
-        self.listener.stored(new, content, _last(keys[:first]), salt)
+        self.listener.stored(new, content, _before(keys, first), salt)
         return pages
 
     def yield_host(self, count: int) -> bool:
@@ -335,7 +329,7 @@ class PrefixCache:
         if short > len(self._resting):
             return False
         if short > 0:
-            self._drop(list(islice(self._resting, short)))
+            self._drop(np.fromiter(islice(self._resting, short), dtype=np.int64, count=short))
         return True
 
     def move(self, sources: Index, targets: Index) -> None:
@@ -343,14 +337,13 @@ class PrefixCache:
         cached = self.is_cached(sources)
         sources, targets = sources[cached], targets[cached]
         self._rename(sources, targets)
-        target_of = dict(zip(sources.tolist(), targets.tolist()))
-        if not self._idle.keys().isdisjoint(target_of):  # a page keeps its place in the order of eviction
-            self._idle = OrderedDict((target_of.get(page, page), None) for page in self._idle)
+        self._idle.rename(sources, targets)
         self._version += 1
 
     def resize(self, num_pages: int) -> None:
         """Follow the pool to another number of pages; no page that is removed may be cached."""
         self.index.resize(num_pages)
+        self._idle.resize(num_pages)
         for group in self._beside:
             group.resize_entries(num_pages)
         self._most_evicted = num_pages + (0 if self._host is None else self._host.num_pages)
@@ -379,15 +372,14 @@ class PrefixCache:
                 self._evicted.pop(key, None)
         self._version += 1
 
-    def _rest(self, pages: list[int]) -> PageCopy:
+    def _rest(self, sources: Index) -> PageCopy:
         """Move idle pages to the host, in their order of eviction; resting pages give way to them."""
         assert self._host is not None, "there is no host pool"
-        has_room = self.yield_host(len(pages))
-        assert has_room, f"{len(pages)} pages find no room in the host's pool"
-        sources, targets = np.array(pages, dtype=np.int64), self._host.take(len(pages))
+        has_room = self.yield_host(len(sources))
+        assert has_room, f"{len(sources)} pages find no room in the host's pool"
+        targets = self._host.take(len(sources))
         self._rename(sources, -targets)
-        for page in pages:
-            del self._idle[page]
+        self._idle.remove(sources)
         self._resting.update(dict.fromkeys((-targets).tolist()))
         self._pool.release(sources)
         self._version += 1
@@ -417,28 +409,29 @@ class PrefixCache:
         else:
             self.listener.removed_beside(keys, group.number)
 
-    def _drop(self, names: list[int]) -> None:
+    def _drop(self, names: Index) -> None:
         """Remove cached pages for lack of room."""
-        self._evicted.update(dict.fromkeys(map(self.index.key, names)))
+        self._evicted.update(dict.fromkeys(self._remove(names)))
         for _ in range(len(self._evicted) - self._most_evicted):
             self._evicted.popitem(last=False)
-        self._remove(names)
 
-    def _remove(self, names: list[int]) -> None:
-        """Remove cached pages and release them."""
-        gone, keys = np.array(names, dtype=np.int64), [*map(self.index.key, names)]
+    def _remove(self, names: Index) -> list[bytes]:
+        """Remove cached pages and release them; return their keys."""
         for group in self._beside:
-            group.removed(names)
-        self.index.remove(names)
-        for name in names:
-            self._idle.pop(name, None)
-            self._resting.pop(name, None)
-        self._pool.release(gone[gone > 0])
+            group.removed(names.tolist())
+        keys = self.index.remove(names)
+        on_device = names[names > 0]
+        self._idle.remove(on_device[self._idle.has(on_device)])
+        self._pool.release(on_device)
         if self._host is not None:
-            self._host.release(-gone[gone < 0])
+            resting = names[names < 0]
+            for name in resting.tolist():
+                self._resting.pop(name, None)
+            self._host.release(-resting)
         self._version += 1
         self.listener.removed(keys)
+        return keys
 
 
-def _last(keys: Sequence[bytes]) -> bytes | None:
-    return keys[-1] if keys else None
+def _before(keys: Sequence[bytes], at: int) -> bytes | None:
+    return keys[at - 1] if at else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from itertools import islice
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -119,13 +120,13 @@ class PrefixIndex:
     def find(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, held: Index = EMPTY) -> Index:
         """Return the pages that continue the pages `held`, as far as `tokens` match without a gap.
 
-        `keys` and `tokens` are a request's from its start.
+        `keys` and `tokens` are a request's from its start, and either may go on beyond the other.
         """
         first, size, parent = len(held), self._page_size, self.tail(held)
         if parent is None:
             return EMPTY
         found = []
-        for key in keys[first:]:
+        for key in islice(keys, first, len(tokens) // size):  # keys of long prompts are not copied
             page = self._page_of.get(key)
             if page is None:
                 break
@@ -225,15 +226,18 @@ class PrefixIndex:
                 lost.append(page)
         return lost
 
-    def remove(self, pages: Sequence[int]) -> None:
-        """Remove pages."""
-        for page in pages:
-            del self._page_of[self._key_of.pop(page)]
-            if page in self._salt_of:
-                tokens = self._tokens[page]
-                _less(self._num_firsts, (self._salt_of.pop(page), int(tokens[0])))
-                _less(self._num_equal, tokens.tobytes())
-        self._serial[np.array(pages, dtype=np.int64)] = 0
+    def remove(self, pages: Index) -> list[bytes]:
+        """Remove pages; return their keys."""
+        page_list = pages.tolist()
+        keys = [*map(self._key_of.pop, page_list)]
+        for key in keys:
+            del self._page_of[key]
+        for page in self._salt_of.keys() & page_list:
+            tokens = self._tokens[page]
+            _less(self._num_firsts, (self._salt_of.pop(page), int(tokens[0])))
+            _less(self._num_equal, tokens.tobytes())
+        self._serial[pages] = 0
+        return keys
 
     def rename(self, sources: Index, targets: Index) -> None:
         """Move the entries of source pages to target pages."""

@@ -67,6 +67,8 @@ class PrefixMatching:
             if request.num_prompt_tokens > self._max_shared_tokens:
                 return []
             tokens = tokens[: self._max_shared_tokens]
+        if len(request.page_keys) == len(tokens) // self._slots.page_size:
+            return request.page_keys  # not copied: a long prompt has thousands
         return page_keys(tokens, self._slots.page_size, request.cache_salt, request.page_keys)
 
     def find(self, request: Request) -> Index:
@@ -74,7 +76,8 @@ class PrefixMatching:
 
         A request may start from as many of them as `PageTables.resumable` returns.
         """
-        return self._prefix.find(self._usable_keys(request), request.tokens, request.cache_salt)
+        findable = request.tokens[: request.num_findable]
+        return self._prefix.find(request.page_keys, findable, request.cache_salt)
 
     def sought(self, request: Request) -> Sought:
         """Return what a new request could find in the tier, as far as the host's pool can take it in."""
@@ -192,8 +195,8 @@ class PrefixMatching:
         slots = self._slots
         request: Request = slots.requests[row]
         if self._blocked.pop(row) != self._prefix.version:
-            keys, held = self._usable_keys(request), slots.pages(row)
-            pages = self._prefix.find(keys, request.tokens, request.cache_salt, held)
+            findable, held = request.tokens[: request.num_findable], slots.pages(row)
+            pages = self._prefix.find(request.page_keys, findable, request.cache_salt, held)
             if (most := self.most_found.get(row)) is not None:
                 pages = pages[: max(0, most - len(held))]
             pages = self._tables.resumable(pages, row)
@@ -247,18 +250,18 @@ class PrefixMatching:
 
     def _is_in_progress(self, request: Request, index: int) -> bool:
         """Whether a row is about to compute and publish the page that `request` needs at `index`."""
-        keys, slots = self._usable_keys(request), self._slots
-        if index >= len(keys):
+        slots, keys = self._slots, request.page_keys
+        if index >= min(len(keys), request.num_findable // slots.page_size):
             return False
         if self.checkpoints is not None:  # pages alone are no use, and each is found with a state or not
-            return self.checkpoints.is_awaited(request, keys, index, self._computing())
-        busy = slots.busy
-        computing = busy[(slots.num_published[busy] <= index) & (index < slots.num_shareable[busy])]
+            return self.checkpoints.is_awaited(request, self._usable_keys(request), index, self._computing())
+        key = keys[index]
+        computing = (slots.num_shareable > index) & (slots.num_published <= index)
         return any(
             row not in self._blocked
             and slots.requests[row] is not request
-            and slots.requests[row].page_keys[index] == keys[index]
-            for row in computing.tolist()
+            and slots.requests[row].page_keys[index] == key
+            for row in computing.nonzero()[0].tolist()
         )
 
     def _publish(self, row: int, stop: int) -> None:

@@ -136,7 +136,8 @@ class StallFree(Policy):
     def room(self, busy: Busy, budget: int, waiting: Waiting) -> Room:
         """Return the prompt tokens that the busy slots leave of the step."""
         limit = self._limit(busy, budget)
-        wanted = np.where(busy.decodes, 0, np.minimum(busy.todo, limit.each))
+        wanted = np.minimum(busy.todo, limit.each)
+        wanted[busy.decodes] = 0
         if self._long_prompts is None:
             left, longs = limit.total - int(wanted.sum()), ALL
         else:

@@ -14,7 +14,7 @@ FAULTS = {
     ),
     "double_free_unnoticed": Fault(
         "kv_cache/pages.py::PagePool.release",
-        "not wrong.any()",
+        "left.min(initial=0) >= 0 and pages.all()",
         "True",
         "a count goes below zero and the page stands in the free list twice",
         "tests/kv_cache/test_pages.py::test_a_double_free_is_caught_before_anything_changes",
@@ -110,6 +110,20 @@ FAULTS = {
         "a page that others still hold is evicted",
         "tests/kv_cache/test_prefix_cache.py::test_pages_in_use_are_not_idle",
     ),
+    "evicted_from_a_place_it_has_left": Fault(
+        "kv_cache/eviction_order.py::EvictionOrder._is_live",
+        "self._stamp[pages] == np.arange(stamp, stamp + len(pages))",
+        "self._stamp[pages] > 0",
+        "a page that was used again is evicted as if it had not been",
+        "tests/kv_cache/test_eviction_order.py::test_pages_come_in_the_order_of_a_linked_list",
+    ),
+    "dead_entries_outlive_their_pages": Fault(
+        "kv_cache/eviction_order.py::EvictionOrder.resize",
+        "self._rebuild(pages)",
+        "self._stamp[pages] = np.arange(1, len(pages) + 1)",
+        "after the pool has shrunk, the order names pages that are gone",
+        "tests/kv_cache/test_eviction_order.py::test_pages_come_in_the_order_of_a_linked_list",
+    ),
     "parents_evicted_first": Fault(
         "kv_cache/prefix_cache.py::PrefixCache.release",
         "pages = pages[::-1]",
@@ -133,7 +147,7 @@ FAULTS = {
     ),
     "removed_but_held": Fault(
         "kv_cache/prefix_cache.py::PrefixCache._remove",
-        "self._pool.release(gone[gone > 0])",
+        "self._pool.release(on_device)",
         "",
         "evicted pages are never free again",
         "tests/kv_cache/test_prefix_cache.py::test_leaves_are_evicted_before_their_parents_and_old_chains_first",

@@ -27,8 +27,8 @@ FAULTS = {
         "tests/continuous_batching/test_drafts.py::test_drafts_bring_the_same_tokens_in_fewer_steps",
     ),
     "newcomers_at_the_end": Fault(
-        "continuous_batching/slots.py::SlotPool.take",
-        "int(np.searchsorted(self.number[self.busy], request.number))",
+        "continuous_batching/slots.py::SlotPool._insert_busy",
+        "int(np.searchsorted(self.number[self.busy], number))",
         "len(self.busy)",
         "a resumed request loses its place and is preempted first again",
         "tests/continuous_batching/test_scheduler.py::test_the_slot_table_takes_and_frees_rows_oldest_first",

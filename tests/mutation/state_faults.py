@@ -338,15 +338,15 @@ FAULTS = {
     ),
     "useless_pages_evicted_last": Fault(
         "kv_cache/prefix_cache.py::PrefixCache.evict_first",
-        "self._idle.move_to_end(page, last=False)",
+        "self._idle.move_to_front(lone[self._idle.has(lone)][::-1])",
         "pass",
         "pages that nobody can go on from take the place of pages of use",
         f"{SCHEDULES}::test_pages_behind_the_last_state_are_evicted_first",
     ),
     "pages_evicted_before_what_continues_them": Fault(
         "kv_cache/prefix_cache.py::PrefixCache.evict_first",
-        "pages[len(pages) - self.index.num_lone(pages) :].tolist()",
-        "pages.tolist()",
+        "pages[len(pages) - self.index.num_lone(pages) :]",
+        "pages",
         "pages that others go on from leave the device before these, and a lookup stops the engine",
         STORM,
     ),

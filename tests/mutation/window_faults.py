@@ -76,7 +76,7 @@ FAULTS = {
     ),
     "window_outlives_its_entry": Fault(
         "kv_cache/prefix_cache.py::PrefixCache._remove",
-        "group.removed(names)",
+        "group.removed(names.tolist())",
         "",
         "pages leak with every entry that is evicted",
         STORM,
