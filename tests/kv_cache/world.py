@@ -6,7 +6,7 @@ device's pages hold. `moves` lists all that may happen next, in any order that a
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -66,7 +66,7 @@ def clone(value: Any, memo: dict[int, Any]) -> Any:
         if value.dtype == object:
             copied[:] = [clone(each, memo) for each in value]
         return copied
-    if kind in (tuple, list, set):
+    if kind in (tuple, list, set, deque):
         return kind([each if type(each) in UNCHANGING else clone(each, memo) for each in value])
     if kind in (dict, OrderedDict, Counter):
         return kind(
