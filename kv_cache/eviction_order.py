@@ -27,7 +27,8 @@ class EvictionOrder:
     """
 
     def __init__(self, num_pages: int) -> None:
-        self._stamp: Index = np.zeros(num_pages, dtype=np.int64)  # of a page's live entry; 0 if there is none
+        # The stamp of each page's live entry; 0 if there is none
+        self._stamp: Index = np.zeros(num_pages, dtype=np.int64)
         self._next = 1
         # The stamp of a segment's first entry, and its pages; the stamps of the others follow without a gap
         self._segments: deque[tuple[int, Index]] = deque()

@@ -30,7 +30,7 @@ WORDS = (
 
 
 Messages = list[dict[str, str]]
-Answer = tuple[StreamedAnswer, float]  # with the seconds until its first part
+Answer = tuple[StreamedAnswer, float]  # The second is the seconds until its first part
 WAYS = ("prefix", "round_robin")
 READY_S = 300.0
 

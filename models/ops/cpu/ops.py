@@ -212,7 +212,7 @@ def onednn_lead(own: Products, dtype: torch.dtype, num_threads: int) -> float:
         lambda: torch.ops.mkldnn._linear_pointwise(rows, ordered, None, "none", [], ""),
     )
     best_s = [float("inf"), float("inf")]
-    for _ in range(6):  # in turns, so that what else the machine does falls on both
+    for _ in range(6):  # They take turns, so that what else the machine does falls on both
         for way, multiply in enumerate(ways):
             began_s = time.perf_counter()
             multiply()
