@@ -96,7 +96,7 @@ template <int N, int V, bool FETCHES>
 void scored(const Pages& of, const float* query, const Item* keys,
             const Item* ahead, long from, float* scores, long stride) {
     const long first = from / of.key_lanes * of.dim * of.key_lanes + from % of.key_lanes;
-    Vec sums[N][V] = {};
+    Vec sums[N][V] = {};  // in registers, which takes that each loop over them is unrolled
     for (long d = 0; d < of.dim; d++) {
         const long at = first + d * of.key_lanes;
         if (FETCHES) fetch(ahead, at, V * LANES);
@@ -110,6 +110,7 @@ void scored(const Pages& of, const float* query, const Item* keys,
     for (int v = 0; v < V; v++) scales[v] = Vec{} + of.scale;
     if constexpr (KIND == INT8)
         for (int v = 0; v < V; v++) scales[v] *= load(scales_of(of, keys) + from + v * LANES);
+#pragma GCC unroll 8
     for (int n = 0; n < N; n++)
         for (int v = 0; v < V; v++) store(scores + n * stride + from + v * LANES, sums[n][v] * scales[v]);
 }
@@ -121,6 +122,7 @@ void weighed(const Pages& of, const float* weights, long stride, const Item* val
              const Item* ahead, long from, long low, long high, float* sums) {
     const long first = from / of.value_lanes * of.tile * of.value_lanes + from % of.value_lanes;
     Vec total[N][V];
+#pragma GCC unroll 8
     for (int n = 0; n < N; n++)
         for (int v = 0; v < V; v++) total[n][v] = load(sums + n * of.dim + from + v * LANES);
     for (long token = low; token < high; token++) {
@@ -132,6 +134,7 @@ void weighed(const Pages& of, const float* weights, long stride, const Item* val
         for (int n = 0; n < N; n++)
             for (int v = 0; v < V; v++) total[n][v] += weights[n * stride + token] * value[v];
     }
+#pragma GCC unroll 8
     for (int n = 0; n < N; n++)
         for (int v = 0; v < V; v++) store(sums + n * of.dim + from + v * LANES, total[n][v]);
 }
@@ -396,6 +399,7 @@ void scores_of(const Block& block, const Room& room, long begin, long end, long 
             float* scores = room.scores + row * stride + (i - begin) * of.tile;
             if (block.high(row + N - 1) <= token) continue;  // and so do the rows' weights end before it
             scored_tile<N, false>(of, room.query + row * of.dim, keys, keys, scores, stride);
+            if (block.low(row + N - 1) <= token && block.high(row) >= token + of.tile) continue;  // all see it whole
             for (int n = 0; n < N; n++) {
                 float* own = scores + n * stride;
                 const long low = block.low(row + n) - token, high = block.high(row + n) - token;
