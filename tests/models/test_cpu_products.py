@@ -39,6 +39,9 @@ SHAPES = [
 NUM_ROWS = [0, 1, 5, 6, 7, 12, 13, 40, 97, 200]
 TINY = str(ROOT / "recipes/tiny/cpu.yaml")
 PAIRS = 4  # the kind of the source
+of_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies no bfloat16 here"
+)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +153,7 @@ def test_a_row_of_pairs_is_summed_in_one_order_in_any_batch(found: Products) -> 
             assert torch.equal(found.multiply(x[first:last], packed), expected[first:last])
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 here")
+@of_bfloat16
 def test_oneDNN_is_kept_where_it_is_far_ahead(found: Products, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rowwise()
     assert isinstance(rows, Rowwise), rows
@@ -167,6 +170,7 @@ def test_oneDNN_is_kept_where_it_is_far_ahead(found: Products, monkeypatch: pyte
         torch.testing.assert_close(ops.linear(x, packed).double(), expected, rtol=1e-2, atol=1e-1)
 
 
+@of_bfloat16
 def test_the_lead_of_oneDNN_is_measured(found: Products, caplog: pytest.LogCaptureFixture) -> None:
     """It is told with what is chosen by it; what it is depends on the machine."""
     caplog.set_level("INFO")
