@@ -85,10 +85,14 @@ class Constraint:
         return self.took_s > SLOW_S
 
     def leave(self) -> None:
-        """Drop the matcher and the memory that it takes.
+        """Drop the matcher and the memory that it takes, unless a thread is making masks by it.
 
         It is rebuilt from the answer when it is next needed.
         """
+        if self.making is None or self.making.is_done:
+            self._drop()
+
+    def _drop(self) -> None:
         self._matcher, self._num_consumed = None, 0
 
     def masks(self, answer: Index, drafts: Index) -> list[Mask | None]:
@@ -116,7 +120,7 @@ class Constraint:
                 break
         if matcher.error:
             # A draft led the matcher into the failure; the answer itself may continue in another way
-            self.leave()
+            self._drop()
         elif len(masks) > 1:
             matcher.rollback(len(masks) - 1)
         return masks + [None] * (num_places - len(masks))
@@ -158,7 +162,7 @@ class Constraint:
     def _has_guessed(self, began_s: float) -> None:
         self._guesses_were_slow |= time.thread_time() - began_s > SLOW_S
         if self._matcher is not None and self._matcher.error:
-            self.leave()
+            self._drop()
 
     def _at(self, answer: Index) -> Matcher | None:
         """Return the matcher advanced to the end of `answer`, or None if the grammar has failed."""

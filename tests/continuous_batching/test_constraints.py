@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
 import pytest
 
-from continuous_batching.constraints import NOTHING, SLOW_S, Constraint, Mask
+from continuous_batching.constraints import NOTHING, SLOW_S, Constraint, Making, Mask
+from tests.patience import PATIENCE_S
 
 END = 9
 NONE = np.empty(0, dtype=np.int64)
@@ -142,3 +144,34 @@ def test_guesses_that_took_long_are_not_made_again(monkeypatch: pytest.MonkeyPat
         (mask,) = constraint.masks(places(3, 7), NONE)
         assert mask is not None
         assert int(mask[0]) == alone(3, 7), "its masks are made as before"
+
+
+def test_a_matcher_stays_while_a_thread_makes_its_masks() -> None:
+    """A request may be preempted meanwhile, and then leaves its matcher, which the thread is advancing."""
+    is_asked, may_go_on, made = threading.Event(), threading.Event(), list[Counting]()
+
+    class Slow(Counting):
+        def mask(self) -> Mask:
+            is_asked.set()
+            assert may_go_on.wait(PATIENCE_S)
+            return super().mask()
+
+    def start() -> Counting:
+        made.append(Slow())
+        return made[-1]
+
+    constraint = Constraint(start)
+    job = constraint.making = Making(constraint, NONE, NONE)
+    thread = threading.Thread(target=job.make)
+    thread.start()
+    assert is_asked.wait(PATIENCE_S)
+    constraint.leave()
+    may_go_on.set()
+    thread.join()
+    (mask,) = constraint.masks(places(3, 5), NONE)
+    assert len(made) == 1
+    assert mask is not None
+    assert mask[0] == alone(3, 5)
+    constraint.leave()
+    constraint.masks(places(3, 5), NONE)
+    assert len(made) == 2, "nothing holds the matcher then"

@@ -47,6 +47,13 @@ FAULTS = {
         "a late first token is computed again in pages that others share",
         "tests/continuous_batching/test_mask_maker.py::test_a_first_token_is_waited_for",
     ),
+    "matcher_dropped_under_its_thread": Fault(
+        "continuous_batching/constraints.py::Constraint.leave",
+        "self.making is None or self.making.is_done",
+        "True",
+        "a preempted request's grammar is at its beginning while a thread counts tokens as consumed",
+        "tests/continuous_batching/test_constraints.py::test_a_matcher_stays_while_a_thread_makes_its_masks",
+    ),
     "slow_masks_hold_up_states": Fault(
         "continuous_batching/engine.py::Engine._start",
         "self.masks.late_rows(self.slots, flight.withheld())",
