@@ -77,8 +77,8 @@ class Machine(ABC):
         """Return what advances states of this type: the definition, or what the device does faster."""
         return Recurrence(self.device)
 
-    def join(self, group: Group) -> None:
-        """Do what the ranks of an engine do together before its memory is measured."""
+    def join(self, group: Group, dtype: torch.dtype) -> None:
+        """Do what the ranks of an engine of this type do together before its memory is measured."""
         return
 
     @abstractmethod
@@ -99,6 +99,7 @@ class Cpu(Machine):
         super().__init__(asked)
         self.threads = Threads(asked.threads, barriers(), Way.of(learned) if learned else None)
         self._others_compile = True
+        self._onednn_dtype: torch.dtype | None = None  # oneDNN multiplies it far faster than `products`
         self._must_compile = asked.compile is True and asked.attention != "reference"
 
     @property
@@ -109,15 +110,24 @@ class Cpu(Machine):
     def learned(self) -> str:
         return "" if self.threads.learned is None else self.threads.learned.word
 
-    def join(self, group: Group) -> None:
-        """Compile on all ranks that share layers or on none of them.
+    def join(self, group: Group, dtype: torch.dtype) -> None:
+        """Compile on all ranks that share layers or on none of them, and choose one way of products for all.
 
         What every rank computes for itself, as a router's choice of experts, must come out alike.
         """
+        from models.ops.cpu.ops import is_onednn_ahead
+
         if group.size > 1:
             compiles = isinstance(self._sources(), Sources)
             self._others_compile = bool(group.least(int(compiles), self.device))
             self._must_compile |= compiles and self._others_compile
+        if dtype == torch.float32 or self.asked.batch_invariant:
+            return
+        found = self._sources(dtype)
+        if isinstance(found, Sources):
+            self.threads.use(self.threads.patient)
+            is_ahead = is_onednn_ahead(found.products, dtype)
+            self._onednn_dtype = dtype if group.least(int(is_ahead), self.device) else None
 
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
         from attention.cpu.attention import CpuAttention
@@ -132,7 +142,12 @@ class Cpu(Machine):
                 raise self._not_compiled(found, "batch_invariant" if invariant else "compile")
             ops, library = CpuOps(), None
         else:
-            ops = CpuOps(products=found.products, rowwise=found.rowwise, batch_invariant=invariant)
+            ops = CpuOps(
+                products=found.products,
+                rowwise=found.rowwise,
+                batch_invariant=invariant,
+                onednn_dtype=self._onednn_dtype,
+            )
             library = found.attention
         if shape.latent is not None:
             return ops, latent_attention(shape)
@@ -305,7 +320,7 @@ class Npu(Accelerator):
         """The log of launches, where the device is the stand-in, which records them."""
         return None if self._stand_in is None else self._stand_in.log
 
-    def join(self, group: Group) -> None:
+    def join(self, group: Group, dtype: torch.dtype) -> None:
         """Make the communicator for tokens of experts, where verify_npu.sh found that it gains time."""
         sends = self.product.dispatches or self.product.dispatches_beside_shared
         group.open_for_tokens(self.buffer_mib if sends else 0, self.device)

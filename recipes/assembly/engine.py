@@ -172,7 +172,7 @@ def assemble(
     drafts = draft_config(recipe, config)
     group, stages = _joined(world, share, drafts)
     machine = start(recipe.device, learned)
-    machine.join(group)
+    machine.join(group, TORCH_DTYPES[config.dtype])
     memory = plan_memory(recipe, config, machine.memory_bytes(), share=share)
     memory = _least(recipe, config, memory, world, share, machine)
     tell(LOADING)

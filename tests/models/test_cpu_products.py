@@ -19,10 +19,13 @@ from continuous_batching.request import Request, SamplingParams
 from devices import cpp_sources
 from devices.cpp_sources import KINDS, missing_for_sources
 from models.ops.cpu import products as module
-from models.ops.cpu.ops import CpuOps, onednn_lead
+from models.ops.cpu.ops import FAR_AHEAD, CpuOps, is_onednn_ahead
 from models.ops.cpu.products import Panels, Products, narrowed, products
-from models.ops.cpu.rowwise import Rowwise, rowwise
+from models.parallel.group import Alone
+from recipes.assembly.decoders import shape_of
 from recipes.assembly.engine import build
+from recipes.assembly.families import model_config
+from recipes.machine import start
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.patience import PATIENCE_S
@@ -154,12 +157,9 @@ def test_a_row_of_pairs_is_summed_in_one_order_in_any_batch(found: Products) -> 
 
 
 @of_bfloat16
-def test_oneDNN_is_kept_where_it_is_far_ahead(found: Products, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = rowwise()
-    assert isinstance(rows, Rowwise), rows
-    for lead, is_invariant, kind in ((4.0, False, Tensor), (1.2, False, Panels), (4.0, True, Panels)):
-        monkeypatch.setattr("models.ops.cpu.ops.onednn_lead", lambda *_, lead=lead: lead)
-        ops = CpuOps(products=found, rowwise=rows if is_invariant else None, batch_invariant=is_invariant)
+def test_oneDNN_multiplies_the_type_that_it_is_to_multiply(found: Products) -> None:
+    for onednn_dtype, kind in ((torch.bfloat16, Tensor), (None, Panels)):
+        ops = CpuOps(products=found, onednn_dtype=onednn_dtype)
         assert isinstance(ops.pack(some(torch.float32, 48, 80), None)[0], Panels)
         assert ops.padded(9) == 9
         weight, x = some(torch.bfloat16, 48, 80), some(torch.bfloat16, 9, 80)
@@ -171,15 +171,41 @@ def test_oneDNN_is_kept_where_it_is_far_ahead(found: Products, monkeypatch: pyte
 
 
 @of_bfloat16
-def test_the_lead_of_oneDNN_is_measured(found: Products, caplog: pytest.LogCaptureFixture) -> None:
-    """It is told with what is chosen by it; what it is depends on the machine."""
+def test_the_lead_of_oneDNN_is_measured_once(found: Products, caplog: pytest.LogCaptureFixture) -> None:
+    """What it is depends on the machine; the log tells it."""
     caplog.set_level("INFO")
-    onednn_lead.cache_clear()
-    lead = onednn_lead(found, torch.bfloat16, torch.get_num_threads())
-    assert lead > 0
-    assert lead == onednn_lead(found, torch.bfloat16, torch.get_num_threads()), "measured once"
+    is_onednn_ahead.cache_clear()
+    is_ahead = is_onednn_ahead(found, torch.bfloat16)
+    assert is_ahead == is_onednn_ahead(found, torch.bfloat16)
     (said,) = [each for each in caplog.messages if "oneDNN multiplies" in each]
-    assert said.endswith("oneDNN are used" if lead > 2 else "this project's products are used")
+    assert is_ahead == (float(said.split("at ")[1].split(" times")[0]) > FAR_AHEAD)
+    assert not is_onednn_ahead(found, torch.float32)
+
+
+class OneOfTwo(Alone):
+    """A group whose other rank gives these values, in turn."""
+
+    def __init__(self, *others: int) -> None:
+        super().__init__()
+        self.size, self._others = 2, iter(others)
+
+    def least(self, value: int, device: torch.device) -> int:
+        return min(value, next(self._others))
+
+
+@pytest.mark.parametrize(
+    ("is_ahead", "others", "chosen"), [(True, 1, torch.bfloat16), (True, 0, None), (False, 1, None)]
+)
+def test_ranks_choose_one_way_of_products(
+    is_ahead: bool, others: int, chosen: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each measures for itself, and a rank that takes another way would sum in another order."""
+    monkeypatch.setattr("models.ops.cpu.ops.is_onednn_ahead", lambda own, dtype: is_ahead)
+    machine = start(load(TINY, ["device.compile=auto"]).device)
+    machine.join(OneOfTwo(1, others), torch.bfloat16)
+    ops, _ = machine.operators(shape_of(16, model_config(load(TINY))))
+    packed, _ = ops.pack(some(torch.bfloat16, 48, 80), None)
+    assert isinstance(packed, Panels) == (chosen is None)
 
 
 def compiler(folder: Path, *options: str) -> str:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 _FEW_ROWS, _MANY_ROWS = 8, 64  # steps to which the rows are rounded up, below 64 and above
-_FAR_AHEAD = 2.0  # times as fast as `products` with the rows of a prompt, as AMX is and nothing else
+FAR_AHEAD = 2.0  # times as fast as `products` with the rows of a prompt, as AMX is and nothing else
 
 
 def keep_memory() -> None:
@@ -47,7 +47,7 @@ class CpuOps(Ops):
     """Linears packed for `products` or oneDNN, and small operators in one pass each by `rowwise`.
 
     Both are compiled for this machine, or None. With `batch_invariant`, a row of a plain linear, norm or
-    gate has the same bits in any batch; it needs both.
+    gate has the same bits in any batch; it needs both. Weights of `onednn_dtype` are oneDNN's all the same.
     """
 
     def __init__(
@@ -56,9 +56,12 @@ class CpuOps(Ops):
         products: Products | None = None,
         rowwise: Rowwise | None = None,
         batch_invariant: bool = False,
+        onednn_dtype: torch.dtype | None = None,
     ) -> None:
-        assert not batch_invariant or (products and rowwise), "sums of oneDNN and of torch depend on rows"
+        is_own = products and rowwise and onednn_dtype is None
+        assert not batch_invariant or is_own, "sums of oneDNN and of torch depend on rows"
         self.products, self.batch_invariant = products, batch_invariant
+        self._onednn_dtype = onednn_dtype
         self._rows: Rowwise | Ops = rowwise or Ops()
         # oneDNN compiles its code (2 ms a layer) for each new number of rows
         self._rounds_rows = products is None
@@ -124,15 +127,9 @@ class CpuOps(Ops):
         return -(-num_tokens // step) * step
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
-        """Pack the weight in its own type for `products`, unless oneDNN is far ahead in that type.
-
-        With `batch_invariant` it is packed for `products` all the same.
-        """
+        """Pack the weight in its own type for `products`, unless oneDNN is to multiply that type."""
         own = self.products
-        if own is None or weight.dtype not in KINDS:
-            return self._pack_onednn(weight, bias)
-        may_be_ahead = not self.batch_invariant and _multiplies(weight.dtype)
-        if may_be_ahead and onednn_lead(own, weight.dtype, torch.get_num_threads()) > _FAR_AHEAD:
+        if own is None or weight.dtype not in KINDS or weight.dtype == self._onednn_dtype:
             return self._pack_onednn(weight, bias)
         return own.pack(weight, bias, is_widened=not own.multiplies(weight)), None
 
@@ -198,12 +195,15 @@ def _multiplies(dtype: torch.dtype) -> bool:
 
 
 @cache
-def onednn_lead(own: Products, dtype: torch.dtype, num_threads: int) -> float:
-    """Measure how many times as fast as `own` oneDNN multiplies a prompt's rows of a type of 16 bits.
+def is_onednn_ahead(own: Products, dtype: torch.dtype) -> bool:
+    """Measure whether oneDNN multiplies a prompt's rows of a type at `FAR_AHEAD` times the speed of `own`.
 
-    It takes some hundredths of a second, once in a process. Few rows are not measured, because there both
-    wait for weights, and `own` reads these faster.
+    It takes some hundredths of a second, once in a process, for a type of 16 bits that the processor
+    multiplies itself; for others it is not. Few rows are not measured, because there both wait for weights,
+    and `own` reads these faster.
     """
+    if not _multiplies(dtype):
+        return False
     weight, rows = torch.ones(2048, 1024, dtype=dtype), torch.ones(256, 1024, dtype=dtype)
     packed = own.pack(weight, None, is_widened=not own.multiplies(weight))
     ordered = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -218,11 +218,8 @@ def onednn_lead(own: Products, dtype: torch.dtype, num_threads: int) -> float:
             multiply()
             best_s[way] = min(best_s[way], time.perf_counter() - began_s)
     lead = best_s[0] / best_s[1]
-    chosen = "oneDNN" if lead > _FAR_AHEAD else "this project's products"
-    log.info(
-        "%d threads, %s: oneDNN multiplies %.2f times as fast: %s are used", num_threads, dtype, lead, chosen
-    )
-    return lead
+    log.info("oneDNN multiplies %s at %.2f times the speed of this project's products", dtype, lead)
+    return lead > FAR_AHEAD
 
 
 def _has_vnni() -> bool:
