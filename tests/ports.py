@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
-_FIRST, _LAST, _WIDTH = 18_000, 32_000, 32
+_FIRST, _LAST, _WIDTH = 18_000, 29_000, 32
 _claims: list[socket.socket] = []
 
 

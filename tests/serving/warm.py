@@ -244,25 +244,31 @@ def answer(source: socket.socket) -> None:
         data, files, _, _ = socket.recv_fds(source, _LONGEST_REQUEST, _MOST_FILES)
         if not data:
             return
-        if (pid := _forked_beside()) == 0:
+        request = json.loads(data)
+        if (pid := _forked_beside(leads_session=request["leads_session"])) == 0:
             source.close()
-            run(json.loads(data), files)
+            run(request, files)
             return
         for each in files:
             os.close(each)
         source.send(str(pid).encode())
 
 
-def _forked_beside() -> int:
-    """Fork a process whose parent is not this one but the nearest that adopts processes: who asks for it."""
+def _forked_beside(*, leads_session: bool) -> int:
+    """Fork a process whose parent is not this one but the nearest that adopts processes: who asks for it.
+
+    It tells its id itself, once it leads its session, since whoever knows that may end the session.
+    """
     reader, writer = os.pipe()
     if (between := os.fork()) == 0:
-        if (pid := os.fork()) == 0:
-            os.close(reader)
-            os.close(writer)
-            return 0
-        os.write(writer, str(pid).encode())
-        os._exit(0)
+        if os.fork():
+            os._exit(0)
+        if leads_session:
+            os.setsid()
+        os.write(writer, str(os.getpid()).encode())
+        os.close(reader)
+        os.close(writer)
+        return 0
     os.close(writer)
     os.waitpid(between, 0)
     with os.fdopen(reader, "rb") as told:
@@ -282,8 +288,6 @@ def _adopting() -> Iterator[None]:
 
 def run(request: dict[str, Any], files: list[int]) -> None:
     """Run the module as `python -m` does."""
-    if request["leads_session"]:
-        os.setsid()
     above = max(request["files"]) + 1  # so that none is written over by another
     apart = [fcntl.fcntl(each, fcntl.F_DUPFD, above) for each in files]
     for each in files:
