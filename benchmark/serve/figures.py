@@ -92,7 +92,6 @@ def summarise(run: ClientRun, objectives: Objectives | None) -> Result:
     num_output = sum(each.output_tokens for each in done)
     lens = [each.output_tokens for each in done]
     asked = [each.ask.max_tokens for each in answers]
-    num_good = sum(met(each, objectives or {}) for each in answers)
     figures, num_gaps = latencies(done)
     due_s = sorted(each.ask.due_s for each in answers)
     spread_s = due_s[-1] - due_s[0]
@@ -113,8 +112,7 @@ def summarise(run: ClientRun, objectives: Objectives | None) -> Result:
         "request_throughput": round(len(done) * per_s, 4),
         "output_throughput": round(num_output * per_s, 3),
         "total_token_throughput": round((num_input + num_output) * per_s, 3),
-        **({} if objectives is None else {"request_goodput": round(num_good * per_s, 4)}),
-        **({} if objectives is None else {"good_share": round(num_good / len(answers), 4)}),
+        **by_objectives(answers, objectives, per_s),
         **figures,
         "itl_gaps": num_gaps,
         **({"prefix_hit_rate": round(num_cached / asked_for, 4)} if asked_for else {}),
@@ -128,6 +126,14 @@ def summarise(run: ClientRun, objectives: Objectives | None) -> Result:
         "asked_output_tokens": None if None in asked else sum(filter(None, asked)),
         "client": client(run),
     }
+
+
+def by_objectives(answers: Sequence[ClientAnswer], objectives: Objectives | None, per_s: float) -> Result:
+    """Return how much of a run met the objectives; nothing where there are none."""
+    if objectives is None:
+        return {}
+    num_good = sum(met(each, objectives) for each in answers)
+    return {"request_goodput": round(num_good * per_s, 4), "good_share": round(num_good / len(answers), 4)}
 
 
 def kinds(errors: Sequence[str]) -> dict[str, int]:
