@@ -127,12 +127,11 @@ def schedule(seed: int) -> list[str]:
 @pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, IN_ONE_TEST))
 def test_random_schedules_differ_in_no_bit(checkpoint: Path, model: list[str], first: int) -> None:
     """Chunks, hits, preemptions, drafts and numbers of threads are drawn; alone is what they are held to."""
-    alone: dict[tuple[str, int], torch.Tensor] = {}
-    answers: dict[str, list[int]] = {}
-    for each in requests():
-        served = Served(checkpoint, [*model, "cache.num_pages=40", "scheduler.num_slots=1"], [each], None)
-        alone |= served.logits
-        answers |= served.answers
+    one_by_one = ["cache.num_pages=40", "cache.prefix_sharing=false", "scheduler.num_slots=1"]
+    by_itself = Served(checkpoint, [*model, *one_by_one], requests(), None)
+    assert not by_itself.counters.preemptions
+    assert not by_itself.counters.hit_tokens
+    alone, answers = by_itself.logits, by_itself.answers
     happened = np.zeros(3, np.int64)
     for seed in range(first, min(first + IN_ONE_TEST, NUM_SCHEDULES)):
         served = Served(checkpoint, [*model, *schedule(seed)], requests(), seed)
