@@ -28,7 +28,6 @@ from scripts import verify
 from serving.offline import Record
 from tests.device_kinds import settings, stand_in_alone
 from tests.serving.warm import completed
-from tests.test_readme import ASCEND, absent, shown_after
 from tests.thorough import cases
 from virtual_npu.verify import main as verify_operators
 
@@ -316,6 +315,8 @@ def test_the_stand_in_passes_as_every_product(name: str, tmp_path: Path) -> None
 
     What is printed are the lines of docs/ascend.md.
     """
+    from tests.test_readme import ASCEND, absent, shown_after  # which reads pages that a tree of code lacks
+
     asked = [*ON_BF16, f"device.product={name}"]
     done = completed("scripts.verify", *asked, "--calls", "2", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
