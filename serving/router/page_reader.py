@@ -161,10 +161,10 @@ class PageReader:
         poller = zmq.asyncio.Poller()
         for each in (self._live, self._again, self._gone):
             poller.register(each, zmq.POLLIN)
-        await self._ask()
+        await self._ask()  # where it is refused, so is the other connection, whose end is waited for
         while True:
-            if time.monotonic() >= self._asked_s + _ASK_S:
-                await self._ask()
+            if time.monotonic() >= self._asked_s + _ASK_S and not await self._ask() and self._has_agreed:
+                return
             ready = dict(await poller.poll(1e3 * _ASK_S))
             if self._gone in ready and self._has_ended(await self._gone.recv_multipart()):
                 return
@@ -189,9 +189,18 @@ class PageReader:
                 )
         return True
 
-    async def _ask(self) -> None:
+    async def _ask(self) -> bool:
+        """Ask for all batches from the next one on; return whether the question is on its way.
+
+        A connection that was refused is never made again, and a question to it would wait for ever.
+        """
         self._asked_s = time.monotonic()
-        await self._again.send_multipart([b"", self._next.to_bytes(SEQUENCE_BYTES, "big")])
+        question = [b"", self._next.to_bytes(SEQUENCE_BYTES, "big")]
+        try:
+            await self._again.send_multipart(question, zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        return True
 
     def _take_answer(self, frames: list[bytes]) -> None:
         """Take what was asked for again."""

@@ -16,6 +16,7 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.samples.mask_maker import Made, MaskMaker
 from continuous_batching.slots import SlotPool
 from tests.continuous_batching.test_constraints import Counting
+from tests.patience import PATIENCE_S
 
 PROMPT, NONE = 3, np.empty(0, dtype=np.int64)
 
@@ -28,7 +29,7 @@ class Holding(Counting):
         self._gate = gate
 
     def mask(self) -> np.ndarray:
-        assert self._gate.wait(120), "nobody let it"
+        assert self._gate.wait(PATIENCE_S), "nobody let it"
         return super().mask()
 
 

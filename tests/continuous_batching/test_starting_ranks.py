@@ -96,11 +96,11 @@ def test_a_long_start_is_told_with_those_that_do_the_same(caplog: pytest.LogCapt
 
 
 def test_a_rank_that_says_nothing_while_the_engine_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("continuous_batching.recording.listeners.START_SILENCE_S", 1.2)
     with starting(start_limit_s=1800.0) as (listeners, beats, is_lost):
         beats.doing = "loading its weights"
         wait_for(lambda: "loading its weights" in listeners.start_report())
         beats._has_ended.set()  # it hangs: its connection stays
+        monkeypatch.setattr("continuous_batching.recording.listeners.START_SILENCE_S", 1.2)
         assert is_lost.wait(PATIENCE_S)
         assert f"{NAME}: loading its weights, and has said nothing for " in str(listeners.lost)
 

@@ -17,6 +17,7 @@ from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_slot_lifecycle import ask, check, make
 from tests.continuous_batching.tier import attach
+from tests.patience import PATIENCE_S
 
 PAGE_SIZE = 4
 Pages = dict[bytes, bytes]
@@ -270,7 +271,7 @@ def test_engines_that_share_a_folder_find_what_the_others_computed(tmp_path: Pat
         runner = engine.runner
         assert isinstance(runner, ChecksumRunner)
         store = DiskStore(tmp_path, 10**6, b"i" * 32)
-        engine.tier = runner.tier = PageTier(store, runner, runner.make, b"i" * 32, 60.0, "a folder")
+        engine.tier = runner.tier = PageTier(store, runner, runner.make, b"i" * 32, PATIENCE_S, "a folder")
         engines.append(engine)
     talks = [np.random.default_rng(talk).integers(0, VOCAB_SIZE, 20).tolist() for talk in range(4)]
     hits = queried = 0
@@ -282,7 +283,7 @@ def test_engines_that_share_a_folder_find_what_the_others_computed(tmp_path: Pat
         while engine.has_work:
             if engine.step() is None:
                 time.sleep(0.001)
-        assert engine.tier.settle(60.0)  # type: ignore[union-attr]
+        assert engine.tier.settle(PATIENCE_S)  # type: ignore[union-attr]
         assert request.answer.tolist() == alone(talk, 6)
         if turn >= 4:
             hits += request.num_cached_tokens

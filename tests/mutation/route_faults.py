@@ -139,6 +139,13 @@ FAULTS = {
         "a token beyond the vocabulary ends the engine",
         "tests/serving/test_known_tokens.py::test_what_cannot_go_on_is_refused",
     ),
+    "question_that_waits_for_who_refused": Fault(
+        "serving/router/page_reader.py::PageReader._ask",
+        "await self._again.send_multipart(question, zmq.DONTWAIT)",
+        "await self._again.send_multipart(question)",
+        "a replica that refuses a connection before it is asked is never heard again",
+        "tests/serving/router/test_page_reader.py::test_a_refused_question_keeps_a_reader_from_nothing",
+    ),
     "pages_without_end": Fault(
         "serving/router/page_reader.py::PageReader._take",
         "max(len(keys), self._num_pages) > _MOST_PAGES",

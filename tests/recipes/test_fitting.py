@@ -323,7 +323,7 @@ def test_the_launcher_runs_the_recipe_that_was_chosen(tmp_path: Path) -> None:
         TINY,
         "device.kind=cpu",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0
     chosen = "'recipes/any/cpu.yaml' 'model.path=recipes/tiny/weights' 'max_num_seqs=2' 'device.kind=cpu'"
     assert f"'--prompt' $'a\\nb' {chosen}" in done.stderr

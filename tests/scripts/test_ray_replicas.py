@@ -112,7 +112,7 @@ def test_ports_are_free_and_have_neighbours() -> None:
 def is_there(process: int) -> bool:
     try:
         return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end between opening and reading
         return False
 
 

@@ -32,7 +32,6 @@ def served() -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "_LAST_S", 0.5)
         patch.setattr(serving_server, "_SENT_BYTES", 2**12)
-        patch.setattr(protocol, "WHOLE_S", 2.0)
         with Served(*SMALL, *ROOM, *LIMITS) as served:
             yield served
 
@@ -68,10 +67,13 @@ def test_one_token_leaves_in_one_write(served: Served, stream: bool) -> None:
         assert b'"finish_reason":"length"' in answer
 
 
-def test_who_sends_a_line_between_requests_is_not_kept_for_ever(served: Served) -> None:
+def test_who_sends_a_line_between_requests_is_not_kept_for_ever(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with served.five_checks(neighbours=0), connected(served) as client:
         client.sendall(request({"prompt": "1+1=", "max_tokens": 1}))
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 OK\r\n")
+        monkeypatch.setattr(protocol, "WHOLE_S", 2.0)
         client.sendall(b"\r\n")
         assert client.recv(1 << 16) == b"", "closed, and nothing said"
 
@@ -192,8 +194,9 @@ def test_who_does_not_read_is_cut_off(served: Served, number: int) -> None:
             client.close()
 
 
-def test_who_sends_half_a_request_is_not_waited_for(served: Served) -> None:
+def test_who_sends_half_a_request_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     with served.five_checks():
+        monkeypatch.setattr(protocol, "WHOLE_S", 2.0)
         clients = {}
         for sent in (b"", b"POST /v1/comp", request({"prompt": "1+1="})[:-3]):
             for _ in range(8):

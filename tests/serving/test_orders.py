@@ -317,7 +317,8 @@ def test_an_engine_that_is_lost_is_followed_by_one_with_the_same_weights(
     assert (gone.status_code, "without the weights that were ordered" in gone.text) == (503, True)
     found = http.get("/server_info").json()
     assert (found["paused"], found["asleep"]) == (True, True)
-    update(http, path="new", version="again")
+    # The engine is told to sleep and to pause after what is waited for
+    assert update_alone(http, path="new", version="again").status_code == 200
     assert http.post("/wake").status_code == 200
     assert http.post("/resume").status_code == 200
     assert texts(http) == right["new"]

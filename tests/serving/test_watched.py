@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -195,9 +196,10 @@ def stall(server: Server, seconds: float) -> None:
 
 def kill_engines(server: Server) -> None:
     """Whichever start or run."""
-    tasks = Path(f"/proc/{server.process.pid}/task")
-    for pid in {pid for each in tasks.iterdir() for pid in (each / "children").read_text().split()}:
-        os.kill(int(pid), signal.SIGKILL)
+    for task in Path(f"/proc/{server.process.pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread, or the child, has ended since
+            for pid in (task / "children").read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def connections(server: Server, number: int) -> list[socket.socket]:

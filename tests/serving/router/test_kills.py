@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 from tests.serving.router.under_fire import (
     NUM_CLIENTS,
     PROMPTS,
@@ -37,8 +38,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(cases(600, 86_400))]
 
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[list[Server]]:
-    servers = [Server(TINY) for _ in range(2)]
-    yield [each.ready() for each in servers]
+    """Two, each of which a test may replace by another at the same port."""
+    servers = [Server(TINY, port=free_port()) for _ in range(2)]
+    for each in servers:
+        each.ready()
+    yield servers
     for each in servers:
         each.process.kill()
         each.wait()

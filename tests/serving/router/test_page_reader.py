@@ -244,6 +244,45 @@ def test_a_router_with_a_secret_believes_only_who_proves_it(
     run(test)
 
 
+def test_a_refused_question_keeps_a_reader_from_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who refuses a connection before a question is judged; one that refuses questions alone is left."""
+    monkeypatch.setattr(page_reader, "_ASK_S", 0.05)
+    num_refused = 0
+
+    async def refuse(_from: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+        nonlocal num_refused
+        num_refused += 1
+        # ZMTP 3.0's greeting: signature, version, mechanism, and the rest of its 64 bytes
+        to.write(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(20, b"\0") + bytes(32))
+        await _from.read()
+        to.close()
+
+    async def test() -> None:
+        places = [str(tmp_path / name) for name in ("events", "events.replay")]
+        servers = [await asyncio.start_unix_server(refuse, place) for place in places]
+        reader = PageReader(f"ipc://{places[0]}", "127.0.0.1", 0, Routing(1))
+        await until(lambda: not int(reader._again.get(zmq.EVENTS)) & zmq.POLLOUT)
+        with pytest.raises(StopIteration):  # it waits for nothing
+            reader._ask().send(None)
+        reader.start()
+        await until(lambda: "set cache.events_key_file to files of the same content" in caplog.text)
+        servers[0].close()
+        Path(places[0]).unlink()
+        context = zmq.Context()
+        live = context.socket(zmq.PUB)
+        live.bind(f"ipc://{places[0]}")
+        await until(lambda: reader._has_agreed)
+        before = num_refused
+        await until(lambda: num_refused > before + 1)
+        reader.close()
+        context.destroy(linger=0)
+        servers[1].close()
+
+    run(test)
+
+
 def test_events_of_another_machine_are_read_with_a_secret_or_where_the_recipe_is_open() -> None:
     for trust, expected in (
         (ReplicaTrust(), False),

@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 from tests.serving.router.resumed import CHAT, COMPLETIONS, Outcome, ask_all, asked, lasting
 from tests.serving.router.under_fire import fleet, router, wait_ready
 from tests.serving.server import Server
@@ -33,8 +34,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(cases(600, 86_400))]
 
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[list[Server]]:
-    servers = [Server(AGENT, *OPTIONS) for _ in range(2)]
-    yield [each.ready() for each in servers]
+    """Two, each of which a test may replace by another at the same port."""
+    servers = [Server(AGENT, *OPTIONS, port=free_port()) for _ in range(2)]
+    for each in servers:
+        each.ready()
+    yield servers
     for each in servers:
         each.process.kill()
         each.wait()
@@ -133,10 +137,11 @@ def resumed(
 def test_a_replica_is_killed_and_every_answer_is_as_it_would_have_been(replicas: list[Server]) -> None:
     front, sent = router(replicas), requests(NUM_STREAMS)
     expected = asyncio.run(ask_all(replicas[0].url, sent))
-    while not resumed(front, sent, expected, replicas[1].process.kill):
+    has_gone_on = False
+    while not has_gone_on:
+        has_gone_on = resumed(front, sent, expected, replicas[1].process.kill)
         replicas[1].wait()
         replicas[1] = Server(AGENT, *OPTIONS, port=replicas[1].port).ready()
-    replicas[1].wait()
     front.close()
 
 
@@ -144,7 +149,7 @@ def test_a_server_that_ends_hands_its_answers_over(replicas: list[Server]) -> No
     """What has not ended within server.drain_s is no longer cut off."""
     front, sent = router(replicas[:1]), [(p, f) for p, f in requests(9) if f.get("stream")]
     expected = asyncio.run(ask_all(replicas[0].url, sent))
-    leaving = Server(AGENT, *OPTIONS, "server.drain_s=0").ready()
+    leaving = Server(AGENT, *OPTIONS, "server.drain_s=0", port=free_port()).ready()
     httpx.post(f"{front.url}/fleet/add?{leaving.url}", timeout=PATIENCE_S).raise_for_status()
     while not resumed(front, sent, expected, leaving.process.terminate):
         assert leaving.wait() == 0
