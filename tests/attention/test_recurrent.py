@@ -202,6 +202,19 @@ def test_padding_writes_row_0_alone(kind: Kind, way: Recurrence) -> None:
         assert torch.equal(states[2 + row], alone[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_drafts_beside_each_other_share_no_state(kind: Kind, dtype: torch.dtype) -> None:
+    """Their state goes nowhere, and threads that left it in one row would read each other's there."""
+    way, given, states = compiled(), drawn(kind, length=10), rows_of_states(3, dtype)
+    states[1:] = torch.randn(states[1:].shape, generator=torch.Generator().manual_seed(1))
+    before, ends = states.clone(), np.array([5, 10])
+    drafts = way.plan(ends - 3, ends, np.array([1, 2]), np.array([0, 0]))
+    read = way.advance(*given.of(slice(0, 6)), states, drafts)
+    assert torch.equal(states.nan_to_num(), before.nan_to_num()), "a draft has changed a row"
+    right = Recurrence().advance(*given.of(slice(0, 6)), states, drafts)
+    torch.testing.assert_close(read, right, rtol=0, atol=NEAR)
+
+
 def test_a_decode_goes_on_from_another_row(kind: Kind, way: Recurrence) -> None:
     """As after a prefix was found: what is shared is read and stays as it is."""
     given, states = drawn(kind), rows_of_states(4)
