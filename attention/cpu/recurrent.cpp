@@ -121,7 +121,7 @@ struct Rule {
     long query_stride, key_stride, value_stride;
     long key_heads, heads, key_dim, value_dim;
     int kind, state_kind;
-    bool by_channel;
+    bool by_channel, by_token;  // `by_token` advances any piece token by token
 
     long key_room() const { return rounded(key_dim, LANES); }
     long panels() const { return (value_dim + NR - 1) / NR; }
@@ -448,8 +448,9 @@ void advance_span(const Rule& of, const Span& span, long key_head, Work& work) {
     for (long position = span.start, end; position < span.stop; position = end) {
         end = std::min<long>(span.stop, position / GRID * GRID + GRID);
         const long token = span.first_row + position - span.start, count = end - position;
-        turn_each(count > SHORT);
-        if (count > SHORT) {
+        const bool is_block = count > SHORT && !of.by_token;
+        turn_each(is_block);
+        if (is_block) {
             block(of, token, key_head, count, work);
             continue;
         }

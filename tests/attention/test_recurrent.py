@@ -144,6 +144,22 @@ def test_short_spans_may_be_cut_anywhere(kind: Kind, way: Recurrence) -> None:
     assert torch.equal(whole[1], cut[1])
 
 
+def test_cuts_anywhere_change_no_bit_token_by_token(kind: Kind) -> None:
+    """What `device.batch_invariant` promises: a token is the same in a prompt and as a decode."""
+    found = compiled()._compiled
+    assert found is not None
+    way, given, whole, cut = (
+        CpuRecurrence(found, batch_invariant=True),
+        drawn(kind),
+        *map(rows_of_states, (2, 2)),
+    )
+    read = one_by_one(way, given, [], whole)
+    cuts = cuts_at(1, np.random.default_rng(2))
+    assert torch.equal(one_by_one(way, given, cuts, cut), read)
+    assert torch.equal(cut[1], whole[1])
+    torch.testing.assert_close(read, expected(kind, given)[0], rtol=0, atol=NEAR)
+
+
 def test_a_span_leaves_states_where_it_is_cut(kind: Kind, way: Recurrence) -> None:
     """Each is that of a request that ends there, and the last one is that of an uncut span."""
     given, whole, states = drawn(kind), rows_of_states(2), rows_of_states(5)
