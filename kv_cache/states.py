@@ -79,7 +79,7 @@ class StateGroup(BesideGroup):
         # way first, and is the first to be evicted until a request has found it
         self._trial_page, self._trial_position = np.zeros_like(self.stop), np.zeros_like(self.stop)
         self._ends: dict[int, End] = {}  # the keys are pages, or -h of the host's pool
-        # Pages that are evicted first: of states that later ones cover, or that were left on the way
+        # Pages that are evicted first: of states that later ones cover or will, or that were left on the way
         self._spent: set[int] = set()
         self.answers_return = False  # whether prompts go on from answers as they were given
         self._is_crowded = False  # whether states are about to be written that checkpoints hold
@@ -331,14 +331,15 @@ class StateGroup(BesideGroup):
             self.beside[name], self._entry_of[each.page] = each.page, name
             if each.is_on_the_way:
                 on_the_way.append(at)
-                self._spent.add(each.page)
             else:
                 new[at] = each.page
             if each.is_end or each is trial:
                 self._ends[each.page] = End(is_answer=each is trial)
+            if each.is_on_the_way or (each.is_end and self.answers_return):
+                self._spent.add(each.page)  # the state of its answer is expected to cover that of a prompt
             if self.pool.holders[each.page] == 1:
                 self._idle[each.page] = None
-                is_last = self.answers_return if each is trial else not each.is_on_the_way
+                is_last = self.answers_return if each is trial else each.page not in self._spent
                 self._idle.move_to_end(each.page, last=is_last)
         if new or on_the_way:
             self.num_taken += len(new) + len(on_the_way)
@@ -388,6 +389,14 @@ class StateGroup(BesideGroup):
             self._spent.add(page)
             self._idle.move_to_end(page, last=False)
 
+    def renew(self, entry: int) -> None:
+        """Let the state behind an entry, which no later one will cover, be evicted after all others."""
+        page = int(self.beside[entry])
+        if page in self._spent:
+            self._spent.remove(page)
+            if page in self._idle:
+                self._idle.move_to_end(page)
+
     def clear(self, row: int) -> None:
         for each in list(self._left.get(row, ())):
             self._drop(row, each)
@@ -405,8 +414,12 @@ class StateGroup(BesideGroup):
         self._is_open[row], self.is_settled = True, False
 
     def evict(self, count: int) -> PageCopy | None:
-        """See `PageGroup.evict`: states of running answers go first, those about to be published last."""
-        tried = np.flatnonzero(self._trial_page)[: max(0, count)]
+        """See `PageGroup.evict`: states about to be published go last.
+
+        Those of running answers go first, but where answers return: they are the next to be gone on from.
+        """
+        num_before = len(self._idle) if self.answers_return else 0
+        tried = np.flatnonzero(self._trial_page)[: max(0, count - num_before)]
         self._end_trials(tried)
         count -= len(tried)
         num_idle = min(count, len(self._idle))

@@ -2,7 +2,8 @@
 
 A rule says where states are kept, in words short enough for a loop without a scheduler: requests come one
 after the other, pages and states each have a fixed part of the memory, and the least recently used go first.
-The bound keeps every page of keys and values and needs no state. `served_share` counts the same of an engine.
+The bound keeps every page of keys and values and needs no state. `served_share` counts the same of an engine,
+and `foreseen_share` of whoever knows all turns to come.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine
@@ -121,6 +123,53 @@ def ruled_share(turns: Sequence[Turn], rule: KeepingRule, memory: SplitMemory) -
             wanted.add(found)
         kept.keep(names, start, wanted)
     return computed / total
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Pages of a prefix, with a state behind them, that wait for the next turn that begins with them."""
+
+    turn: int  # the next
+    start: int  # tokens before them
+    num_tokens: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_tokens * TOKEN_BYTES + STATE_BYTES
+
+    def cost(self, now: int) -> float:
+        """Return the bytes that each saved token takes, times the turns for which they are kept."""
+        return (self.turn - now) * self.num_bytes / self.num_tokens
+
+
+def foreseen_share(turns: Sequence[Turn], num_bytes: int) -> float:
+    """Return the share that must be computed by whoever knows all turns to come, and so what to keep.
+
+    Turns come one after the other. Pages and states are kept in one memory, whatever the number of each, and
+    a state may stand behind any page. Where they do not fit, the part that costs the most for what it saves
+    is dropped first. Among parts of one size this is Belady's rule, than which there is no better.
+    """
+    size, last_use = STATELESS.block_tokens, dict[int, int]()
+    parts: list[list[_Part]] = [[] for _ in turns]  # by the turn behind which they begin to wait
+    for number, turn in enumerate(turns):
+        names, at = _names(turn, size), 0
+        found = names[: (len(turn.prompt) - 1) // size]
+        for use, run in groupby(last_use[name] for name in found if name in last_use):
+            num_tokens = size * len(list(run))
+            parts[use].append(_Part(number, at, num_tokens))
+            at += num_tokens
+        last_use.update(dict.fromkeys(names, number))
+    kept: list[_Part] = []
+    starts = [0] * len(turns)
+    for now in range(len(turns)):
+        for part in sorted((each for each in kept if each.turn == now), key=lambda each: each.start):
+            if part.start == starts[now]:  # nothing is gone on from behind a gap
+                starts[now] += part.num_tokens
+        kept = [each for each in kept if each.turn > now] + parts[now]
+        kept.sort(key=lambda each: each.cost(now))
+        while sum(each.num_bytes for each in kept) > num_bytes:
+            kept.pop()
+    return 1 - sum(starts) / sum(len(turn.prompt) for turn in turns)
 
 
 def _names(turn: Turn, size: int) -> list[int]:

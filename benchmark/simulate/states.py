@@ -1,9 +1,10 @@
 """Compare what must be computed of prompts by where a model's recurrent states are kept, on five workloads.
 
 Ours is the real scheduler on a simulated device, with the default of `cache.state_fraction` and with the best
-of several fractions, beside what pages in the rest of the memory would find if no states were needed. Rules
-of other engines run in a loop without a scheduler, each with the best of the same fractions. Sizes are those
-of Qwen3-Next-80B-A3B; memory is that for pages and kept states, without one state for each running request.
+of several fractions, beside what pages in the rest of the memory would find if no states were needed, and
+what could be found in all of it by whoever knows the turns to come. Rules of other engines run in a loop
+without a scheduler, each with the best of the same fractions. Sizes are those of Qwen3-Next-80B-A3B; memory
+is that for pages and kept states, without one state for each running request.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from simulation.state_rules import (
     VLLM_BRANCHES,
     KeepingRule,
     SplitMemory,
+    foreseen_share,
     ruled_share,
     served_share,
 )
@@ -86,6 +88,7 @@ def shares(
     return {
         "everything kept": ruled_share(turns, STATELESS, UNBOUNDED),
         STATELESS.name: ruled_share(turns, STATELESS, split(num_bytes, 0.0)),
+        "all foreseen": foreseen_share(turns, num_bytes),
         "pages alone": {each: ruled_share(turns, STATELESS, split(num_bytes, each)) for each in fractions},
         "ours": {each: served(each) for each in fractions},
         **{rule.name: best_ruled(turns, rule, num_bytes) for rule in PEERS},
@@ -134,14 +137,15 @@ def print_table(result: Mapping[str, Any]) -> None:
     host = f", ours with a host tier of {result['host_gib']} GiB" if result["host_gib"] else ""
     print(f"SIMULATED: {result['SIMULATED']}; percent of prompt tokens computed, seeds {seeds}{host}")
     peers = [each.name for each in PEERS]
-    heads = ["workload", "GiB", "everything kept", STATELESS.name, "ours, best split"]
-    heads += ["its pages alone", f"ours, {default:g} for states", "the default loses"]
+    heads = ["workload", "GiB", "everything kept", STATELESS.name, "all foreseen"]
+    heads += ["ours, best split", "its pages alone", f"ours, {default:g} for states", "the default loses"]
     lines = []
     for row in result["rows"]:
         best = min(row["ours"], key=lambda each: (row["ours"][each], each != default))
         ours, best_ours = row["ours"][default], row["ours"][best]
-        shown = [row["everything kept"], row[STATELESS.name], best_ours, row["pages alone"][best], ours]
+        bounds = [row["everything kept"], row[STATELESS.name], row["all foreseen"]]
+        shown = [*bounds, best_ours, row["pages alone"][best], ours]
         cells = [f"{100 * each:.1f}" for each in [*shown, ours - best_ours, *(row[each] for each in peers)]]
-        cells[2] += f" ({best:g})"
+        cells[len(bounds)] += f" ({best:g})"
         lines.append([row["workload"], row["memory_gib"], *cells])
     print(markdown([*heads, *peers], lines))

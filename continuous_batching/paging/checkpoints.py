@@ -132,6 +132,13 @@ class Checkpoints:
         for at in np.sort(indexes).tolist():
             self._group.cover(pages[: first + at + 1])
 
+    def renew_last(self, row: int) -> None:
+        """Let the state at the end of a row's prompt stay if its answer, which has ended, leaves none."""
+        pages = self._slots.pages(row)
+        behind = np.flatnonzero(self._group.is_here(pages))
+        if len(behind):
+            self._group.renew(int(pages[behind[-1]]))
+
     def num_useful(self, row: int) -> int:
         """Return how many pages of a row precede its last state from which others are expected to go on.
 

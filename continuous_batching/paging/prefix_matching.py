@@ -223,6 +223,8 @@ class PrefixMatching:
         num_keys = len(slots.requests[row].page_keys)
         num_whole = int(slots.num_computed[row] - slots.draft_lag[row])
         self._publish(row, min(num_whole // slots.page_size, num_keys))
+        if self.checkpoints is not None:
+            self.checkpoints.renew_last(row)
 
     def forget(self, row: int) -> None:
         """Remove everything that the row found or published from the cache, because it may be wrong."""

@@ -388,6 +388,30 @@ def test_answers_are_kept_in_place_of_prompts_where_they_return(strips: bool) ->
     assert [serve(engine, prompt)[0] for prompt in prompts] == [64 if strips else 192] * 3
 
 
+def test_where_answers_return_the_state_of_a_running_one_is_evicted_last() -> None:
+    """And that of its prompt first, which stays as others do if the answer ends before it leaves one."""
+    engine = engine_of(100, NUM_SLOTS + 2)
+    scheduler, states = engine.scheduler, states_of(engine)
+    states.answers_return = True
+    other = np.random.default_rng(1).integers(0, VOCAB_SIZE, 100)
+    assert serve(engine, other) == [0]
+    assert states.num_idle == 1
+    assert not states._spent, "the answer has left no state"
+    request = Request("running", after(64, 6), SamplingParams(max_tokens=70, ignore_eos=True))
+    engine.add(request)
+    while scheduler.slots.num_computed[0] <= 128:
+        engine.step()
+    assert (states.num_idle, len(states._spent)) == (2, 1)
+    scheduler.tables.evict(1, states.number)
+    assert (states.num_idle, len(states._spent)) == (1, 0), "the prompt's has gone"
+    scheduler.tables.evict(1, states.number)
+    assert states.num_idle == 0
+    while engine.has_work:
+        engine.step()
+    assert serve(engine, np.concatenate([request.tokens, STORY[:9]])) == [128]
+    assert serve(engine, np.concatenate([other, STORY[:9]])) == [0]
+
+
 def test_pages_behind_the_last_state_are_evicted_first() -> None:
     """Nobody can go on from them, however recently they were written."""
     engine = engine_of(30, 12)

@@ -336,6 +336,27 @@ FAULTS = {
         "answers that no client sends back take the place of prompts",
         f"{SCHEDULES}::test_answers_are_kept_in_place_of_prompts_where_they_return",
     ),
+    "running_answers_evicted_first": Fault(
+        "kv_cache/states.py::StateGroup.evict",
+        "len(self._idle) if self.answers_return else 0",
+        "0",
+        "the state that a conversation goes on from next gives way to those of ended ones",
+        f"{SCHEDULES}::test_where_answers_return_the_state_of_a_running_one_is_evicted_last",
+    ),
+    "prompts_kept_beside_their_answers": Fault(
+        "kv_cache/states.py::StateGroup.publish",
+        "each.is_on_the_way or (each.is_end and self.answers_return)",
+        "each.is_on_the_way",
+        "two states of each running conversation take the place of others'",
+        f"{SCHEDULES}::test_where_answers_return_the_state_of_a_running_one_is_evicted_last",
+    ),
+    "prompts_of_short_answers_evicted_first": Fault(
+        "kv_cache/states.py::StateGroup.renew",
+        "self._spent.remove(page)",
+        "return",
+        "after answers shorter than a page nothing is kept to go on from",
+        f"{SCHEDULES}::test_where_answers_return_the_state_of_a_running_one_is_evicted_last",
+    ),
     "useless_pages_evicted_last": Fault(
         "kv_cache/prefix_cache.py::PrefixCache.evict_first",
         "self._idle.move_to_front(lone[self._idle.has(lone)][::-1])",

@@ -13,11 +13,14 @@ from simulation import shared_prompts
 from simulation.shared_prompts import WORKLOADS, Turn, few_shot
 from simulation.state_rules import (
     SGLANG,
+    STATE_BYTES,
     STATELESS,
+    TOKEN_BYTES,
     UNBOUNDED,
     VLLM,
     VLLM_BRANCHES,
     SplitMemory,
+    foreseen_share,
     ruled_share,
     served_share,
 )
@@ -69,6 +72,15 @@ def test_a_page_that_has_gone_takes_its_state_along() -> None:
     assert ruled_share(turns, SGLANG, SplitMemory(8 * 64, 3)) == 1.0
 
 
+def test_whoever_foresees_the_turns_keeps_what_is_wanted_soonest() -> None:
+    """Of two beginnings of four pages that return, the first is wanted first; else both are computed."""
+    texts = [np.arange(each, each + 600, dtype=np.int32) for each in (0, 1000, 2000, 0, 1000)]
+    turns = [Turn(at, np.append(text, np.int32(at)), text[:4]) for at, text in enumerate(texts)]
+    total, part = 5 * 601, 512 * TOKEN_BYTES + STATE_BYTES
+    for num_bytes, found in ((part - 1, 0), (part, 512), (2 * part - 1, 512), (2 * part, 1024)):
+        assert foreseen_share(turns, num_bytes) == 1 - found / total
+
+
 def test_one_command_compares_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,8 +105,13 @@ def test_one_command_compares_them(
 def test_the_table_says_what_the_default_loses(capsys: pytest.CaptureFixture[str]) -> None:
     """Beside the best split, or the default where no other is better."""
     row = {"workload": "chats", "memory_gib": 8, **dict.fromkeys((each.name for each in PEERS), 0.5)}
-    row |= {"everything kept": 0.1, STATELESS.name: 0.2, "pages alone": {0.3: 0.21, 0.4: 0.25, 0.5: 0.3}}
+    row |= {
+        "everything kept": 0.1,
+        STATELESS.name: 0.2,
+        "all foreseen": 0.25,
+        "pages alone": {0.3: 0.21, 0.4: 0.25, 0.5: 0.3},
+    }
     result = {"SIMULATED": "", "seeds": [7], "host_gib": 0, "default_fraction": 0.4}
     for shares, shown in (([0.5, 0.45, 0.4], "40.0 (0.5) | 30.0 | 45.0 | 5.0"), ([0.4] * 3, "40.0 (0.4)")):
         print_table(result | {"rows": [row | {"ours": dict(zip((0.3, 0.4, 0.5), shares))}]})
-        assert f"| chats | 8 | 10.0 | 20.0 | {shown}" in capsys.readouterr().out
+        assert f"| chats | 8 | 10.0 | 20.0 | 25.0 | {shown}" in capsys.readouterr().out
