@@ -43,8 +43,9 @@ def alone(name: str) -> str:
 
 def stored_spellings(name: str) -> list[str]:
     """Return how a linear of a text model may be named within another model."""
+    dotted = f"{name}."
     return [
-        (stored + f"{name}.".removeprefix(plain)).removesuffix(".")
+        (stored + dotted.removeprefix(plain)).removesuffix(".")
         for stored, plain in TEXT_NAMES
-        if f"{name}.".startswith(plain)
+        if dotted.startswith(plain)
     ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, get_args
 
 from devices.shapes import latent_row_bytes
@@ -919,14 +920,15 @@ def check_fused(config: DecoderConfig) -> None:
             *(tuple(f"{prefix}{block}.{name}" for name in names) for names in config.first_linears(layer)),
             *(each[:2] for each in [*config.mlp_names(layer), *([shared] if shared else [])]),
         ]
+        form = cache(config.form)  # of an expert's linears, which are asked for twice
         for names in joined:
-            if len({config.form(name) for name in names}) > 1:
+            if len(set(map(form, names))) > 1:
                 plain = ", ".join(name.removeprefix(prefix) for name in names)
                 raise ValueError(
                     f"quantization_config leaves out some of {plain} of layer {layer}, which are"
                     " multiplied as one: leave out all of them or none"
                 )
-        if len({tuple(map(config.form, names)) for names in config.mlp_names(layer)}) > 1:
+        if len({tuple(map(form, names)) for names in config.mlp_names(layer)}) > 1:
             raise ValueError(
                 f"quantization_config.ignore names some of the experts of layer {layer}: name all or none"
             )

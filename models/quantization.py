@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from borders.numbers import integers
@@ -171,11 +172,22 @@ def covers(name: str, ignore: tuple[str, ...]) -> bool:
 
     A text model within another may be named there as it is stored.
     """
+    names, patterns = _apart(ignore)
     spelled = (name, *stored_spellings(name))
-    return not any(
-        any(re.match(each[3:], one) for one in spelled) if each.startswith("re:") else each in spelled
-        for each in ignore
-    )
+    if not names.isdisjoint(spelled):
+        return False
+    for pattern in patterns:  # a plain loop: a mixture has tens of thousands of names
+        for one in spelled:
+            if pattern.match(one):
+                return False
+    return True
+
+
+@lru_cache(maxsize=64)
+def _apart(ignore: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+    """Return the whole names among what is left out, and its patterns, compiled."""
+    names = frozenset(each for each in ignore if not each.startswith("re:"))
+    return names, tuple(re.compile(each[3:]) for each in ignore if each.startswith("re:"))
 
 
 def ignored(said: Any, key: str) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -193,12 +194,23 @@ def pattern(line: str) -> str:
     return any_number.replace(r"\.\.\.", ".*")
 
 
+def absent(shown: str, output: str) -> list[str]:
+    """The shown lines that an output has not, whatever the numbers and the spaces."""
+    output = "\n".join(" ".join(line.split()) for line in output.splitlines())
+    lines = [line for line in shown.splitlines() if line]
+    return [line for line in lines if not re.search(f"^{pattern(line)}$", output, re.MULTILINE)]
+
+
+def shown_after(path: Path, command: str) -> str:
+    """What a page shows behind the block that is this one command."""
+    of_page = blocks(path)
+    return next(shown for (_, block), (_, shown) in pairwise(of_page) if block == f"{command}\n")
+
+
 @pytest.mark.parametrize(("block", "shown"), commands())
 def test_a_command_prints_what_is_shown(block: str, shown: str, tree: Path) -> None:
-    output = "\n".join(" ".join(line.split()) for line in printed(block, tree))
-    lines = [line for line in shown.splitlines() if line]
-    absent = [line for line in lines if not re.search(f"^{pattern(line)}$", output, re.MULTILINE)]
-    assert not absent, output
+    output = "\n".join(printed(block, tree))
+    assert not absent(shown, output), output
 
 
 def test_a_block_of_commands_is_of_a_kind_that_is_run() -> None:

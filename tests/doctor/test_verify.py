@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -290,16 +292,38 @@ def test_a_cpu_is_no_product() -> None:
         which_product.main(ON_CPU)
 
 
+def test_the_script_gives_the_verb_the_recipe_of_what_it_is_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    script = shutil.copy(ROOT / "scripts/verify_npu.sh", folder)
+    (folder / "launch.sh").write_text("printf '%s\\n' \"$@\"")
+    asked = [["--virtual", "--calls", "2"], ["--ranks", "8"], []]
+    done = [subprocess.run(["bash", script, *each], capture_output=True, text=True) for each in asked]
+    assert [each.stdout.split() for each in done] == [
+        ["verify", "recipes/tiny/npu.yaml", "device.virtual=true", "--calls", "2"],
+        ["verify", "recipes/tiny/npu.yaml", "parallel.tensor=8"],
+        ["verify", "recipes/tiny/npu.yaml"],
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.npu
 @stand_in_alone
 @pytest.mark.parametrize("name", cases(["310P"], [each.name for each in PRODUCTS]))
 def test_the_stand_in_passes_as_every_product(name: str, tmp_path: Path) -> None:
-    """The 310P needs another type than the recipe says, and has no W8A8, which the report says."""
+    """The 310P needs another type than the recipe says, and has no W8A8, which the report says.
+
+    What is printed are the lines of docs/ascend.md.
+    """
+    from tests.test_readme import ASCEND, absent, shown_after  # which reads pages that a tree of code lacks
+
     asked = [*ON_BF16, f"device.product={name}"]
     done = completed("scripts.verify", *asked, "--calls", "2", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("VIRTUAL: ")
+    shown = shown_after(ASCEND, "bash scripts/verify_npu.sh")
+    assert len(shown.splitlines()) == 8
+    assert not absent(shown, done.stdout), done.stdout
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     told = json.loads((folder / "report.json").read_text())
     assert [part["is_right"] for part in told["parts"] if part["counts"]] == [True] * 6

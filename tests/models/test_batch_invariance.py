@@ -179,12 +179,11 @@ def test_random_schedules_differ_in_no_bit(checkpoint: Callable[[str], Path], na
     """
     case = CASES[name]
     path, model = checkpoint(case.checkpoint), case.overrides
-    alone: dict[tuple[str, int], torch.Tensor] = {}
-    answers: dict[str, list[int]] = {}
-    for each in case.requests():
-        served = Served(path, [*model, "cache.num_pages=40", "scheduler.num_slots=1"], [each], None)
-        alone |= served.logits
-        answers |= served.answers
+    one_by_one = ["cache.num_pages=40", "cache.prefix_sharing=false", "scheduler.num_slots=1"]
+    by_itself = Served(path, [*model, *one_by_one], case.requests(), None)
+    assert not by_itself.counters.preemptions
+    assert not by_itself.counters.hit_tokens
+    alone, answers = by_itself.logits, by_itself.answers
     happened = np.zeros(3, np.int64)
     for seed in case.seeds(first):
         served = Served(path, [*model, *schedule(seed, case)], case.requests(), seed)

@@ -33,11 +33,16 @@ HEAD = ["| recipe | weights | a page | pages | tokens in the cache | in all |", 
 CHIP_GIB = {"310P": 24, "910": 32, "910B": 64, "910C": 64}  # of a chip, or a die
 
 
-@pytest.fixture(autouse=True)
-def _weights(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("weights")
     published.write(root)
-    monkeypatch.setenv("MODELS", os.fspath(root))
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _weights(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELS", os.fspath(written))
     monkeypatch.chdir(ROOT)
 
 
@@ -220,6 +225,8 @@ for path in sys.argv[1:]:
     tensor = 1 if recipe.parallel.pipeline > 1 else min(2, recipe.parallel.tensor)  # two ranks are enough
     # The tiny model has a key-value head for each of two ranks
     changes = [*SMALL, f"parallel.tensor={tensor}", "parallel.context=1"]
+    # A start measures the largest step, which here takes seconds of a processor
+    changes.append(f"scheduler.max_batch_tokens={min(512, recipe.scheduler.max_batch_tokens)}")
     if recipe.model.quantization == "w4a16":  # the tiny model is not packed
         changes.append("model.quantization=auto")
     if recipe.speculation.kind == "mtp":  # nor has it such a layer

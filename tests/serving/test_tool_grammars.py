@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -36,13 +37,20 @@ def asked(**fields: Any) -> ToolUse:
     return use
 
 
+@lru_cache(maxsize=64)  # of one pattern or schema: all formats
+def compiled(lark: str) -> LLMatcher:
+    """A matcher at the beginning of an answer, to be copied for each."""
+    matcher = LLMatcher(of_bytes(), '%llguidance {"no_forcing": true}\n' + lark, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
 def takes(use: ToolUse, name: str, answer: str, formed: FormedAnswer | None = None) -> bool:
     grammar = use.grammar(TOOL_FORMATS[name], {}, formed)
     assert grammar is not None
     _, kind, lark = json.loads(grammar)
     assert kind == "lark"
-    matcher = LLMatcher(of_bytes(), '%llguidance {"no_forcing": true}\n' + lark, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
+    matcher = compiled(lark).deep_copy()
     data = list(answer.encode())
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
 

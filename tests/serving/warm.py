@@ -52,6 +52,12 @@ COSTLY = (
     "serving.engine.worker",
     "serving.engine.page_exchange",
     "serving.own_processors",
+    "attention.cpu.attention",
+    "devices.onednn",
+    "llguidance",
+    "pydantic.v1",  # which FastAPI imports at the first route
+    "anyio._backends._asyncio",
+    "uvicorn.lifespan.on",
     FOLLOWER,
 )
 _PR_SET_CHILD_SUBREAPER = 36
