@@ -202,6 +202,8 @@ class Engine:
         self.observer = Observer()
         self.tier: Tier | None = None
         self.questions: Questions | None = None
+        # Whether the owner has something to read; a step in which all rows wait for masks then ends at once
+        self.is_called: Callable[[], bool] = bool
         # Requests waiting for a lookup, and the page from which it looks
         self._awaited: list[tuple[Request, Lookup]] = []
         self.on_finish: Callable[[Request], None] = _ignore
@@ -377,7 +379,7 @@ class Engine:
             if len(flight) or len(late):
                 self.observer.looked(now_s, late)
             if self.masks is not None and len(late) and not len(flight):
-                self.masks.wait(late, self.slots)
+                self.masks.wait(late, self.slots, self.is_called)
             return None
         self.observer.scheduled(batch, self.slots, now_s, self.scheduler.held_back, late)
         if self.overlap or self.scheduler.depth > 1:

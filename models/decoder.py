@@ -143,7 +143,7 @@ class SelfAttention(nn.Module):
                 query, self.scales, keys, values, metadata, self.layer
             )
         if gate is not None:
-            attended = attended * gate.sigmoid().view_as(attended)
+            attended = attended * self.ops.sigmoid(gate).view_as(attended)
         self.ops.await_prefetch()
         mixed: Tensor = self.output(attended.flatten(1), step.divided)
         return mixed

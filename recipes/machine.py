@@ -20,6 +20,7 @@ import torch
 
 from attention.cpu.compiled import attention_source, stored_dtype
 from attention.int8_sparse import latent_attention
+from attention.latent import LatentAttention
 from attention.recurrent import Recurrence
 from attention.reference import Attention
 from devices.ascend_limits import PRODUCTS, WIDE_HEAD, answered, answers_file, buffer_mib, product
@@ -150,22 +151,32 @@ class Cpu(Machine):
             )
             library = found.attention
         if shape.latent is not None:
-            return ops, latent_attention(shape)
+            return ops, self._latent_attention(shape)
         if self.asked.attention == "reference":
             return ops, Attention(shape)
         return ops, CpuAttention(shape, library=library, batch_invariant=invariant)
+
+    def _latent_attention(self, shape: AttentionShape) -> LatentAttention:
+        from attention.cpu.latent import CpuLatentAttention, compiled_latents
+
+        if not self.asked.batch_invariant:
+            return latent_attention(shape)
+        found = compiled_latents()
+        if isinstance(found, str):
+            raise self._not_compiled(found, "batch_invariant")
+        return CpuLatentAttention(shape, found)
 
     def recurrence(self, state_dtype: str) -> Recurrence:
         from attention.cpu.recurrent import CpuRecurrence, compiled_recurrence
 
         if self.asked.attention == "reference":
             return super().recurrence(state_dtype)
-        sources = self._sources()
+        sources, invariant = self._sources(), self.asked.batch_invariant
         found = sources if isinstance(sources, str) else compiled_recurrence()
         if not isinstance(found, str):
-            return CpuRecurrence(found)
-        if self._must_compile:
-            raise self._not_compiled(found, "compile")
+            return CpuRecurrence(found, batch_invariant=invariant)
+        if invariant or self._must_compile:
+            raise self._not_compiled(found, "batch_invariant" if invariant else "compile")
         log.info("recurrent states are advanced by plain torch, since %s", found)
         return CpuRecurrence()
 

@@ -27,6 +27,7 @@ constexpr int VECTORS = 2, NR = LANES * VECTORS;
 constexpr long GRID = 64;  // tokens of the longest piece: GRID of kv_cache/states.py
 constexpr long SHORT = 8;  // tokens of the longest piece that advances token by token: SHORT of attention/recurrent.py
 constexpr long TILE = 16;  // tokens whose decays by channel are computed pair by pair: TILE of the same
+constexpr long NULL_PAGE = 0;  // NULL_PAGE of kv_cache/pages.py
 constexpr float LEAST_SQUARE = 1e-6f;
 constexpr long COLUMNS = (GRID + NR - 1) / NR;  // panels of a piece's tokens
 
@@ -120,7 +121,7 @@ struct Rule {
     long query_stride, key_stride, value_stride;
     long key_heads, heads, key_dim, value_dim;
     int kind, state_kind;
-    bool by_channel;
+    bool by_channel, by_token;  // `by_token` advances any piece token by token
 
     long key_room() const { return rounded(key_dim, LANES); }
     long panels() const { return (value_dim + NR - 1) / NR; }
@@ -425,14 +426,16 @@ void to_rows(const Rule& of, const float* panels, float* rows) {
 }
 
 // Advance the states of all value heads of a key head by a span. They are in rows while single tokens advance them,
-// which lie in the cache itself where that is of float32, and in panels while pieces do.
+// which lie in the cache itself where that is of float32, and in panels while pieces do. What is left in the null page,
+// as by drafts, is read by nobody: spans on several threads leave something there at once, so they advance a copy.
 void advance_span(const Rule& of, const Span& span, long key_head, Work& work) {
     const long size = of.value_dim * of.key_dim, first = key_head * of.shared(), all = of.shared() * size;
     const long from = (span.source * of.heads + first) * size, to = (span.target * of.heads + first) * size;
-    float* rows = of.state_kind == FLOAT32 ? static_cast<float*>(of.states) + to : work.rows;
+    const bool is_kept = span.target != NULL_PAGE, is_there = is_kept && of.state_kind == FLOAT32;
+    float* rows = is_there ? static_cast<float*>(of.states) + to : work.rows;
     if (!span.start)
         std::memset(rows, 0, sizeof(float) * all);
-    else if (of.state_kind != FLOAT32 || span.source != span.target)
+    else if (!is_there || span.source != span.target)
         widen_row(of.states, from, of.state_kind, all, rows);
     bool in_panels = false;
     const auto turn_each = [&](bool into_panels) {
@@ -445,8 +448,9 @@ void advance_span(const Rule& of, const Span& span, long key_head, Work& work) {
     for (long position = span.start, end; position < span.stop; position = end) {
         end = std::min<long>(span.stop, position / GRID * GRID + GRID);
         const long token = span.first_row + position - span.start, count = end - position;
-        turn_each(count > SHORT);
-        if (count > SHORT) {
+        const bool is_block = count > SHORT && !of.by_token;
+        turn_each(is_block);
+        if (is_block) {
             block(of, token, key_head, count, work);
             continue;
         }
@@ -456,7 +460,7 @@ void advance_span(const Rule& of, const Span& span, long key_head, Work& work) {
                 step(of, token + i, i, first + each, rows + each * size, work);
     }
     turn_each(false);
-    if (of.state_kind != FLOAT32) narrow_row(rows, all, of.states, to, of.state_kind);
+    if (is_kept && !is_there) narrow_row(rows, all, of.states, to, of.state_kind);
 }
 
 // A span that goes on from what the one before it leaves follows it on the same thread.

@@ -30,6 +30,7 @@ class _Rule(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("key_heads", "heads", "key_dim", "value_dim")),
         *((name, ctypes.c_int) for name in ("kind", "state_kind")),
         ("by_channel", ctypes.c_bool),
+        ("by_token", ctypes.c_bool),
     )
 
 
@@ -43,8 +44,10 @@ class CompiledRecurrence:
         self._convolve.argtypes = [pointer, integer, *[pointer] * 4, *[integer] * 3, number, number]
         self._advance.restype, self._convolve.restype = ctypes.c_bool, None
 
-    def advance(self, inputs: Inputs, states: Tensor, metadata: StateMetadata) -> Tensor:
-        """Compute Recurrence.advance. Raises MemoryError."""
+    def advance(
+        self, inputs: Inputs, states: Tensor, metadata: StateMetadata, *, by_token: bool = False
+    ) -> Tensor:
+        """Compute Recurrence.advance, `by_token` without pieces. Raises MemoryError."""
         query, key, value = (_with_whole_tokens(each) for each in inputs[:3])
         decay, beta = (each.contiguous() for each in inputs[3:])
         output = torch.empty(value.shape, dtype=value.dtype)
@@ -52,7 +55,7 @@ class CompiledRecurrence:
             *(each.data_ptr() for each in (query, key, value, decay, beta, states, output)),
             *(query.stride(0), key.stride(0), value.stride(0)),
             *(key.shape[1], value.shape[1], key.shape[2], value.shape[2]),
-            *(KINDS[value.dtype], KINDS[states.dtype], decay.ndim == 3),
+            *(KINDS[value.dtype], KINDS[states.dtype], decay.ndim == 3, by_token),
         )
         for spans in _spans(metadata):
             address = ctypes.byref(rule), spans.data_ptr()
@@ -74,11 +77,16 @@ class CompiledRecurrence:
 
 
 class CpuRecurrence(Recurrence):
-    """Attention by the gated delta rule on a CPU; `compiled` is None where there is no compiler."""
+    """Attention by the gated delta rule on a CPU; `compiled` is None where there is no compiler.
 
-    def __init__(self, compiled: CompiledRecurrence | None = None) -> None:
+    With `batch_invariant`, which needs it, each token advances its state by itself, so that what it reads has
+    the same bits in a prompt, as a draft and as a decode. Pieces of a prompt sum in another order.
+    """
+
+    def __init__(self, compiled: CompiledRecurrence | None = None, *, batch_invariant: bool = False) -> None:
         super().__init__()
-        self._compiled = compiled
+        assert not batch_invariant or compiled, "plain torch sums by the number of tokens"
+        self._compiled, self._by_token = compiled, batch_invariant
 
     def convolve(self, x: Tensor, weight: Tensor, pasts: Tensor, metadata: StateMetadata) -> Tensor:
         """See Recurrence.convolve."""
@@ -101,7 +109,7 @@ class CpuRecurrence(Recurrence):
         is_read = value.dtype in KINDS and all(each.dtype == value.dtype for each in (query, key, beta))
         if self._compiled is None or not is_read:
             return super().advance(*inputs, states, metadata)
-        return self._compiled.advance(inputs, states, metadata)
+        return self._compiled.advance(inputs, states, metadata, by_token=self._by_token)
 
     def _advance_tokens(
         self, inputs: Inputs, states: Tensor, metadata: StateMetadata, output: Tensor

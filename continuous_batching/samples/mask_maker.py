@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from kv_cache.pages import Index
 
 _NONE: Index = np.empty(0, dtype=np.int64)
 PATIENCE_S = 0.05  # how long a step waits for masks that were quick so far
+_LOOK_S = 0.001  # how often a wait looks whether it is called away
 MOST_THREADS = 16  # each slow grammar occupies one thread
 
 
@@ -79,11 +80,19 @@ class MaskMaker:
         jobs = [place.constraint.making for place in places]
         return rows[[job is not None and not job.is_done for job in jobs]] if jobs else _NONE
 
-    def wait(self, rows: Index, slots: SlotPool) -> None:
-        """Wait a short time for the mask of any of these late rows, because no other row has work."""
+    def wait(self, rows: Index, slots: SlotPool, is_called: Callable[[], bool]) -> None:
+        """Wait a short time for the mask of any of these late rows, because no other row has work.
+
+        It ends as soon as `is_called`, which is asked every millisecond.
+        """
         jobs = [slots.requests[row].constraint.making for row in rows.tolist()]
+        until_s = time.monotonic() + self._patience_s
         with self._made:
-            self._made.wait_for(lambda: any(job.is_done for job in jobs), self._patience_s)
+            while not (any(job.is_done for job in jobs) or is_called()):
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    return
+                self._made.wait(min(left_s, _LOOK_S))
 
     def take(self, rows: Index, targets: Index, slots: SlotPool, *, is_alone: bool) -> Made:
         """Return the masks for these rows, some of which follow a grammar.

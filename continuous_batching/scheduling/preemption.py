@@ -65,7 +65,8 @@ class Preemption:
     def make_room(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
         """Preempt until there are pages for the remaining spans, allocate these, and return the spans.
 
-        Pages held for other engines give way first.
+        Pages held for other engines give way first. Where rows are withheld, whose masks are late, the last
+        row that could run waits for them with what it has: nobody would compute in pages that it gave up.
         """
         tables, slots = self._lifecycle.tables, self._lifecycle.slots
         while not tables.grow_to(rows, stops):
@@ -75,6 +76,8 @@ class Preemption:
             assert len(others), f"row {slots.busy[0]} is alone and finds no page"
             victim = self.victim(slots, others)
             kept = ~np.isin(rows, self._beam_searches.rows_of(victim))
+            if len(self._lifecycle.withheld) and not kept.any():
+                return rows[:0], starts[:0], stops[:0]
             self.preempt(victim)
             rows, starts, stops = rows[kept], starts[kept], stops[kept]
         return rows, starts, stops

@@ -112,6 +112,7 @@ class Scheduler:
         self.depth, self.has_tier = depth, has_tier
         self._policy = policy
         self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
+        self._counted_late = EMPTY  # late rows that are counted since the last batch was made
         self._gate = QueueGate(limits or QueueLimits(), self.waiting)
         self._stop_conditions = StopConditions(slots, vocab_size, eos_token_ids)
         self._beam_searches = BeamSearches(self.lifecycle, self._stop_conditions, self.counters)
@@ -227,6 +228,7 @@ class Scheduler:
         if ahead:
             assert self.can_look_ahead, "the next batch depends on those in flight"
             self.in_flight.advance()
+        self._count_late(late)
         self.lifecycle.withheld = np.concatenate((self.in_flight.withheld(), late)) if ahead else late
         self.tables.free_behind()
         if len(self.waiting):
@@ -274,8 +276,16 @@ class Scheduler:
         if cuts:
             batch = replace(batch, cuts=cuts)
         self.in_flight.launch(batch, involved, EMPTY if only_decodes else involved, now_s)
-        self.counters.late_masks += len(late)
+        self._counted_late = EMPTY
         return batch
+
+    def _count_late(self, late: Index) -> None:
+        """Count the late rows that would get a token now, and each of them once until a batch is made."""
+        if len(late):
+            slots, counted = self.slots, self._counted_late
+            late = late[slots.decoding(late, slots.num_computed[late], slots.num_tokens[late])]
+            self.counters.late_masks += int((~np.isin(late, counted)).sum())
+            self._counted_late = late
 
     def _states_kept(self, rows: Index, starts: Index, stops: Index, num_drafts: int) -> tuple[StateCut, ...]:
         """Keep the states that are wanted of these spans; return the cuts within them."""

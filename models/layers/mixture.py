@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from models.config import DecoderConfig
 from models.layers.dtypes import TORCH_DTYPES
@@ -192,7 +191,9 @@ class Mixture(nn.Module):
     def _shared(self, expert: MLP, x: Tensor) -> Tensor:
         """Return this rank's part of what the shared expert adds for each token."""
         made = expert.part(x)
-        return made if self.shared_gate is None else F.linear(x, self.shared_gate).sigmoid() * made
+        if self.shared_gate is None:
+            return made
+        return self.ops.sigmoid(self.ops.scores(x, self.shared_gate)) * made
 
 
 def _form(linear: Linear) -> Literal["plain", "int8", "int4", "static", "w4a8", "w8a16"]:

@@ -236,8 +236,8 @@ class GatedDelta(RecurrentMixer):
         """See RecurrentMixer.projected."""
         mixed, gate = self.qkvz(x)
         beta, decay = self.ba(x)
-        decay = rate * F.softplus(decay.float() + self.decay_shift)
-        return Projected(mixed, decay, beta.sigmoid(), gate.unflatten(-1, (-1, self.sizes.value_dim)))
+        decay = rate * self.ops.softplus(decay.float() + self.decay_shift)
+        return Projected(mixed, decay, self.ops.sigmoid(beta), gate.unflatten(-1, (-1, self.sizes.value_dim)))
 
 
 class KimiDelta(RecurrentMixer):
@@ -275,10 +275,10 @@ class KimiDelta(RecurrentMixer):
         """See RecurrentMixer.projected."""
         (mixed,) = self.qkv(x)
         beta, decay, gate = self.narrow(x)
-        decay = F.softplus(self.decay_up(decay).float() + self.decay_shift)
+        decay = self.ops.softplus(self.decay_up(decay).float() + self.decay_shift)
         decay = decay.unflatten(-1, (-1, self.sizes.key_dim)) * rate[:, None]
         gate = self.gate_up(gate).unflatten(-1, (-1, self.sizes.value_dim))
-        return Projected(mixed, decay, beta.sigmoid(), gate)
+        return Projected(mixed, decay, self.ops.sigmoid(beta), gate)
 
 
 def _with_tails(

@@ -321,6 +321,22 @@ class Ops:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1) * (gate * torch.sigmoid(gate * slope))
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Return numbers from 0 to 1, like x: 1 / (1 + exp(-x))."""
+        return x.sigmoid()
+
+    def softplus(self, x: Tensor) -> Tensor:
+        """Return log(1 + exp(x)), like x."""
+        return F.softplus(x)
+
+    def scores(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Map [T, in] to [T, out] by a weight [out, in] of few rows, which is not packed."""
+        return F.linear(x, weight, bias)
+
+    def softmax(self, x: Tensor) -> Tensor:
+        """Return the shares of exp(x) in the sum of its row, of float32 [T, E]."""
+        return x.softmax(-1)
+
     def route(
         self,
         x: Tensor,
@@ -334,8 +350,8 @@ class Ops:
         The router is float32, and `x` may be. `correction` [E] is given if the mixture `is_corrected`, `bias`
         [E] if it `is_biased`.
         """
-        scores = F.linear(x.float(), router, bias)
-        scores = scores.softmax(-1) if config.scores == "softmax" else scores.sigmoid()
+        scores = self.scores(x.float(), router, bias)
+        scores = self.softmax(scores) if config.scores == "softmax" else self.sigmoid(scores)
         ranked = scores if correction is None else scores + correction
         if config.num_groups > 1:
             groups = ranked.unflatten(-1, (config.num_groups, -1))
@@ -350,9 +366,13 @@ class Ops:
     def _shares(self, weights: Tensor, config: MixtureConfig) -> Tensor:
         """Return the weights of chosen experts from their scores [T, C]."""
         if config.normalizes:
-            total = weights.sum(-1, keepdim=True)
+            total = self.sum_of_shares(weights)
             weights = weights / (total if config.scores == "softmax" else total + LEAST_SUM)
         return weights if config.scale == 1 else weights * config.scale
+
+    def sum_of_shares(self, weights: Tensor) -> Tensor:
+        """Return the sum of each row of float32 [T, C], of few columns, as [T, 1]."""
+        return weights.sum(-1, keepdim=True)
 
     def joins_experts(self, kind: ExpertKind) -> bool:
         """Whether a mixture's experts of this kind are packed together."""

@@ -201,12 +201,14 @@ def check_invariance(recipe: Recipe, config: DecoderConfig) -> None:
     """Raise RecipeError for what has not been shown to have the same bits in any batch on a CPU."""
     kinds = {rope.kind for rope in (config.rope, config.window_rope) if rope is not None}
     asked = (
-        ("model", config.mixture is not None, "experts"),
-        ("model", config.latent is not None, "latent attention"),
-        ("model", config.recurrent is not None, "recurrent states"),
+        ("model", config.latent is not None and config.latent.index is not None, "sparse attention"),
+        (
+            "cache.state_dtype",
+            config.recurrent is not None and config.recurrent.state_dtype != "float32",
+            "recurrent states that are rounded where a step ends",
+        ),
         ("model", config.gate != "silu", f"a gate of the kind {config.gate}"),
         ("model", config.logit_cap is not None, "capped logits"),
-        ("model", config.has_output_gate, "gates of attention"),
         ("model", config.query_growth is not None, "queries that grow with their position"),
         ("model", "dynamic" in kinds, "a rotary embedding that depends on the length"),
         ("model.quantization", config.quantization is not None, "quantized weights"),

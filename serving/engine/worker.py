@@ -193,6 +193,7 @@ class Worker:
         self._poller.register(socket, zmq.POLLIN)
         if pages is not None:
             self._poller.register(pages.wake.fd, zmq.POLLIN)
+        engine.is_called = lambda: bool(self._poller.poll(0))
         self._processors = processors or KnownProcessors({}, scheduler.vocab_size)
         self._requests: dict[int, Request] = {}  # keyed by stream, until the stream's end is sent
         self._stream_of: dict[str, int] = {}

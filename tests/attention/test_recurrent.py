@@ -144,6 +144,22 @@ def test_short_spans_may_be_cut_anywhere(kind: Kind, way: Recurrence) -> None:
     assert torch.equal(whole[1], cut[1])
 
 
+def test_cuts_anywhere_change_no_bit_token_by_token(kind: Kind) -> None:
+    """What `device.batch_invariant` promises: a token is the same in a prompt and as a decode."""
+    found = compiled()._compiled
+    assert found is not None
+    way, given, whole, cut = (
+        CpuRecurrence(found, batch_invariant=True),
+        drawn(kind),
+        *map(rows_of_states, (2, 2)),
+    )
+    read = one_by_one(way, given, [], whole)
+    cuts = cuts_at(1, np.random.default_rng(2))
+    assert torch.equal(one_by_one(way, given, cuts, cut), read)
+    assert torch.equal(cut[1], whole[1])
+    torch.testing.assert_close(read, expected(kind, given)[0], rtol=0, atol=NEAR)
+
+
 def test_a_span_leaves_states_where_it_is_cut(kind: Kind, way: Recurrence) -> None:
     """Each is that of a request that ends there, and the last one is that of an uncut span."""
     given, whole, states = drawn(kind), rows_of_states(2), rows_of_states(5)
@@ -200,6 +216,19 @@ def test_padding_writes_row_0_alone(kind: Kind, way: Recurrence) -> None:
         one = np.array([1])
         way.advance(*given.of(slice(row, row + 1)), alone, way.plan(one, one + 1, one, one))
         assert torch.equal(states[2 + row], alone[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_drafts_beside_each_other_share_no_state(kind: Kind, dtype: torch.dtype) -> None:
+    """Their state goes nowhere, and threads that left it in one row would read each other's there."""
+    way, given, states = compiled(), drawn(kind, length=10), rows_of_states(3, dtype)
+    states[1:] = torch.randn(states[1:].shape, generator=torch.Generator().manual_seed(1))
+    before, ends = states.clone(), np.array([5, 10])
+    drafts = way.plan(ends - 3, ends, np.array([1, 2]), np.array([0, 0]))
+    read = way.advance(*given.of(slice(0, 6)), states, drafts)
+    assert torch.equal(states.nan_to_num(), before.nan_to_num()), "a draft has changed a row"
+    right = Recurrence().advance(*given.of(slice(0, 6)), states, drafts)
+    torch.testing.assert_close(read, right, rtol=0, atol=NEAR)
 
 
 def test_a_decode_goes_on_from_another_row(kind: Kind, way: Recurrence) -> None:

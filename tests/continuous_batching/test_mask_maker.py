@@ -130,6 +130,21 @@ def test_a_defect_is_told(slots: SlotPool) -> None:
         take(MaskMaker(patience_s=60), slots, [row])
 
 
+def test_a_wait_for_late_masks_ends_when_its_engine_is_called(slots: SlotPool, gate: threading.Event) -> None:
+    maker, calls = MaskMaker(patience_s=1e6), iter([False, False, True])
+    constraint = Constraint(lambda: Holding(gate))
+    constraint.took_s = 2 * SLOW_S
+    put(slots, constraint, 3)
+    late = maker.late_rows(slots, NONE)
+    assert len(late) == 1
+    maker.wait(late, slots, lambda: next(calls))
+    assert next(calls, None) is None, "it was asked until it was called"
+    assert maker.late_rows(slots, NONE).tolist() == late.tolist()
+    gate.set()
+    maker.wait(late, slots, bool)
+    assert not len(maker.late_rows(slots, NONE))
+
+
 def test_nothing_is_guessed_for_a_row_that_is_slow(slots: SlotPool, gate: threading.Event) -> None:
     gate.set()
     constraint = Constraint(lambda: Holding(gate))

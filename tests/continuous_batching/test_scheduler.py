@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -9,9 +11,10 @@ from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
 from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams, TokenLogprobs
+from continuous_batching.samples.mask_maker import MaskMaker
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
-from kv_cache.pages import PagePool
+from kv_cache.pages import Index, PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
 
@@ -121,6 +124,79 @@ def test_answers_are_found_again_when_they_left_their_slot() -> None:
     engine.add(follow_up)
     run_out(engine)
     assert follow_up.num_cached_tokens == 16, "8 + 9 tokens, the last never computed: 4 full pages"
+
+
+class LateMasks(MaskMaker):
+    """Says that the masks of these requests are not made."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        engine.masks = self
+
+    def late_rows(self, slots: SlotPool, flying: Index) -> Index:
+        busy = slots.busy.tolist()
+        return np.array([row for row in busy if slots.requests[row].id in self.names], np.int64)
+
+    def wait(self, rows: Index, slots: SlotPool, is_called: Callable[[], bool]) -> None:
+        assert len(rows) == len(self.names)
+
+
+def test_nobody_gives_way_where_the_oldest_waits_for_its_mask() -> None:
+    """The other row waits where it is: in the pages that it gave up, nobody would compute."""
+    engine = make(num_slots=2, num_pages=7)
+    masks, counters = LateMasks(engine), engine.scheduler.counters
+    old, young = ask("old", 8, 12), ask("young", 8, 12)
+    for each in (old, young):
+        engine.add(each)
+    assert len(spans(engine)) == 2
+    masks.names = {"old"}
+    for at in range(8, 20 - 4):
+        assert spans(engine) == {"young": (at, at + 1)}
+    assert [engine.step() for _ in range(3)] == [None] * 3, "it holds four pages, and the other two"
+    assert counters.preemptions == 0
+    masks.names = set()
+    assert len(spans(engine)) == 1
+    assert counters.preemptions == 1, "what the oldest takes is another matter"
+    run_out(engine)
+    assert [each.answer.tolist() for each in (old, young)] == [
+        alone(each.prompt.tolist(), 12) for each in (old, young)
+    ]
+
+
+def counts(engine: Engine) -> tuple[Index, Index]:
+    slots = engine.slots
+    return slots.num_computed[slots.busy], slots.num_tokens[slots.busy]
+
+
+def test_a_late_mask_counts_once_a_step_or_wait_and_not_within_a_prompt() -> None:
+    engine = make(num_slots=2, num_pages=30)
+    masks, counters = LateMasks(engine), engine.scheduler.counters
+    for name, num_prompt in (("a", 8), ("b", 40)):
+        engine.add(ask(name, num_prompt, 12))
+    spans(engine)
+    while not engine.slots.decoding(engine.slots.busy, *counts(engine)).all():
+        spans(engine)
+    masks.names = {"a"}
+    spans(engine)
+    spans(engine)
+    assert counters.late_masks == 2
+    masks.names = {"a", "b"}
+    assert [engine.step() for _ in range(5)] == [None] * 5
+    assert counters.late_masks == 4, "one wait of two rows"
+    masks.names = set()
+    spans(engine)
+    row = engine.slots.find("b")
+    assert row is not None
+    engine.scheduler.preemption.preempt(row)
+    engine.scheduler.prefix.forget_all()
+    masks.names = {"b"}
+    assert len(spans(engine)) == 2, "it comes back"
+    assert not engine.slots.decoding(engine.slots.busy, *counts(engine)).all(), "most of it is to be computed"
+    assert list(spans(engine)) == ["a"]
+    assert counters.late_masks == 4
+    masks.names = set()
+    run_out(engine)
 
 
 def test_the_youngest_is_preempted_and_resumes_where_its_pages_are_found() -> None:

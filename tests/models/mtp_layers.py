@@ -9,7 +9,7 @@ guesses are often right, and what it reads of the target makes some of them wron
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,7 @@ class Further:
 
     def __init__(self, model: Any, layer: Any, tensors: dict[str, Tensor]) -> None:
         self._model, self._layer, self._tensors = model, layer, tensors
+        self.join: Callable[[Tensor], Tensor] = lambda joined: joined @ tensors["eh_proj"].T
 
     @torch.no_grad()
     def drafts(self, tokens: Sequence[int], known: int, count: int) -> list[Tensor]:
@@ -168,7 +169,7 @@ class Further:
         joined = torch.cat(
             (self._norm(model.embed_tokens(tokens), "enorm"), self._norm(features, "hnorm")), -1
         )
-        x = (joined @ self._tensors["eh_proj"].T)[None]
+        x = self.join(joined)[None]
         if self.reads_zeros:  # latent and rope key of a hidden state of zeros are zeros, too
             x, count = torch.cat((torch.zeros_like(x[:, :1]), x), 1), count + 1
         mask = torch.full((count, count), -torch.inf).triu(1)[None, None]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 from continuous_batching.request import Request, SamplingParams
 from devices.cpp_sources import missing_for_sources
+from kv_cache.states import GRID
 from models.ops.cpu.ops import CpuOps
 from models.ops.cpu.products import Products, products
 from models.ops.cpu.rowwise import Rowwise, rowwise
@@ -22,11 +25,12 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from tests.models.families import VOCABULARY, make
+from tests.models.mtp_layers import target_beside
+from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.models.variants import Variant
-from tests.thorough import cases
+from tests.thorough import THOROUGH, cases
 
 needs_compiler = pytest.mark.skipif(missing_for_sources() is not None, reason=str(missing_for_sources()))
-MIXTURE = ROOT / "recipes/bench/mixtral_500m.yaml"
 ANY = ROOT / "recipes/any/cpu.yaml"
 NUM_REQUESTS, NUM_NEW = 6, 30
 NUM_SCHEDULES, IN_ONE_TEST = cases(4, 500), 50  # all of them would outlast the limit of a test
@@ -46,9 +50,53 @@ VARIANT = Variant(
 )
 
 
+STATES = {each.name: each for each in RECURRENT_VARIANTS}
+WHOLE = {"head_dim": 32}  # which C++ reads
+FULL = (5,)  # a schedule with hits, preemptions and drafts
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, what is said of it, what its drafts come from, and at what tokens a prompt may be cut."""
+
+    checkpoint: str
+    overrides: list[str]
+    drafts: str = "ngram"
+    grid: int = 1
+    few: Sequence[int] = range(NUM_SCHEDULES)  # the schedules that are run where time matters
+
+    def seeds(self, first: int) -> Sequence[int]:
+        return range(first, min(first + IN_ONE_TEST, NUM_SCHEDULES)) if THOROUGH else self.few
+
+    def requests(self) -> list[Request]:
+        return requests(max(40, self.grid + 6))
+
+
+CASES = {
+    "float32": Case("qwen3_window", ["model.dtype=float32"]),
+    "bfloat16": Case("qwen3_window", ["model.dtype=bfloat16"]),
+    "int8 pages": Case("qwen3_window", ["model.dtype=float32", "cache.dtype=int8"]),
+    "qwen3_5": Case("qwen3_5", ["model.dtype=float32"], "mtp", GRID, FULL),
+    "qwen3_next": Case("qwen3_next", ["model.dtype=bfloat16"], "suffix", GRID, FULL),
+    "kimi_linear": Case("kimi_linear", ["model.dtype=float32"], "suffix", GRID, FULL),
+}
+
+
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(VARIANT, tmp_path_factory.mktemp("checkpoints"))[1]
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return what makes a checkpoint, once; a Qwen3.5 has a layer to predict further tokens."""
+
+    @cache
+    def made(name: str) -> Path:
+        root = tmp_path_factory.mktemp(name)
+        if name == VARIANT.name:
+            return make(VARIANT, root)[1]
+        variant = STATES[name]
+        if name != "kimi_linear":
+            variant = replace(variant, options=variant.options | WHOLE)
+        return (target_beside(name, root, variant) if name == "qwen3_5" else make(variant, root))[1]
+
+    return made
 
 
 @pytest.fixture(autouse=True)
@@ -58,14 +106,16 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def requests() -> list[Request]:
-    """Return requests of which every other one begins alike."""
+def requests(num_shared: int = 40) -> list[Request]:
+    """Return requests of which every other one begins alike, and the last one asks what another asks."""
     rng, made = np.random.default_rng(3), []
-    opening = rng.integers(0, VOCABULARY, 40)
+    opening = rng.integers(0, VOCABULARY, num_shared)
     for number in range(NUM_REQUESTS):
-        own = rng.integers(0, VOCABULARY, int(rng.integers(1, 90)))
-        prompt = np.concatenate([opening[: 40 * (number % 2)], own]).astype(np.int32)
+        own = rng.integers(0, VOCABULARY, int(rng.integers(1, 130 - num_shared)))
+        prompt = np.concatenate([opening[: num_shared * (number % 2)], own]).astype(np.int32)
         prompt[-1] = prompt[len(prompt) // 2]  # something to guess by
+        if number == NUM_REQUESTS - 1:
+            prompt = made[1].prompt
         params = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
         made.append(Request(str(number), prompt, params))
     return made
@@ -91,7 +141,7 @@ class Served:
         waiting = list(asked) if seed is None else [asked[each] for each in rng.permutation(len(asked))]
         while waiting or engine.has_work:
             if seed is not None:
-                torch.set_num_threads(int(rng.integers(1, 5)))
+                torch.set_num_threads(int(rng.integers(1, 4)))
             while waiting and (seed is None or rng.random() < 0.5):
                 engine.add(waiting.pop())
             if engine.has_work:
@@ -105,36 +155,38 @@ class Served:
         }
 
 
-def schedule(seed: int) -> list[str]:
+def schedule(seed: int, case: Case) -> list[str]:
     rng = np.random.default_rng(seed)
     slots = int(rng.integers(1, 7))
     return [
         f"scheduler.num_slots={slots}",
-        f"scheduler.max_batch_tokens={int(rng.integers(slots + 4, 80))}",
+        f"scheduler.max_batch_tokens={int(rng.integers(slots + max(4, case.grid), 79 + case.grid))}",
         f"cache.num_pages={int(rng.integers(12, 24))}",
         f"cache.prefix_sharing={str(bool(rng.integers(2))).lower()}",
-        f"speculation.kind={('none', 'ngram')[seed % 2]}",
+        f"speculation.kind={('none', case.drafts)[seed % 2]}",
+        "speculation.adaptive=fixed",
     ]
 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model",
-    [["model.dtype=float32"], ["model.dtype=bfloat16"], ["model.dtype=float32", "cache.dtype=int8"]],
-    ids=["float32", "bfloat16", "int8 pages"],
-)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, IN_ONE_TEST))
-def test_random_schedules_differ_in_no_bit(checkpoint: Path, model: list[str], first: int) -> None:
-    """Chunks, hits, preemptions, drafts and numbers of threads are drawn; alone is what they are held to."""
+def test_random_schedules_differ_in_no_bit(checkpoint: Callable[[str], Path], name: str, first: int) -> None:
+    """Chunks, hits, preemptions, drafts and numbers of threads are drawn; alone is what they are held to.
+
+    A token is computed in a prompt, as a decode, as a draft, and as a prompt again after a preemption.
+    """
+    case = CASES[name]
+    path, model = checkpoint(case.checkpoint), case.overrides
     one_by_one = ["cache.num_pages=40", "cache.prefix_sharing=false", "scheduler.num_slots=1"]
-    by_itself = Served(checkpoint, [*model, *one_by_one], requests(), None)
+    by_itself = Served(path, [*model, *one_by_one], case.requests(), None)
     assert not by_itself.counters.preemptions
     assert not by_itself.counters.hit_tokens
     alone, answers = by_itself.logits, by_itself.answers
     happened = np.zeros(3, np.int64)
-    for seed in range(first, min(first + IN_ONE_TEST, NUM_SCHEDULES)):
-        served = Served(checkpoint, [*model, *schedule(seed)], requests(), seed)
+    for seed in case.seeds(first):
+        served = Served(path, [*model, *schedule(seed, case)], case.requests(), seed)
         assert served.answers == answers, seed
         assert all(torch.equal(served.logits[at], alone[at]) for at in alone), seed
         counters = served.counters
@@ -161,17 +213,22 @@ def test_small_operators_give_a_row_the_same_bits_wherever_it_stands() -> None:
                 assert torch.equal(act(x[:count]), alone[:count]), (width, count, num_threads)
 
 
-def test_what_is_not_promised_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a compiler, a model with experts, quantized weights, and none that is asked for."""
+def test_what_is_not_promised_is_refused_by_name(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine without a compiler, quantized weights, states that are rounded, and no compiler asked for."""
 
-    def refused(*overrides: str, recipe: Path = ANY) -> str:
-        tiny = [f"model.path={ROOT / 'recipes/tiny/weights'}"] if recipe == ANY else []
+    def refused(*overrides: str) -> str:
+        tiny = f"model.path={ROOT / 'recipes/tiny/weights'}"
         with pytest.raises(RecipeError) as error:
-            build(load(recipe, [*tiny, "device.batch_invariant=true", *overrides]))
+            build(load(ANY, [tiny, "device.batch_invariant=true", *overrides]))
         return str(error.value)
 
-    assert "promised for experts" in refused("device.compile=auto", recipe=MIXTURE)
+    states = f"model.path={checkpoint('qwen3_next')}", "scheduler.num_slots=4"
+    assert "states that are rounded where a step ends" in refused(*states, "cache.state_dtype=bfloat16")
+    assert "device.compile is false" in refused(*states, "device.compile=false")
     assert "promised for quantized weights" in refused("model.quantization=w8a8")
     assert "device.compile is false" in refused("device.compile=false")
     monkeypatch.setattr(machine, "products", lambda: "there is no C++ compiler g++")
     assert "there is no C++ compiler g++; install g++" in refused()
+    assert "there is no C++ compiler g++; install g++" in refused(*states)

@@ -298,6 +298,7 @@ def test_an_engine_answers_as_with_oneDNN_and_plain_torch(monkeypatch: pytest.Mo
 OF_ARM = ("aarch64-linux-gnu-g++", "qemu-aarch64")
 SOURCES = (
     "attention/cpu/attention.cpp",
+    "attention/cpu/latent.cpp",
     "attention/cpu/recurrent.cpp",
     "models/ops/cpu/products.cpp",
     "models/ops/cpu/rowwise.cpp",

@@ -64,7 +64,10 @@ def test_a_further_layer_says_what_its_arithmetic_says(of_layer: str, tmp_path: 
 def test_a_layer_beside_layers_with_states_says_what_its_arithmetic_says(
     name: str, of_layer: str, tmp_path: Path
 ) -> None:
-    """Layers with states stay as they are, as in published checkpoints, and `mtp.*` may be quantised."""
+    """Layers with states stay as they are, as in published checkpoints, and `mtp.*` may be quantised.
+
+    So may the linear in it that joins a token and what is read of the model.
+    """
 
     def types(linear: str) -> str:
         if linear.startswith("mtp."):

@@ -1,4 +1,4 @@
-"""Norms, rotary, gates and the greedy choice in C++ are those of plain torch, alike in any batch."""
+"""Norms, rotary, gates, scores and the greedy choice in C++ are those of plain torch, alike in any batch."""
 
 from __future__ import annotations
 
@@ -68,6 +68,9 @@ def results(ops: Rowwise | Ops, given: list[Tensor], rows: slice) -> list[Tensor
         ops.clamped_swiglu(gates, 1.702, 7.0),
         ops.gated_rms_norm(read, beside, weight, 1e-5, "silu"),
         ops.gated_rms_norm(read, beside, weight, 1e-5, "sigmoid"),
+        ops.sigmoid(gates),
+        ops.softplus(gates),
+        ops.scores(x, weight.expand(3, -1), weight[:1].expand(3)),
     ]
 
 
@@ -82,6 +85,17 @@ def test_rows_are_those_of_plain_torch(own: Rowwise, dtype: torch.dtype, width: 
         torch.testing.assert_close(each.double(), right, rtol=NEAR[dtype], atol=3e-5)
     alone = results(own, given, slice(7, 8))
     assert all(torch.equal(one, each[7:8]) for one, each in zip(alone, found, strict=True))
+
+
+def test_shares_of_a_row_add_up_to_one(own: Rowwise) -> None:
+    """Also where all numbers are far from zero, or one is."""
+    for width in (1, 6, 16, 130):
+        x = some(torch.float32, ROWS, width)
+        x[0] -= 300
+        x[1, -1] = 400
+        found = own.softmax(x)
+        torch.testing.assert_close(found, x.softmax(-1), rtol=3e-6, atol=1e-30)
+        assert torch.equal(torch.cat([own.softmax(row[None]) for row in x]), found)
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)

@@ -7,8 +7,8 @@ from tests.mutation.fault import Fault, TextFault
 FAULTS = {
     "router_in_the_type_of_the_model": Fault(
         "models/ops/reference.py::Ops.route",
-        "F.linear(x.float(), router, bias)",
-        "F.linear(x, router.to(x.dtype), bias).float()",
+        "self.scores(x.float(), router, bias)",
+        "self.scores(x, router.to(x.dtype), bias).float()",
         "experts that score nearly alike change places by rounding",
         "tests/models/test_mixture.py::test_the_router_weighs_the_best_by_their_chances",
     ),

@@ -68,6 +68,22 @@ FAULTS = {
         "the state of a row takes a token in before there is a mask for the next",
         "tests/models/test_state_masks.py::test_tokens_are_those_of_quick_masks",
     ),
+    "row_gives_way_to_one_that_waits": Fault(
+        "continuous_batching/scheduling/preemption.py::Preemption.make_room",
+        "len(self._lifecycle.withheld) and not kept.any()",
+        "False",
+        "a request loses what it has computed to one that waits for its mask",
+        "tests/continuous_batching/test_scheduler.py::"
+        "test_nobody_gives_way_where_the_oldest_waits_for_its_mask",
+    ),
+    "late_rows_counted_within_prompts": Fault(
+        "continuous_batching/scheduling/scheduler.py::Scheduler._count_late",
+        "late = late[slots.decoding(late, slots.num_computed[late], slots.num_tokens[late])]",
+        "pass",
+        "a request that comes back counts as held up by its grammar",
+        "tests/continuous_batching/test_scheduler.py::"
+        "test_a_late_mask_counts_once_a_step_or_wait_and_not_within_a_prompt",
+    ),
     "late_rows_unrecorded": Fault(
         "continuous_batching/recording/recorder.py::Recorder.scheduled",
         "packed(late)",

@@ -364,6 +364,13 @@ FAULTS = {
         "pages that nobody can go on from take the place of pages of use",
         f"{SCHEDULES}::test_pages_behind_the_last_state_are_evicted_first",
     ),
+    "prompts_in_pieces_where_bits_are_promised": Fault(
+        "attention/cpu/recurrent.py::CpuRecurrence.advance",
+        "by_token=self._by_token",
+        "by_token=False",
+        "an answer that is computed again as a prompt has other bits",
+        f"{RULE}::test_cuts_anywhere_change_no_bit_token_by_token",
+    ),
     "pages_evicted_before_what_continues_them": Fault(
         "kv_cache/prefix_cache.py::PrefixCache.evict_first",
         "pages[len(pages) - self.index.num_lone(pages) :]",

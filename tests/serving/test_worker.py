@@ -104,9 +104,12 @@ def test_pages_are_free_within_two_steps(overlap: str) -> None:
     assert running["0"] > 8
     assert 0 < running["1"] < 300
     assert len(engine.scheduler.waiting) == 1
+    assert not engine.is_called()
     for stream in range(3):
         theirs.send(encode(Finish(stream, "abort")))
+    assert engine.is_called(), "where all rows wait for masks, this ends the wait"
     worker._take(1000)
+    assert not engine.is_called()
     for _ in range(2):
         engine.step()
     assert not len(slots.busy)

@@ -12,13 +12,15 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, reduce
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attention.latent import LatentUp
 from devices.cpp_sources import KINDS
 from devices.onednn import product_dtype
 from models.ops.cpu.products import Panels, Products
@@ -41,6 +43,32 @@ def keep_memory() -> None:
     # Otherwise each step's large tensors are mapped, cleared and unmapped again: 764 -> 838 tokens/s
     mallopt(_MMAP_THRESHOLD, 32 * 2**20)
     mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PanelsUp(LatentUp):
+    """The same projection in panels of each head, which give a row the same bits among any others."""
+
+    products: Products
+    of_keys: tuple[Panels, ...]
+    of_values: tuple[Panels, ...]
+
+    @classmethod
+    def packed(cls, keys: Tensor, values: Tensor, products: Products) -> PanelsUp:
+        """Pack keys [H, N, L] and values [H, L, V]."""
+        packed = (tuple(products.pack(head.t(), None) for head in part) for part in (keys, values))
+        return cls(keys, values, products, *packed)
+
+    def absorbed(self, query: Tensor) -> Tensor:
+        """Project queries [T, H, N] of expanded keys to queries of latents [T, H, L]."""
+        return self._multiplied(query, self.of_keys)
+
+    def raised(self, x: Tensor) -> Tensor:
+        """Project weighted sums of latents [T, H, L] to those of values [T, H, V]."""
+        return self._multiplied(x, self.of_values)
+
+    def _multiplied(self, x: Tensor, panels: tuple[Panels, ...]) -> Tensor:
+        return torch.stack([self.products.multiply(x[:, head], each) for head, each in enumerate(panels)], 1)
 
 
 class CpuOps(Ops):
@@ -96,6 +124,33 @@ class CpuOps(Ops):
     def clamped_swiglu(self, gate_up: Tensor, slope: float, limit: float) -> Tensor:
         """Compute `swiglu` on clipped numbers; see Ops.clamped_swiglu."""
         return self._rows.clamped_swiglu(gate_up, slope, limit)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Return numbers from 0 to 1, like x: 1 / (1 + exp(-x))."""
+        return self._rows.sigmoid(x)
+
+    def softplus(self, x: Tensor) -> Tensor:
+        """Return log(1 + exp(x)), like x."""
+        return self._rows.softplus(x)
+
+    def scores(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Map [T, in] to [T, out] by a weight that is not packed; torch is faster, and depends on rows."""
+        return self._rows.scores(x, weight, bias) if self.batch_invariant else super().scores(x, weight, bias)
+
+    def softmax(self, x: Tensor) -> Tensor:
+        """Return the shares of exp(x) in the sum of its row, of float32 [T, E]."""
+        return self._rows.softmax(x)
+
+    def sum_of_shares(self, weights: Tensor) -> Tensor:
+        """Return the sum of each row of float32 [T, C], column by column: no order depends on the rows."""
+        total: Tensor = reduce(torch.add, weights.split(1, -1))
+        return total
+
+    def pack_up(self, keys: Tensor, values: Tensor) -> LatentUp:
+        """Return the projection of latents to keys [H, N, L] and values [H, L, V], once, at load."""
+        if not self.batch_invariant or self.products is None:
+            return super().pack_up(keys, values)
+        return PanelsUp.packed(keys, values, self.products)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the best token of each row of logits [R, V], int64 [R], and whether its logit is finite."""

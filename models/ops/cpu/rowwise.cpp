@@ -1,4 +1,5 @@
-// Operators that compute each row, or each number, by itself: norms, rotary, gates and the greedy choice.
+// Operators that compute each row, or each number, by itself: norms, rotary, gates, a router's scores and the greedy
+// choice.
 //
 // A row's result depends on no other row, on no thread and on no place: numbers behind the last whole vector are
 // computed in a vector too, whose rest is not stored. Numbers are stored in float32, bfloat16 or float16, computed in
@@ -81,6 +82,59 @@ void turned(const void* x_, const void* cos_, const void* sin_, void* y_, long r
                 narrow_some<KIND>(to + half + i, second * c + first * s, left);
             }
         }
+}
+
+// The logarithm of 1 + e^x. That of 1 + u, for u up to 1, is 2 artanh(u / (2 + u)), a series in at most 1 / 9.
+inline Vec softplus(Vec x) {
+    const Vec part = exponential(x > 0.0f ? -x : x), ratio = part / (2.0f + part), square = ratio * ratio;
+    Vec sum = Vec{} + 1.0f / 17.0f;
+    for (int odd = 15; odd > 0; odd -= 2) sum = sum * square + 1.0f / odd;
+    return (x > 0.0f ? x : Vec{}) + 2.0f * ratio * sum;
+}
+
+enum Curve { SIGMOID, SOFTPLUS };
+
+template <Kind KIND>
+void curved(Curve curve, const void* x_, void* y_, long count, int num_threads) {
+    typedef typename Stored<KIND>::Item Item;
+    const Item* x = static_cast<const Item*>(x_);
+    Item* y = static_cast<Item*>(y_);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && count > SMALL)
+    for (long i = 0; i < count; i += LANES) {
+        const Vec each = widen_some<KIND>(x + i, count - i);
+        narrow_some<KIND>(y + i, curve == SIGMOID ? sigmoid(each) : softplus(each), count - i);
+    }
+}
+
+// y [T, O] = x [T, I] weight [O, I], whose products are summed in one order, plus the bias [O] in float32.
+template <Kind KIND>
+void scored(const void* x_, const void* weight_, const float* bias, void* y_, long rows, long width, long outputs,
+            int num_threads) {
+    typedef typename Stored<KIND>::Item Item;
+    const Item *x = static_cast<const Item*>(x_), *weight = static_cast<const Item*>(weight_);
+    Item* y = static_cast<Item*>(y_);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows * width * outputs > SMALL)
+    for (long place = 0; place < rows * outputs; place++) {
+        const Item *own = x + place / outputs * width, *by = weight + place % outputs * width;
+        Vec products = {};
+        for (long i = 0; i < width; i += LANES)
+            products += widen_some<KIND>(own + i, width - i) * widen_some<KIND>(by + i, width - i);
+        narrow_some<KIND>(y + place, Vec{} + sum_of(products) + (bias ? bias[place % outputs] : 0.0f), 1);
+    }
+}
+
+// The shares of e^x in the sum of a row's, of rows [T, W] in float32.
+void shared_out(const float* x, float* y, long rows, long width) {
+    for (long r = 0; r < rows; r++, x += width, y += width) {
+        float top = x[0];
+        for (long i = 1; i < width; i++) top = x[i] > top ? x[i] : top;
+        for (long i = 0; i < width; i += LANES)
+            narrow_some<FLOAT32>(y + i, exponential(widen_some<FLOAT32>(x + i, width - i) - top), width - i);
+        Vec sums = {};
+        for (long i = 0; i < width; i += LANES) sums += widen_some<FLOAT32>(y + i, width - i);
+        const float sum = sum_of(sums);
+        for (long i = 0; i < width; i++) y[i] /= sum;
+    }
 }
 
 enum Gate { SILU, GELU, CLAMPED };
@@ -202,6 +256,19 @@ void gate(int which, const void* x, void* y, long rows, long width, float slope,
     auto* of_kind = kind == FLOAT32 ? gated<FLOAT32> : kind == BFLOAT16 ? gated<BFLOAT16> : gated<FLOAT16>;
     of_kind(static_cast<Gate>(which), x, y, rows, width, slope, limit, num_threads);
 }
+
+void curve(int which, const void* x, void* y, long count, int kind, int num_threads) {
+    auto* of_kind = kind == FLOAT32 ? curved<FLOAT32> : kind == BFLOAT16 ? curved<BFLOAT16> : curved<FLOAT16>;
+    of_kind(static_cast<Curve>(which), x, y, count, num_threads);
+}
+
+void score(const void* x, const void* weight, const float* bias, void* y, long rows, long width, long outputs, int kind,
+           int num_threads) {
+    auto* of_kind = kind == FLOAT32 ? scored<FLOAT32> : kind == BFLOAT16 ? scored<BFLOAT16> : scored<FLOAT16>;
+    of_kind(x, weight, bias, y, rows, width, outputs, num_threads);
+}
+
+void softmax(const float* x, float* y, long rows, long width) { shared_out(x, y, rows, width); }
 
 void choose(const void* logits, long stride, int64_t* tokens, bool* finite, long rows, long size, int kind,
             int num_threads) {

@@ -1,6 +1,7 @@
-"""Compute norms, rotary, gates and the greedy choice in C++, each in one pass over its numbers.
+"""Compute norms, rotary, gates, a router's scores and the greedy choice in C++.
 
-`rowwise.cpp` computes a row, or a number, by itself, so that its bits are the same in any batch.
+`rowwise.cpp` computes a row, or a number, by itself and in one pass, so that its bits are the same in any
+batch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from models.ops.reference import Ops
 
 SOURCE = Path(__file__).with_name("rowwise.cpp")
 SILU, GELU, CLAMPED = range(3)  # enum Gate of the source
+SIGMOID, SOFTPLUS = range(2)  # enum Curve of the source
 
 
 class Rowwise:
@@ -32,7 +34,13 @@ class Rowwise:
         self._gate.argtypes = [number, pointer, pointer, integer, integer, real, real, number, number]
         self._choose.argtypes = [pointer, integer, pointer, pointer, integer, integer, number, number]
         self._gated_norm.argtypes = [*[pointer] * 4, *[integer] * 4, real, ctypes.c_bool, number, number]
+        self._curve, self._score, self._softmax = library.curve, library.score, library.softmax
+        self._curve.argtypes = [number, pointer, pointer, integer, number, number]
+        self._score.argtypes = [*[pointer] * 4, *[integer] * 3, number, number]
+        self._softmax.argtypes = [*[pointer] * 2, *[integer] * 2]
         for function in (self._norm, self._gated_norm, self._rotate, self._gate, self._choose):
+            function.restype = None
+        for function in (self._curve, self._score, self._softmax):
             function.restype = None
         self._plain = Ops()
 
@@ -115,6 +123,42 @@ class Rowwise:
             *(gate, gate_up.data_ptr(), y.data_ptr(), y.numel() // width, width, slope, limit),
             *(KINDS[gate_up.dtype], torch.get_num_threads()),
         )
+        return y
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Compute Ops.sigmoid."""
+        return self._curved(SIGMOID, x) if _is_read(x) else self._plain.sigmoid(x)
+
+    def softplus(self, x: Tensor) -> Tensor:
+        """Compute Ops.softplus."""
+        return self._curved(SOFTPLUS, x) if _is_read(x) else self._plain.softplus(x)
+
+    def _curved(self, curve: int, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        self._curve(curve, x.data_ptr(), y.data_ptr(), x.numel(), KINDS[x.dtype], torch.get_num_threads())
+        return y
+
+    def scores(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute Ops.scores."""
+        if not _is_read(x, weight):
+            return self._plain.scores(x, weight, bias)
+        x, weight = x.contiguous(), weight.contiguous()
+        wide = None if bias is None else bias.float().contiguous()
+        y = torch.empty(len(x), len(weight), dtype=x.dtype)
+        self._score(
+            *(x.data_ptr(), weight.data_ptr(), None if wide is None else wide.data_ptr(), y.data_ptr()),
+            *(len(x), x.shape[1], len(weight), KINDS[x.dtype], torch.get_num_threads()),
+        )
+        return y
+
+    def softmax(self, x: Tensor) -> Tensor:
+        """Compute Ops.softmax."""
+        if x.dtype != torch.float32:
+            return self._plain.softmax(x)
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        self._softmax(x.data_ptr(), y.data_ptr(), len(x), x.shape[1])
         return y
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
