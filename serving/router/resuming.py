@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Sequence
 
 import msgspec
 
@@ -87,25 +88,30 @@ class KnownAnswer:
         self.begun, self.why_not = begun, ""
         self._keep(len(begun.prompt_token_ids) + len(self._body))
 
-    def grow(self, grown: Grown) -> None:
-        """Note tokens whose bytes the client has; raises Lost where a replica tells what cannot be."""
-        begun = self.begun
+    def grow(self, grown: Sequence[Grown]) -> None:
+        """Note tokens whose bytes the client gets; raises Lost where a replica tells what cannot be."""
+        begun, num_new = self.begun, 0
+        for each in grown:
+            num_new += len(each.tokens)
         if begun is None:
             raise Lost("it told of tokens before it began")
-        if self.num_tokens + len(grown.tokens) > begun.max_tokens:
+        if self.num_tokens + num_new > begun.max_tokens:
             raise Lost(f"it told of more than {begun.max_tokens} tokens, the most of this answer")
-        self.num_tokens += len(grown.tokens)
-        self._num_cached_tokens = grown.num_cached_tokens
+        self.num_tokens += num_new
+        self._num_cached_tokens = grown[-1].num_cached_tokens
         if self.why_not:
             return
         num_all = len(begun.prompt_token_ids) // self._tokens.itemsize + self.num_tokens
         if num_all > begun.most_tokens:
             self.give_up(f"it has more than {begun.most_tokens} tokens (server.resume_max_tokens)")
             return
-        self._tokens.extend(grown.tokens)
-        logprobs = bytes(grown.logprobs)  # a copy: what the frame holds beside it is not kept
-        self._logprobs.append(msgspec.Raw(logprobs))
-        self._keep(self._tokens.itemsize * len(grown.tokens) + len(logprobs))
+        num_bytes = self._tokens.itemsize * num_new
+        for each in grown:
+            self._tokens.extend(each.tokens)
+            logprobs = bytes(each.logprobs)  # a copy: what the frame holds beside it is not kept
+            self._logprobs.append(msgspec.Raw(logprobs))
+            num_bytes += len(logprobs)
+        self._keep(num_bytes)
 
     def goes_on(self) -> bool:
         """Note that a replica has taken it; returns whether it continues what was known."""
