@@ -478,9 +478,13 @@ class _Counted:
         self.replica = replica
         self._routing = routing
         self._sent, self._place = sent, place
+        self._has_begun = False
 
     def begin(self) -> None:
         """Note that the answer has begun, so that its prompt is computed."""
+        if self._has_begun:
+            return
+        self._has_begun = True
         self._routing.begun(self._sent)
         if self._place is not None:
             self._routing.ended(self._place.sent)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from serving.continuation import MOST_KNOWN_BYTES, AnswerBegun, Grown, SentContinuation, encode
+from serving.continuation import MOST_KNOWN_BYTES, NO_LOGPROBS, AnswerBegun, Grown, SentContinuation, encode
 from serving.router.upstream import Lost
 
 MOST_ALL_KNOWN_BYTES = 2**28
@@ -90,14 +90,18 @@ class KnownAnswer:
 
     def grow(self, grown: Sequence[Grown]) -> None:
         """Note tokens whose bytes the client gets; raises Lost where a replica tells what cannot be."""
-        begun, num_new = self.begun, 0
+        begun = self.begun
+        tokens: list[int] = []
+        logprobs: list[bytes] = []
         for each in grown:
-            num_new += len(each.tokens)
+            tokens += each.tokens
+            if each.logprobs != NO_LOGPROBS:
+                logprobs.append(bytes(each.logprobs))  # a copy: what the frame holds beside it is not kept
         if begun is None:
             raise Lost("it told of tokens before it began")
-        if self.num_tokens + num_new > begun.max_tokens:
+        if self.num_tokens + len(tokens) > begun.max_tokens:
             raise Lost(f"it told of more than {begun.max_tokens} tokens, the most of this answer")
-        self.num_tokens += num_new
+        self.num_tokens += len(tokens)
         self._num_cached_tokens = grown[-1].num_cached_tokens
         if self.why_not:
             return
@@ -105,13 +109,9 @@ class KnownAnswer:
         if num_all > begun.most_tokens:
             self.give_up(f"it has more than {begun.most_tokens} tokens (server.resume_max_tokens)")
             return
-        num_bytes = self._tokens.itemsize * num_new
-        for each in grown:
-            self._tokens.extend(each.tokens)
-            logprobs = bytes(each.logprobs)  # a copy: what the frame holds beside it is not kept
-            self._logprobs.append(msgspec.Raw(logprobs))
-            num_bytes += len(logprobs)
-        self._keep(num_bytes)
+        self._tokens.extend(tokens)
+        self._logprobs += map(msgspec.Raw, logprobs)
+        self._keep(self._tokens.itemsize * len(tokens) + sum(map(len, logprobs)))
 
     def goes_on(self) -> bool:
         """Note that a replica has taken it; returns whether it continues what was known."""

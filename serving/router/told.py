@@ -111,8 +111,8 @@ class ToldAnswer:
 
     async def send(self) -> None:
         """Send on what is noted."""
-        if unsent := self._take():
-            await self._reply.part(unsent)
+        if self._unsent:
+            await self._reply.part(self._take())
 
     def _take(self) -> bytes:
         """Return what is noted, which the caller sends."""

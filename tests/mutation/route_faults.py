@@ -64,8 +64,8 @@ FAULTS = {
     ),
     "goes_on_without_its_last_tokens": Fault(
         "serving/router/resuming.py::KnownAnswer.grow",
-        "self._tokens.extend(each.tokens)",
-        "self._tokens.extend(each.tokens[:-1])",
+        "self._tokens.extend(tokens)",
+        "self._tokens.extend(tokens[:-1])",
         "an answer that goes on says again what its client has",
         "tests/serving/router/test_resuming.py::test_a_stream_goes_on_with_what_its_client_has",
     ),
