@@ -79,7 +79,7 @@ def _library(source: Path, own: Sequence[str]) -> Path:
     """Return a source compiled for this machine, kept in the user's folder under the name of its content."""
     compiler = os.environ.get("CXX", "g++")
     cpu = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
-    options = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", cpu]
+    options = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-strict-aliasing", "-ffp-contract=fast", cpu]
     options += [*own, "-Wno-psabi", f"-I{Path(__file__).parent}"]
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, check=True, timeout=COMPILE_S

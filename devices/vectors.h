@@ -32,13 +32,24 @@ enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8 };
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
 
+// LANES numbers of 16 bits, each in the low half of a word: compilers convert such a vector in parts.
+inline Bits words(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (Bits)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+    return (Bits)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+    return __builtin_convertvector(*reinterpret_cast<const Halves*>(p), Bits);
+#endif
+}
+
 // How numbers of a kind are stored: `widen` is exact, `narrow` rounds to the nearest, and to even among equals.
 template <Kind KIND>
 struct Stored {
     typedef uint16_t Item;
     static inline Vec widen(const Item* p) {
         if constexpr (KIND == BFLOAT16) {
-            return (Vec)(__builtin_convertvector(*reinterpret_cast<const Halves*>(p), Bits) << 16);
+            return (Vec)(words(p) << 16);
         } else {
 #if defined(__AVX512F__)
             return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -90,6 +101,21 @@ struct Stored<INT8> {
     }
 };
 
+// Pairs of bfloat16: some processors multiply two pairs and add both products to a float32 (AVX512-BF16, Arm's BF16).
+#if defined(__AVX512BF16__)
+#define HAS_PAIRS
+typedef __m512bh Pairs;
+inline Pairs as_pairs(Bits words) { return (Pairs)words; }
+inline Vec add_pairs(Vec sum, Pairs a, Pairs b) { return (Vec)_mm512_dpbf16_ps((__m512)sum, a, b); }
+inline Halves rounded(Vec v) { return (Halves)_mm512_cvtneps_pbh((__m512)v); }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_PAIRS
+typedef bfloat16x8_t Pairs;
+inline Pairs as_pairs(Bits words) { return vreinterpretq_bf16_u32((uint32x4_t)words); }
+inline Vec add_pairs(Vec sum, Pairs a, Pairs b) { return (Vec)vbfdotq_f32((float32x4_t)sum, a, b); }
+inline Halves rounded(Vec v) { return (Halves)vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)v)); }
+#endif
+
 // A vector of up to LANES numbers; those that are missing are zeros.
 template <Kind KIND>
 inline Vec widen_some(const typename Stored<KIND>::Item* p, long count) {
@@ -110,18 +136,40 @@ inline void narrow_some(typename Stored<KIND>::Item* p, Vec v, long count) {
     std::memcpy(p, some, sizeof(*p) * count);
 }
 
+// The lanes of a vector turned by some places.
+inline Vec turned(Vec v, int places) {
+    alignas(64) static constexpr int32_t LANE[32] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                                                     16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+    return __builtin_shuffle(v, *reinterpret_cast<const Ints*>(LANE + places));  // counted modulo LANES
+}
+
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+inline float total_of(Vec v) {
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2) v += turned(v, half);
+    return v[0];
+}
+
+inline float largest_of(Vec v) {
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2) v = larger(turned(v, half), v);
+    return v[0];
+}
+
 // e^x to the last bit but one (Cephes, expf); numbers under -87 and -infinity give 0, those over 88 infinity.
+template <bool IS_POSITIVE_TOO = true>
 inline Vec exponential(Vec x) {
-    const Ints small = x < -87.0f, large = x > 88.0f;
-    x = small | large ? Vec{} : x;
-    const Vec count = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // the nearest whole number
+    const Vec shifted = x * 1.44269504f + 12582912.0f;  // the nearest whole number, in its last bits
+    const Vec count = shifted - 12582912.0f;
     Vec rest = x - count * 0.693359375f;
     rest = rest + count * 2.12194440e-4f;
     Vec sum = Vec{} + 1.9875691500e-4f;
     for (const float each : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
         sum = sum * rest + each;
     const Vec fraction = sum * (rest * rest) + rest + 1.0f;
-    const Ints power = (__builtin_convertvector(count, Ints) + 127) << 23;
-    const Vec found = fraction * (Vec)power;
-    return small ? Vec{} : large ? Vec{} + __builtin_inff() : found;
+    const Vec power = (Vec)(((Bits)shifted << 23) + (127u << 23));
+    const Vec found = x < -87.0f ? Vec{} : fraction * power;
+    if constexpr (!IS_POSITIVE_TOO) return found;
+    return x > 88.0f ? Vec{} + __builtin_inff() : found;
 }

@@ -2,17 +2,20 @@
 //
 // A tile is W tokens of a page: keys [K, W / S, D, S] and values [K, D / E, W, E], stored in float32, bfloat16, float16
 // or int8 and widened to float32 in registers, exactly. In int8, the numbers of each head of a tile are followed by the
-// float32 scales of its W tokens, by which scores and weights are multiplied in place of keys and values. A query reads
-// its tiles in the order of their tokens, in parts that begin at the same positions of every request, and the parts'
-// softmaxes are joined in their order. What a query computes for a head of finite keys and values thus depends on what
-// it sees alone: its bits are the same in any batch, on any number of threads, and whether it is read alone or among
-// the queries of a prompt.
+// float32 scales of its W tokens, by which scores and weights are multiplied in place of keys and values. Where the
+// processor multiplies pairs of bfloat16 itself, those of the pages stay as they are, queries and weights are rounded
+// to bfloat16, and products are summed in float32.
+//
+// A query reads its tiles in the order of their tokens, in parts that begin at the same positions of every request, and
+// the parts' softmaxes are joined in their order. What a query computes for a head of finite keys and values thus
+// depends on what it sees alone: its bits are the same in any batch, on any number of threads, and whether it is read
+// alone or among the queries of a prompt.
 //
 // PAGES, which the compiler is given, is the kind of the pages' numbers: one type is compiled in a third of the time of
 // all of them, and a process reads one.
 //
 // The query heads that share a head of keys and values are computed together, so that what is read is widened once
-// for all of them, and so are neighbouring queries of a prompt.
+// for all of them. Neighbouring queries of a prompt share what is widened, too: it is laid aside for all of them.
 
 #include <algorithm>
 #include <cfloat>
@@ -37,11 +40,11 @@ constexpr int MOST_HEADS = 4;  // 8 sums and 2 vectors in 16 registers
 constexpr int MOST_HEADS = 8;
 #endif
 constexpr Kind KIND = static_cast<Kind>(PAGES);
-typedef Stored<KIND> Numbers;
-typedef Numbers::Item Item;
+typedef Stored<KIND>::Item Item;
 typedef std::conditional<KIND == INT8, float, Item>::type NewItem;  // int8 pages are written from float32
 constexpr long SCALES = KIND == INT8 ? sizeof(float) : 0;           // items of a token's scale
 constexpr long PART = 512;      // tokens of a part at most: their scores stay in the first cache
+constexpr long STRETCH = 64;    // tokens of a prompt that are laid aside at a time: a multiple of every tile
 constexpr long BLOCK = 64;      // rows, of queries and heads, that read a prompt's tiles together
 constexpr long ROOM = 1 << 23;  // numbers that rows' parts take at a time: 32 MiB
 constexpr long LINE = 64;       // bytes that a prefetch brings
@@ -53,6 +56,15 @@ inline long thread_number() {
 #else
     return 0;
 #endif
+}
+
+constexpr long IN_A_LINE = LINE / sizeof(float);
+inline long whole_lines(long numbers) { return (numbers + IN_A_LINE - 1) / IN_A_LINE * IN_A_LINE; }
+
+// Numbers that begin with a line of the cache, so that each of their vectors lies in one line; null where there is no
+// memory.
+inline float* room_for(long numbers) {
+    return static_cast<float*>(std::aligned_alloc(LINE, sizeof(float) * whole_lines(numbers)));
 }
 
 // The layer's pages, and how they lie.
@@ -84,80 +96,173 @@ inline const float* scales_of(const Pages& of, const Item* head) {
     return reinterpret_cast<const float*>(head + of.dim * of.tile);
 }
 
-// What lies as far behind `ahead` as what is read lies behind its own beginning is brought into the cache meanwhile.
-// That is two tiles ahead: one of 2 KiB is computed in less time than the memory takes.
-inline void fetch(const Item* ahead, long at, int count) {
-    for (long i = 0; i < count; i += LINE / sizeof(Item)) __builtin_prefetch(ahead + at + i, 0, 2);
-}
+// What of a row is multiplied at a time, and what of LANES keys or values it is multiplied by: single numbers.
+template <Kind KIND>
+struct Terms {
+    typedef float Number;
+    typedef Vec Vector;
+    static constexpr long TOGETHER = 1;
+    static inline Vector widen(const Item* p, long, uint32_t) { return Stored<KIND>::widen(p); }
+    static inline Vector aside(const Number* p) { return load(p); }
+    static inline void lay_aside(Number* p, Vector v) { store(p, v); }
+    static inline Vec add(Vec sum, Number a, Vector v) { return sum + a * v; }  // a fused multiply-add
+    static inline Vec narrow(Number* row, long i, Vec v) {
+        store(row + i, v);
+        return v;
+    }
+};
 
-// Scores of N query heads with V vectors of the keys of one tile's head, from token `from` on. [N, W], rows `stride`
-// apart
-template <int N, int V, bool FETCHES>
-void scored(const Pages& of, const float* query, const Item* keys,
-            const Item* ahead, long from, float* scores, long stride) {
-    const long first = from / of.key_lanes * of.dim * of.key_lanes + from % of.key_lanes;
-    Vec sums[N][V] = {};  // in registers, which takes that each loop over them is unrolled
-    for (long d = 0; d < of.dim; d++) {
-        const long at = first + d * of.key_lanes;
-        if (FETCHES) fetch(ahead, at, V * LANES);
-        Vec key[V];
-        for (int v = 0; v < V; v++) key[v] = Numbers::widen(keys + at + v * LANES);
+#if defined(HAS_PAIRS)
+// Pairs of neighbouring tokens' values, or of neighbouring channels of keys.
+template <>
+struct Terms<BFLOAT16> {
+    typedef uint32_t Number;
+    typedef Pairs Vector;
+    static constexpr long TOGETHER = 2;
+    // The numbers at `p` and those that lie `apart` of them, or zeros where these are not `seen`, since 0 x NaN is NaN.
+    static inline Vector widen(const uint16_t* p, long apart, uint32_t seen) {
+        return as_pairs((words(p) | words(p + apart) << 16) & seen);
+    }
+    static inline Vector aside(const Number* p) { return as_pairs(*reinterpret_cast<const Bits*>(p)); }
+    static inline void lay_aside(Number* p, Vector v) { *reinterpret_cast<Bits*>(p) = (Bits)v; }
+    static inline Vec add(Vec sum, Number a, Vector v) { return add_pairs(sum, as_pairs(Bits{} + a), v); }
+    // Numbers i .. i + LANES of a row, which may lie where the row's float32 lay; returns them rounded.
+    static inline Vec narrow(Number* row, long i, Vec v) {
+        auto* p = reinterpret_cast<uint16_t*>(row) + i;
+        *reinterpret_cast<Halves*>(p) = rounded(v);
+        return Stored<BFLOAT16>::widen(p);
+    }
+};
+#endif
+
+typedef Terms<KIND>::Number Number;
+constexpr long TOGETHER = Terms<KIND>::TOGETHER;
+constexpr uint32_t FIRST = 0xffffu, SECOND = 0xffff0000u, BOTH = FIRST | SECOND;  // of a pair
+
+// Keys, or values, as they lie in a page: numbers k lie `apart`, and LANES of each behind one another. What lies as far
+// behind `ahead` is brought into the cache meanwhile. That is two tiles ahead: one of 2 KiB is computed in less time
+// than the memory takes.
+struct InPage {
+    const Item *numbers, *ahead;
+    long apart;
+    uint32_t seen = BOTH;
+
+    template <int V>
+    inline void read(long k, Terms<KIND>::Vector* out) const {
+        const long at = k * TOGETHER * apart;
+        for (long i = 0; i < TOGETHER; i++)
+            for (long lane = 0; lane < V * LANES; lane += LINE / sizeof(Item))
+                __builtin_prefetch(ahead + at + i * apart + lane, 0, 2);
+        for (int v = 0; v < V; v++) out[v] = Terms<KIND>::widen(numbers + at + v * LANES, apart, seen);
+    }
+};
+
+// The same, laid aside: vectors lie `apart`, and the numbers of one behind one another.
+struct Aside {
+    const Number* numbers;
+    long apart;
+
+    template <int V>
+    inline void read(long k, Terms<KIND>::Vector* out) const {
+        for (int v = 0; v < V; v++) out[v] = Terms<KIND>::aside(numbers + v * apart + k * LANES);
+    }
+};
+
+// Adds N rows' numbers first .. last, rows `stride` apart, times V vectors of each to the sums. These stay in
+// registers, which takes that each loop over them is unrolled.
+template <int N, int V, typename Vectors>
+inline __attribute__((always_inline)) void add(const Number* rows, long stride, const Vectors& vectors, long first,
+                                               long last, Vec (&sums)[N][V]) {
+    for (long k = first; k < last; k++) {
+        typename Terms<KIND>::Vector of_k[V];
+        vectors.template read<V>(k, of_k);
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++)
-            for (int v = 0; v < V; v++) sums[n][v] += query[n * of.dim + d] * key[v];  // fused multiply-adds
+            for (int v = 0; v < V; v++) sums[n][v] = Terms<KIND>::add(sums[n][v], rows[n * stride + k], of_k[v]);
     }
-    Vec scales[V];
-    for (int v = 0; v < V; v++) scales[v] = Vec{} + of.scale;
-    if constexpr (KIND == INT8)
-        for (int v = 0; v < V; v++) scales[v] *= load(scales_of(of, keys) + from + v * LANES);
-#pragma GCC unroll 8
-    for (int n = 0; n < N; n++)
-        for (int v = 0; v < V; v++) store(scores + n * stride + from + v * LANES, sums[n][v] * scales[v]);
 }
 
-// V vectors of the values of one tile's head, from channel `from` on, weighed by N query heads' weights [N, W], are
-// added to the sums [N, D].
-template <int N, int V, bool FETCHES>
-void weighed(const Pages& of, const float* weights, long stride, const Item* values,
-             const Item* ahead, long from, long low, long high, float* sums) {
-    const long first = from / of.value_lanes * of.tile * of.value_lanes + from % of.value_lanes;
+// Scores [N, V * LANES] of N query heads with V vectors of keys, rows `stride` apart; `scales` are those of the keys in
+// int8.
+template <int N, int V, typename Vectors>
+void scored(const Pages& of, const Number* query, const Vectors& keys, const float* scales, float* scores, long stride) {
+    Vec sums[N][V] = {}, factors[V];
+    add(query, of.dim / TOGETHER, keys, 0, of.dim / TOGETHER, sums);
+    for (int v = 0; v < V; v++) {
+        factors[v] = Vec{} + of.scale;
+        if constexpr (KIND == INT8) factors[v] *= load(scales + v * LANES);
+    }
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++)
+        for (int v = 0; v < V; v++) store(scores + n * stride + v * LANES, sums[n][v] * factors[v]);
+}
+
+// Adds N rows' weights of tokens low .. high times V vectors of their values to the sums. Where pairs are multiplied, the
+// token beside the first or the last may be anything in a page.
+template <int N, int V>
+inline void add_seen(const Number* weights, long stride, InPage values, long low, long high, Vec (&sums)[N][V]) {
+    const bool begins_odd = low % TOGETHER, ends_odd = high % TOGETHER;
+    const long first = low / TOGETHER, last = high / TOGETHER;
+    if (begins_odd) {
+        values.seen = SECOND;
+        add(weights, stride, values, first, first + 1, sums);
+        values.seen = BOTH;
+    }
+    add(weights, stride, values, first + begins_odd, last, sums);
+    if (ends_odd) {
+        values.seen = FIRST;
+        add(weights, stride, values, last, last + 1, sums);
+    }
+}
+
+template <int N, int V>
+inline void add_seen(const Number* weights, long stride, const Aside& values, long low, long high, Vec (&sums)[N][V]) {
+    add(weights, stride, values, low / TOGETHER, (high + TOGETHER - 1) / TOGETHER, sums);
+}
+
+// V vectors of the values of tokens low .. high, weighed by N query heads' weights, rows `stride` apart, are added to
+// the sums [N, D].
+template <int N, int V, typename Vectors>
+void weighed(const Pages& of, const Number* weights, long stride, const Vectors& values, long low, long high,
+             float* sums) {
     Vec total[N][V];
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++)
-        for (int v = 0; v < V; v++) total[n][v] = load(sums + n * of.dim + from + v * LANES);
-    for (long token = low; token < high; token++) {
-        const long at = first + token * of.value_lanes;
-        if (FETCHES) fetch(ahead, at, V * LANES);
-        Vec value[V];
-        for (int v = 0; v < V; v++) value[v] = Numbers::widen(values + at + v * LANES);
-#pragma GCC unroll 8
-        for (int n = 0; n < N; n++)
-            for (int v = 0; v < V; v++) total[n][v] += weights[n * stride + token] * value[v];
-    }
+        for (int v = 0; v < V; v++) total[n][v] = load(sums + n * of.dim + v * LANES);
+    add_seen(weights, stride, values, low, high, total);
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++)
-        for (int v = 0; v < V; v++) store(sums + n * of.dim + from + v * LANES, total[n][v]);
+        for (int v = 0; v < V; v++) store(sums + n * of.dim + v * LANES, total[n][v]);
 }
 
-// The weights of one head's scores of `count` tokens, in place; returns their sum, and the largest score in `peak`.
+// Where the weights of scores are, as they are multiplied by values.
+inline Number* weights_of(float* scores) { return reinterpret_cast<Number*>(scores); }
+
+// A query, as it is multiplied by keys.
+inline void narrow_query(const float* query, long dim, Number* narrow) {
+    for (long d = 0; d < dim; d += LANES) Terms<KIND>::narrow(narrow, d, load(query + d));
+}
+
+// The weights of one head's scores of `count` tokens, which come in their place, as they are multiplied; returns their
+// sum, and the largest score in `peak`.
 float softened(float* scores, long count, float cap, float* peak) {
     if (cap > 0)
         for (long i = 0; i < count; i++)
             if (scores[i] > LEAST) scores[i] = cap * std::tanh(scores[i] / cap);
-    Vec most = Vec{} + LEAST;
-    for (long i = 0; i < count; i += LANES) most = load(scores + i) > most ? load(scores + i) : most;
-    float top = LEAST;
-    for (int lane = 0; lane < LANES; lane++) top = std::max(top, most[lane]);
+    constexpr int CHAINS = 4;  // which do not wait for one another
+    Vec most[CHAINS] = {};
+    for (int c = 0; c < CHAINS; c++) most[c] += LEAST;
+    long i = 0;
+    for (; i + CHAINS * LANES <= count; i += CHAINS * LANES)
+        for (int c = 0; c < CHAINS; c++) most[c] = larger(load(scores + i + c * LANES), most[c]);
+    for (; i < count; i += LANES) most[0] = larger(load(scores + i), most[0]);
+    for (int c = 1; c < CHAINS; c++) most[0] = larger(most[c], most[0]);
+    const float top = largest_of(most[0]);
     Vec sums = {};
-    for (long i = 0; i < count; i += LANES) {
-        const Vec weight = exponential(load(scores + i) - top);
-        store(scores + i, weight);
-        sums += weight;
-    }
-    float sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
+    for (i = 0; i < count; i += LANES)
+        sums += Terms<KIND>::narrow(weights_of(scores), i, exponential<false>(load(scores + i) - top));
     *peak = top;
-    return sum;
+    return total_of(sums);
 }
 
 // Where a head's keys, or values, lie in the tile that is number i of a row.
@@ -166,34 +271,34 @@ inline const Item* of_tile(const Step& of, const void* plane, long row, long i, 
 }
 
 // Scores of N rows with all keys of one tile's head.
-template <int N, bool FETCHES>
-void scored_tile(const Pages& of, const float* query, const Item* keys,
-                 const Item* ahead, float* scores, long stride) {
-    if (of.key_lanes % (2 * LANES) == 0)
-        for (long from = 0; from < of.tile; from += 2 * LANES)
-            scored<N, 2, FETCHES>(of, query, keys, ahead, from, scores, stride);
-    else
-        for (long from = 0; from < of.tile; from += LANES)
-            scored<N, 1, FETCHES>(of, query, keys, ahead, from, scores, stride);
+template <int N, int V>
+void scored_tile(const Pages& of, const Number* query, const Item* keys, const Item* ahead, float* scores,
+                 long stride) {
+    for (long from = 0; from < of.tile; from += V * LANES) {
+        const long first = from / of.key_lanes * of.dim * of.key_lanes + from % of.key_lanes;
+        const InPage vectors = {keys + first, ahead + first, of.key_lanes};
+        scored<N, V>(of, query, vectors, scales_of(of, keys) + from, scores + from, stride);
+    }
 }
 
-// Tokens low .. high of one tile's head of values, weighed by N rows' weights, are added to the sums [N, D]. The
-// weights are multiplied by the tokens' scales, in place.
-template <int N, bool FETCHES>
-void weighed_tile(const Pages& of, float* weights, long stride, const Item* values, const Item* ahead, long low,
+// The weights of N rows times the scales of the values, in place: those of int8 are not multiplied themselves.
+inline void scale_weights(const Pages& of, const Item* values, int rows, float* weights, long stride) {
+    for (int n = 0; n < rows; n++)
+        for (long i = 0; i < of.tile; i += LANES) {
+            float* own = weights + n * stride + i;
+            store(own, load(own) * load(scales_of(of, values) + i));
+        }
+}
+
+// Tokens low .. high of one tile's head of values, weighed by N rows' weights, are added to the sums [N, D].
+template <int N, int V>
+void weighed_tile(const Pages& of, const Number* weights, long stride, const Item* values, const Item* ahead, long low,
                   long high, float* sums) {
-    if constexpr (KIND == INT8)
-        for (int n = 0; n < N; n++)
-            for (long i = 0; i < of.tile; i += LANES) {
-                float* own = weights + n * stride + i;
-                store(own, load(own) * load(scales_of(of, values) + i));
-            }
-    if (of.value_lanes % (2 * LANES) == 0)
-        for (long from = 0; from < of.dim; from += 2 * LANES)
-            weighed<N, 2, FETCHES>(of, weights, stride, values, ahead, from, low, high, sums);
-    else
-        for (long from = 0; from < of.dim; from += LANES)
-            weighed<N, 1, FETCHES>(of, weights, stride, values, ahead, from, low, high, sums);
+    for (long from = 0; from < of.dim; from += V * LANES) {
+        const long first = from / of.value_lanes * of.tile * of.value_lanes + from % of.value_lanes;
+        const InPage vectors = {values + first, ahead + first, of.value_lanes};
+        weighed<N, V>(of, weights, stride, vectors, low, high, sums + from);
+    }
 }
 
 // One part of a row: N query heads from `head` on over some of the row's tiles. Returns sums [N, D], the largest
@@ -203,7 +308,8 @@ void part_of(const Step& of, long row, long head, long first, long last, float* 
              float* totals) {
     const long kv_head = head / (of.heads / of.kv_heads);
     const long count = (last - first) * of.tile;
-    const float* query = of.query + (row * of.heads + head) * of.dim;
+    Number* query = weights_of(scores + N * count);  // in the room behind them
+    narrow_query(of.query + (row * of.heads + head) * of.dim, N * of.dim, query);
     // The tiles are read in this order: all keys, then all values. Behind these the last is named again.
     const auto in_order = [&](long i) {
         const long number = std::min(i < last ? i : first + (i - last), last - 1);
@@ -212,7 +318,10 @@ void part_of(const Step& of, long row, long head, long first, long last, float* 
     for (long i = first; i < last; i++) {
         const long j = of.of_row[row * of.most_tiles + i], place = (i - first) * of.tile;
         const Item *keys = in_order(i), *ahead = in_order(i + 2);
-        scored_tile<N, true>(of, query, keys, ahead, scores + place, count);
+        if (of.key_lanes % (2 * LANES) == 0)
+            scored_tile<N, 2>(of, query, keys, ahead, scores + place, count);
+        else
+            scored_tile<N, 1>(of, query, keys, ahead, scores + place, count);
         for (int n = 0; n < N; n++) {
             float* own = scores + n * count + place;
             std::fill(own, own + of.low[j], LEAST);
@@ -225,7 +334,12 @@ void part_of(const Step& of, long row, long head, long first, long last, float* 
         const long j = of.of_row[row * of.most_tiles + i], place = (i - first) * of.tile;
         const Item* values = of_tile(of, of.values, row, i, kv_head);
         const Item* ahead = of_tile(of, of.values, row, std::min(i + 2, last - 1), kv_head);
-        weighed_tile<N, true>(of, scores + place, count, values, ahead, of.low[j], of.high[j], sums);
+        if constexpr (KIND == INT8) scale_weights(of, values, N, scores + place, count);
+        const Number* weights = weights_of(scores) + place / TOGETHER;
+        if (of.value_lanes % (2 * LANES) == 0)
+            weighed_tile<N, 2>(of, weights, count, values, ahead, of.low[j], of.high[j], sums);
+        else
+            weighed_tile<N, 1>(of, weights, count, values, ahead, of.low[j], of.high[j], sums);
     }
 }
 
@@ -277,6 +391,9 @@ inline void finish(const Read& read, long dim) {
 inline long tiles_of_part(const Pages& of) { return std::max(1L, PART / of.tile); }
 inline long most_parts(const Step& of) { return (of.most_tiles + 2 * tiles_of_part(of) - 2) / tiles_of_part(of); }
 
+// Numbers that one part takes of a thread: its scores, and its queries.
+inline long room_of_part(const Pages& of) { return MOST_HEADS * (tiles_of_part(of) * of.tile + of.dim); }
+
 // Numbers that the parts of a row's heads take until they are joined.
 inline long room_of_row(const Step& of) { return most_parts(of) * of.heads * (of.dim + 2); }
 
@@ -286,7 +403,7 @@ void attended(const Step& of, float* room, float* all_scores, int num_threads) {
     float *sums = room, *peaks = sums + planes * of.dim, *totals = peaks + planes;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
-        float* scores = all_scores + MOST_HEADS * tiles * of.tile * thread_number();
+        float* scores = all_scores + room_of_part(of) * thread_number();
 #pragma omp for schedule(dynamic, 1) collapse(2)
         for (long unit = 0; unit < units; unit++)
             for (long p = 0; p < parts; p++) {
@@ -322,9 +439,7 @@ void attended(const Step& of, float* room, float* all_scores, int num_threads) {
 // is no memory.
 bool attended_in_turn(const Step& of, int num_threads) {
     const long at_once = std::max(1L, std::min(of.rows, ROOM / room_of_row(of)));
-    float* room = static_cast<float*>(std::malloc(sizeof(float) * at_once * room_of_row(of)));
-    float* scores =
-        static_cast<float*>(std::malloc(sizeof(float) * MOST_HEADS * tiles_of_part(of) * of.tile * num_threads));
+    float *room = room_for(at_once * room_of_row(of)), *scores = room_for(room_of_part(of) * num_threads);
     const bool has_memory = room && scores;
     for (long first = 0; has_memory && first < of.rows; first += at_once) {
         Step some = of;
@@ -353,7 +468,8 @@ struct Prompts : Pages {
 
 // What one thread needs for a block of rows.
 struct Room {
-    float *query, *scores, *sums, *output, *tops, *totals;
+    float *scores, *sums, *output, *tops, *totals, *scales;
+    Number *query, *aside;
     long rows;
 
     static long rows_of(const Pages& of) {
@@ -362,13 +478,17 @@ struct Room {
     }
     // Rows of scores lie apart by no power of 2, so that they do not fall into the same lines of the first cache.
     static long stride(const Pages& of) { return tiles_of_part(of) * of.tile + LINE / sizeof(float); }
-    static long numbers(const Pages& of) { return rows_of(of) * (3 * of.dim + stride(of) + 2); }
+    static long numbers(const Pages& of) {
+        return rows_of(of) * (3 * of.dim + stride(of)) + STRETCH * (of.dim + 1) + whole_lines(2 * rows_of(of));
+    }
     Room(const Pages& of, float* at) : rows(rows_of(of)) {
-        query = at;
-        sums = query + rows * of.dim;
+        query = weights_of(at);
+        sums = at + rows * of.dim;
         output = sums + rows * of.dim;
         scores = output + rows * of.dim;
-        tops = scores + rows * stride(of);
+        scales = scores + rows * stride(of);
+        aside = weights_of(scales + STRETCH);
+        tops = scales + STRETCH * (of.dim + 1);
         totals = tops + rows;
     }
 };
@@ -388,38 +508,112 @@ struct Block {
     }
 };
 
-// Scores of all rows of a block with tiles begin .. end of a part, those that a row does not see being -infinity.
-void scores_of(const Block& block, const Room& room, long begin, long end, long stride) {
-    constexpr int N = MOST_HEADS;
-    const Prompts& of = block.of;
-    for (long i = begin; i < end; i++) {
-        const long token = i * of.tile;
-        const auto* keys = head_of_tile(of, of.keys, block.address[i], block.kv_head);
-        for (long row = 0; row < room.rows; row += N) {
-            float* scores = room.scores + row * stride + (i - begin) * of.tile;
-            if (block.high(row + N - 1) <= token) continue;  // and so do the rows' weights end before it
-            scored_tile<N, false>(of, room.query + row * of.dim, keys, keys, scores, stride);
-            if (block.low(row + N - 1) <= token && block.high(row) >= token + of.tile) continue;  // all see it whole
-            for (int n = 0; n < N; n++) {
-                float* own = scores + n * stride;
-                const long low = block.low(row + n) - token, high = block.high(row + n) - token;
-                if (low > 0) std::fill(own, own + std::min(low, of.tile), LEAST);
-                if (high < of.tile) std::fill(own + std::max(high, 0L), own + of.tile, LEAST);
+// Tokens from .. to of a block: a stretch of a part, which begins at token `begin`.
+struct Stretch {
+    const Block& block;
+    long begin, from, to;
+
+    const Item* tile(const void* plane, long token) const {
+        return head_of_tile(block.of, plane, block.address[token / block.of.tile], block.kv_head);
+    }
+};
+
+// Lay the keys of a stretch aside, [tokens / LANES, D, LANES], and in int8 their scales.
+void lay_keys_aside(const Stretch& of, const Room& room) {
+    const Pages& pages = of.block.of;
+    const long lanes = pages.key_lanes, dim = pages.dim;
+    Number* to = room.aside;
+    for (long token = of.from; token < of.to; token += LANES) {
+        const Item* keys = of.tile(pages.keys, token);
+        const long place = token % pages.tile, first = place / lanes * dim * lanes + place % lanes;
+        for (long k = 0; k < dim / TOGETHER; k++, to += LANES)
+            Terms<KIND>::lay_aside(to, Terms<KIND>::widen(keys + first + k * TOGETHER * lanes, lanes, BOTH));
+        if constexpr (KIND == INT8) store(room.scales + (token - of.from), load(scales_of(pages, keys) + place));
+    }
+}
+
+// Lay the values of a stretch aside, [D / LANES, tokens, LANES]; of pairs, what the block does not see may be anything.
+void lay_values_aside(const Stretch& of, const Room& room) {
+    const Pages& pages = of.block.of;
+    const long lanes = pages.value_lanes, count = of.to - of.from;
+    for (long token = of.from; token < of.to; token += pages.tile) {
+        const Item* values = of.tile(pages.values, token);
+        const long low = of.block.low(0) - token, high = of.block.last + 1 - token;
+        for (long d = 0; d < pages.dim; d += LANES) {
+            const Item* numbers = values + d / lanes * pages.tile * lanes + d % lanes;
+            Number* to = room.aside + (d * count + (token - of.from) * LANES) / TOGETHER;
+            for (long i = 0; i < pages.tile; i += TOGETHER, to += LANES) {
+                const uint32_t seen = (i >= low ? FIRST : 0) | (i + 1 < high ? SECOND : 0);
+                Terms<KIND>::lay_aside(to, Terms<KIND>::widen(numbers + i * lanes, lanes, seen));
             }
         }
     }
 }
 
-// Read one part: weights of the rows that see some of it, and the sums of their values, which are joined.
-void read_part(const Block& block, const Room& room, Read* reads, long begin, long end) {
+// Scores of all rows of a block with a stretch, those that a row does not see being -infinity. A row's scores end with
+// the vector of the last token that one of its MOST_HEADS rows sees.
+void scores_of(const Stretch& of, const Room& room, long stride) {
     constexpr int N = MOST_HEADS;
+    const Block& block = of.block;
+    const Pages& pages = block.of;
+    lay_keys_aside(of, room);
+    for (long row = 0; row < room.rows; row += N) {
+        const long count = (std::min(block.high(row + N - 1), of.to) - of.from + LANES - 1) / LANES * LANES;
+        float* scores = room.scores + row * stride + (of.from - of.begin);
+        for (long token = 0; token < count; token += 2 * LANES) {
+            const Aside keys = {room.aside + token * pages.dim / TOGETHER, pages.dim / TOGETHER * LANES};
+            const Number* query = room.query + row * pages.dim / TOGETHER;
+            if (token + LANES < count)
+                scored<N, 2>(pages, query, keys, room.scales + token, scores + token, stride);
+            else
+                scored<N, 1>(pages, query, keys, room.scales + token, scores + token, stride);
+        }
+        for (int n = 0; n < N && count > 0; n++) {
+            float* own = scores + n * stride;
+            const long low = block.low(row + n) - of.from, high = block.high(row + n) - of.from;
+            if (low > 0) std::fill(own, own + std::min(low, count), LEAST);
+            if (high < count) std::fill(own + std::max(high, 0L), own + count, LEAST);
+        }
+    }
+}
+
+// The sums of the values of a stretch, by the weights of all rows.
+void weigh(const Stretch& of, const Room& room, long stride) {
+    constexpr int N = MOST_HEADS;
+    const Block& block = of.block;
+    const Pages& pages = block.of;
+    const long count = of.to - of.from;
+    lay_values_aside(of, room);
+    for (long row = 0; row < room.rows; row += N) {
+        const long low = std::max(block.low(row) - of.from, 0L), high = std::min(block.high(row + N - 1) - of.from, count);
+        if (low >= high) continue;
+        float* own = room.scores + row * stride + (of.from - of.begin);
+        if constexpr (KIND == INT8)
+            for (long token = 0; token < high; token += pages.tile)
+                scale_weights(pages, of.tile(pages.values, of.from + token), N, own + token, stride);
+        const Number* weights = weights_of(room.scores) + row * stride + (of.from - of.begin) / TOGETHER;
+        for (long d = 0; d < pages.dim; d += 2 * LANES) {
+            const Aside values = {room.aside + d * count / TOGETHER, count / TOGETHER * LANES};
+            float* sums = room.sums + row * pages.dim + d;
+            if (d + LANES < pages.dim)
+                weighed<N, 2>(pages, weights, stride, values, low, high, sums);
+            else
+                weighed<N, 1>(pages, weights, stride, values, low, high, sums);
+        }
+    }
+}
+
+// Read one part, tokens begin .. end: weights of the rows that see some of it, and the sums of their values, which are
+// joined.
+void read_part(const Block& block, const Room& room, Read* reads, long begin, long end) {
     const Prompts& of = block.of;
-    const long stride = Room::stride(of), from = begin * of.tile, to = end * of.tile;
-    scores_of(block, room, begin, end, stride);
-    const auto sees = [&](long row) { return block.low(row) < to && block.high(row) > from; };
+    const long stride = Room::stride(of);
+    for (long from = begin; from < end; from += STRETCH)
+        scores_of({block, begin, from, std::min(from + STRETCH, end)}, room, stride);
+    const auto sees = [&](long row) { return block.low(row) < end && block.high(row) > begin; };
     for (long row = 0; row < room.rows; row++) {
-        const long last = block.high(row / N * N + N - 1);
-        const long count = (std::min(last, to) - from + of.tile - 1) / of.tile * of.tile;
+        const long last = std::min(block.high(row / MOST_HEADS * MOST_HEADS + MOST_HEADS - 1), end);
+        const long count = (last - begin + LANES - 1) / LANES * LANES;
         float* own = room.scores + row * stride;
         if (count <= 0) continue;
         if (sees(row))
@@ -428,17 +622,8 @@ void read_part(const Block& block, const Room& room, Read* reads, long begin, lo
             std::fill(own, own + count, 0.0f);
     }
     std::fill(room.sums, room.sums + room.rows * of.dim, 0.0f);
-    for (long i = begin; i < end; i++) {
-        const long token = i * of.tile;
-        const auto* values = head_of_tile(of, of.values, block.address[i], block.kv_head);
-        for (long row = 0; row < room.rows; row += N) {
-            const long low = std::max(block.low(row) - token, 0L);
-            const long high = std::min(block.high(row + N - 1) - token, of.tile);
-            if (low < high)
-                weighed_tile<N, false>(of, room.scores + row * stride + (i - begin) * of.tile, stride, values,
-                                      values, low, high, room.sums + row * of.dim);
-        }
-    }
+    for (long from = begin; from < end; from += STRETCH)
+        weigh({block, begin, from, std::min(from + STRETCH, end)}, room, stride);
     for (long row = 0; row < room.rows; row++)
         if (sees(row)) join(reads[row], room.tops[row], room.totals[row], room.sums + row * of.dim, of.dim);
 }
@@ -448,13 +633,13 @@ void read_block(const Block& block, const Room& room, Read* reads, long first_ro
     for (long row = 0; row < room.rows; row++) {
         const long head = block.kv_head * block.group + row % block.group;
         const long at = ((first_row + block.position(row) - block.first) * of.heads + head) * of.dim;
-        std::copy(of.query + at, of.query + at + of.dim, room.query + row * of.dim);
+        narrow_query(of.query + at, of.dim, room.query + row * of.dim / TOGETHER);
         reads[row] = begun(of.sinks[head], room.output + row * of.dim, of.dim);
     }
     const long tiles = tiles_of_part(of), end = (block.last + of.tile) / of.tile;
     for (long begin = block.low(0) / of.tile; begin < end;) {
         const long stop = std::min((begin / tiles + 1) * tiles, end);
-        read_part(block, room, reads, begin, stop);
+        read_part(block, room, reads, begin * of.tile, stop * of.tile);
         begin = stop;
     }
     for (long row = 0; row < (block.last - block.first + 1) * block.group; row++) {
@@ -469,7 +654,7 @@ void read_block(const Block& block, const Room& room, Read* reads, long first_ro
 bool prompts_read(const Prompts& of, int num_threads) {
     const long numbers = Room::numbers(of), group = of.heads / of.kv_heads, queries = std::max(1L, BLOCK / group);
     const long rows = Room::rows_of(of);
-    float* rooms = static_cast<float*>(std::malloc(sizeof(float) * numbers * num_threads));
+    float* rooms = room_for(numbers * num_threads);
     Read* reads = static_cast<Read*>(std::malloc(sizeof(Read) * rows * num_threads));
     const bool has_memory = rooms && reads;
     for (long s = 0; has_memory && s < of.num_spans; s++) {

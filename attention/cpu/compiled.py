@@ -1,5 +1,8 @@
 """Attend in C++, which reads each byte of the cache in its own type and widens it in registers.
 
+Pages of bfloat16 are multiplied as they are where the processor does that itself; queries and weights are
+then rounded to it, and products summed in float32.
+
 `attention.cpp` sums what a query reads in one order, whatever it is batched with, on any number of threads,
 and whether it is read alone or among the queries of a prompt. It takes pages whose tiles and heads are whole
 vectors, in one type of numbers, for which it is compiled; in int8 it quantises what is written, as

@@ -184,6 +184,38 @@ def test_a_query_has_the_same_bits_however_its_prompt_is_cut(changes: dict[str, 
             assert torch.equal(read([(1, at, at + 1)], layer, 1)[0], whole[at : at + 1])
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": torch.float32}, {"dtype": torch.bfloat16}, {"dtype": torch.float32, "int8_pages": True}],
+    ids=["float32", "bfloat16", "int8"],
+)
+def test_what_no_query_of_a_span_sees_may_be_anything(changes: dict[str, Any]) -> None:
+    """Before the window and behind the last token, even in the pair or the vector of one that is seen."""
+    attention = attention_of(page_size=16, windows=(None, 7), num_heads=6, **changes)
+    own, places, generator = attention.shape, torch.arange(16 * 5), torch.Generator().manual_seed(6)
+    table = np.arange(1, 5, dtype=np.int32)[None]
+    cache = KVCache([LayerPages(attention.new_planes)] * 2, 16, [5])
+    query = torch.randn(64, own.num_heads, own.head_dim, generator=generator).to(own.dtype)
+    parts = torch.randn(2, len(places), own.num_kv_heads, own.head_dim, generator=generator)
+    stored = torch.float32 if own.int8_pages else own.dtype
+
+    def read(start: int, stop: int, layer: int, others: float) -> torch.Tensor:
+        window = own.windows[layer] or stop
+        position = places - 16
+        is_seen = (position < stop) & (position > start - window)
+        key, value = torch.where(is_seen[:, None, None], parts, others).to(stored)
+        assert attention._compiled is not None
+        attention._compiled.write(key, value, *cache.of(layer), places)
+        batch = Batch(np.zeros(1, int), np.array([start]), np.array([stop]), NOTHING, NOTHING, NOTHING)
+        return attention.attend(query[start:stop], *cache.of(layer), planned(attention, batch, table), layer)
+
+    for layer, stop in itertools.product((0, 1), (33, 34, 51)):
+        for start in (stop - 1, stop - 20, stop - 33):
+            seen = read(start, stop, layer, 0.0)
+            assert seen.isfinite().all()
+            assert torch.equal(read(start, stop, layer, torch.nan), seen)
+
+
 @pytest.mark.parametrize("int8_pages", [False, True])
 def test_a_broken_request_breaks_no_other(int8_pages: bool) -> None:
     """Its keys are NaN, in pages beside those of the other."""

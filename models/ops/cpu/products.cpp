@@ -80,32 +80,18 @@ struct Panel<FLOAT16> : OfFloats {
     }
 };
 
-#if defined(__AVX512BF16__)
-#define HAS_PAIRS
-typedef __m512bh PairsOfWeights;
-inline Vec add_pairs(Vec sum, uint32_t a, PairsOfWeights w) {
-    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)), w);
-}
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-#define HAS_PAIRS
-typedef bfloat16x8_t PairsOfWeights;
-inline Vec add_pairs(Vec sum, uint32_t a, PairsOfWeights w) {
-    return (Vec)vbfdotq_f32((float32x4_t)sum, vreinterpretq_bf16_u32(vdupq_n_u32(a)), w);
-}
-#endif
-
 #if defined(HAS_PAIRS)
 template <>
 struct Panel<PAIRS> {
     typedef uint32_t Item;
     typedef uint32_t Number;
     typedef uint16_t Result;
-    typedef PairsOfWeights Weights;
+    typedef Pairs Weights;
     static constexpr long WORDS = NR;
     static inline void widen(const Item* p, Weights* w) {
         for (int v = 0; v < VECTORS; v++) std::memcpy(w + v, p + v * LANES, sizeof(Weights));
     }
-    static inline Vec add(Vec sum, Number a, Weights w) { return add_pairs(sum, a, w); }
+    static inline Vec add(Vec sum, Number a, Weights w) { return add_pairs(sum, as_pairs(Bits{} + a), w); }
     static inline void narrow(Result* p, const float* sums, long count) {
         for (long i = 0; i < count; i += LANES) narrow_some<BFLOAT16>(p + i, load(sums + i), count - i);
     }
@@ -160,6 +146,7 @@ struct Product {
     long y_stride;
 };
 
+// Begins with a line of the cache; null where there is no memory.
 template <typename Number>
 Number* room_for(long items) {
     return static_cast<Number*>(std::aligned_alloc(64, (sizeof(Number) * items + 63) / 64 * 64));
@@ -218,14 +205,16 @@ void turn(const Product& of, long m0, long mc, long tiles, Number* turned) {
 
 // Panels first .. last of many rows: a block of a panel stays in the first cache for all rows of a block, and each of
 // their tiles brings its share of the next block. The part of x and the sums of a group of panels stay in the second.
+// Returns false where there is no memory for them.
 template <int KIND>
-void many_rows(const Product& of, long first, long last) {
+bool many_rows(const Product& of, long first, long last) {
     typedef Panel<KIND> Stored;
     const auto* all = static_cast<const typename Stored::Item*>(of.panels);
     const long most_rows = std::min(M_BLOCK, of.num_rows), group = std::max(1L, SUMS / (most_rows * NR));
     auto* turned = room_for<typename Stored::Number>(most_rows * of.num_inputs);
     float* sums = room_for<float>(std::min(group, last - first) * most_rows * NR);
-    for (long m0 = 0; m0 < of.num_rows; m0 += M_BLOCK) {
+    const bool has_memory = turned && sums;
+    for (long m0 = 0; has_memory && m0 < of.num_rows; m0 += M_BLOCK) {
         const long mc = std::min(M_BLOCK, of.num_rows - m0), tiles = (mc + ROWS - 1) / ROWS;
         const long step = Stored::WORDS * sizeof(typename Stored::Item) / tiles;
         turn<KIND>(of, m0, mc, tiles, turned);
@@ -252,23 +241,23 @@ void many_rows(const Product& of, long first, long last) {
     }
     std::free(turned);
     std::free(sums);
+    return has_memory;
 }
 
 template <int KIND>
-void panels_of(const Product& of, long first, long last) {
-    if (of.num_rows <= ROWS)
-        few_rows<KIND>(of, first, last);
-    else
-        many_rows<KIND>(of, first, last);
+bool panels_of(const Product& of, long first, long last) {
+    if (of.num_rows > ROWS) return first == last || many_rows<KIND>(of, first, last);
+    few_rows<KIND>(of, first, last);
+    return true;
 }
 
-void panels_of_kind(int kind, const Product& of, long first, long last) {
-    if (kind == FLOAT32) panels_of<FLOAT32>(of, first, last);
-    if (kind == BFLOAT16) panels_of<BFLOAT16>(of, first, last);
-    if (kind == FLOAT16) panels_of<FLOAT16>(of, first, last);
+bool panels_of_kind(int kind, const Product& of, long first, long last) {
+    if (kind == FLOAT32) return panels_of<FLOAT32>(of, first, last);
+    if (kind == BFLOAT16) return panels_of<BFLOAT16>(of, first, last);
 #if defined(HAS_PAIRS)
-    if (kind == PAIRS) panels_of<PAIRS>(of, first, last);
+    if (kind == PAIRS) return panels_of<PAIRS>(of, first, last);
 #endif
+    return panels_of<FLOAT16>(of, first, last);
 }
 
 }  // namespace
@@ -312,18 +301,17 @@ void pack(const void* w, void* packed, long num_outputs, long num_inputs, int ki
 }
 
 // y [M, N] = bias [N] + x [M, K] w [N, K]^T; strides are those of rows, in items. Of PAIRS, x and y are bfloat16, and
-// K and the stride of x are even.
-void multiply(const void* x, long x_stride, const void* panels, const float* bias, void* y, long y_stride,
+// K and the stride of x are even. Returns false where there is no memory for it.
+bool multiply(const void* x, long x_stride, const void* panels, const float* bias, void* y, long y_stride,
               long num_rows, long num_outputs, long num_inputs, int kind, int num_threads) {
     const long together = kind == PAIRS ? 2 : 1;
     const Product of = {x, x_stride / together, num_rows, num_inputs / together, num_outputs, panels, bias, y, y_stride};
     const long count = (num_outputs + NR - 1) / NR;
-    if (num_threads == 1) {
-        panels_of_kind(kind, of, 0, count);
-        return;
-    }
-#pragma omp parallel for num_threads(num_threads) schedule(static, 1)
+    if (num_threads == 1) return panels_of_kind(kind, of, 0, count);
+    bool has_memory = true;
+#pragma omp parallel for num_threads(num_threads) schedule(static, 1) reduction(&& : has_memory)
     for (int t = 0; t < num_threads; t++)
-        panels_of_kind(kind, of, part(count, num_threads, t), part(count, num_threads, t + 1));
+        has_memory = panels_of_kind(kind, of, part(count, num_threads, t), part(count, num_threads, t + 1));
+    return has_memory;
 }
 }

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from devices.cpp_sources import KINDS, compiled_source
+from devices.huge_pages import HugeArena
 
 SOURCE = Path(__file__).with_name("products.cpp")
 PROBE = 1 << 16  # numbers that are looked at before a whole weight is narrowed
@@ -45,9 +46,11 @@ class Products:
             *(pointer, integer, pointer, pointer, pointer, integer),
             *(integer, integer, integer, number, number),
         ]
-        self._pack.restype = self._multiply.restype = None
+        self._pack.restype, self._multiply.restype = None, ctypes.c_bool
         self._width = int(library.outputs_of_a_panel())
         self._pairs = int(library.kind_of_pairs())
+        # Few rows are multiplied 1.1 to 1.3 times as fast as by weights in small pages
+        self._arena = HugeArena()
 
     def multiplies(self, weight: Tensor) -> bool:
         """Whether this processor multiplies a weight [out, in] as it is, in pairs of neighbouring inputs."""
@@ -62,7 +65,7 @@ class Products:
         weight = (narrowed(weight) if is_widened else weight).contiguous()
         num_outputs, num_inputs = weight.shape
         rows = -(-num_outputs // self._width) * self._width
-        numbers = torch.empty(rows * num_inputs, dtype=weight.dtype)
+        numbers = self._arena.empty(rows * num_inputs, weight.dtype)
         kind = KINDS[weight.dtype] if is_widened else self._pairs
         self._pack(weight.data_ptr(), numbers.data_ptr(), num_outputs, num_inputs, kind)
         return Panels(
@@ -70,18 +73,20 @@ class Products:
         )
 
     def multiply(self, x: Tensor, panels: Panels) -> Tensor:
-        """Map [T, in] to [T, out] in x's type, summed in float32."""
+        """Map [T, in] to [T, out] in x's type, summed in float32. Raises MemoryError."""
         is_paired = panels.kind == self._pairs
         rows = x.bfloat16() if is_paired else x.float()
         if rows.stride(-1) != 1 or (is_paired and rows.stride(0) % 2):
             rows = rows.contiguous()
         y = torch.empty(len(rows), panels.num_outputs, dtype=rows.dtype)
-        self._multiply(
+        has_memory = self._multiply(
             *(rows.data_ptr(), rows.stride(0), panels.numbers.data_ptr()),
             None if panels.bias is None else panels.bias.data_ptr(),
             *(y.data_ptr(), panels.num_outputs, len(rows), panels.num_outputs, panels.num_inputs),
             *(panels.kind, torch.get_num_threads()),
         )
+        if not has_memory:
+            raise MemoryError("there is no memory for a block of a product's rows")
         return y.to(x.dtype)
 
 
