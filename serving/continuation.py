@@ -10,7 +10,6 @@ No client sees a frame. All of it is MessagePack of these types, and each has bo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
@@ -164,19 +163,21 @@ class FrameReader:
     def __init__(self) -> None:
         self._received = bytearray()
 
-    def push(self, data: bytes) -> Iterator[AnswerBegun | Grown | Over]:
-        """Yield the frames that are complete now."""
-        self._received += data
-        while len(self._received) >= _LENGTH_BYTES:
-            size = int.from_bytes(self._received[:_LENGTH_BYTES], "big")
+    def push(self, data: bytes) -> list[AnswerBegun | Grown | Over]:
+        """Return the frames that are complete now."""
+        found: list[AnswerBegun | Grown | Over] = []
+        received, at = self._received, 0
+        received += data
+        while (begin := at + _LENGTH_BYTES) <= len(received):
+            size = int.from_bytes(received[at:begin], "big")
             if size > LONGEST_FRAME:
                 raise ValueError(f"a frame of {size} bytes; the longest has {LONGEST_FRAME}")
-            end = _LENGTH_BYTES + size
-            if len(self._received) < end:
-                return
-            body = bytes(self._received[_LENGTH_BYTES:end])
-            del self._received[:end]
+            if begin + size > len(received):
+                break
+            at = begin + size
             try:
-                yield _decode_frame(body)
+                found.append(_decode_frame(received[begin:at]))
             except (msgspec.MsgspecError, RecursionError) as error:
                 raise ValueError(f"a frame that is none: {error}"[:200]) from error
+        del received[:at]
+        return found

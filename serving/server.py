@@ -276,6 +276,7 @@ def configuration(app: ASGIApp, most_connections: int) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # nothing here asks where a client is
         lifespan="off",
         timeout_keep_alive=IDLE_S,
         timeout_graceful_shutdown=5,

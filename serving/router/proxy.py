@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,6 @@ from serving.continuation import (
     RESUMED_PATHS,
     ROUTER_KEY_HEADER,
     AnswerBegun,
-    Grown,
 )
 from serving.failures import Failure
 from serving.router.fair_turns import ModelTurns
@@ -53,7 +52,7 @@ from serving.router.reply import (
     whole_events,
 )
 from serving.router.resuming import WAIT_S, Interrupted, KnownAnswer, KnownAnswers
-from serving.router.told import ToldAnswer, frames_of, is_told, loss_event, read_out, why_not_resumed
+from serving.router.told import ToldAnswer, is_told, loss_event, read_out, why_not_resumed
 from serving.router.upstream import HeaderLines, Lost, UpstreamAnswer
 
 log = logging.getLogger("route")
@@ -79,7 +78,7 @@ _ELSEWHERE = (*REFUSED, 404, 409)  # statuses after which another replica may co
 _NOTHING_ASKED, _NO_PROMPT = RoutedBody(), RoutedPrompt(0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Routed:
     """A request, as far as it decides where it goes; `model` is what it names if it `is_bound` to one."""
 
@@ -161,14 +160,13 @@ class Proxy:
         client: Client = routed.scope["state"].get("client") or ANYBODY
         turn_of = self._models.turn_of(routed.model)
         if routed.is_bound and routed.scope["path"] in _GENERATIONS:
-            routed = replace(routed, prompt=await self._read(routed, asked, client))
+            routed.prompt = await self._read(routed, asked, client)
         headers = dict(routed.scope["headers"])
         named = headers.get(TENANT_HEADER, b"").decode("latin-1") or asked.tenant
         tenant = (named or asked.user or client.tenant) if client.names_tenants else client.tenant
         if value := headers.get(SESSION_HEADER):
             of_model = "" if self._models.is_one else turn_of  # a session has a replica of each model
-            session = f"{client.owner}\0{of_model}\0{value.decode('latin-1')}"
-            routed = replace(routed, session=session)
+            routed.session = f"{client.owner}\0{of_model}\0{value.decode('latin-1')}"
         came_s, turns = time.monotonic(), self._turns.of(turn_of)
         await turns.enter(tenant, routed.prompt.num_tokens)
         try:
@@ -389,23 +387,27 @@ class Proxy:
 
         Raises Interrupted where it can go on elsewhere.
         """
-        told, frames = ToldAnswer(reply, known, _kept(answer.headers)), frames_of(answer)
+        told = ToldAnswer(reply, known, answer, _kept(answer.headers))
         try:
-            async for frame in frames:
-                if isinstance(frame, AnswerBegun):
-                    if known.goes_on():
-                        self._figures.resumed()
-                    await told.begin(frame)
-                elif isinstance(frame, Grown):
-                    counted.begin()
-                    await told.grow(frame)
-                elif frame.is_lost:
-                    raise Lost("its engine ended")
-                else:
-                    refusal = await told.end(frame, frames)
-                    await read_out(answer)
-                    return refusal
+            while True:
+                for frame in await told.read():
+                    if isinstance(frame, list):
+                        counted.begin()
+                        told.grow(frame)
+                    elif isinstance(frame, AnswerBegun):
+                        if known.goes_on():
+                            self._figures.resumed()
+                        await told.begin(frame)
+                    elif frame.is_lost:
+                        raise Lost("its engine ended")
+                    else:
+                        refusal = await told.end(frame)
+                        if not (told.is_long and frame.has_more):
+                            await read_out(answer)
+                            return refusal
+                await told.send()
         except Lost as lost:
+            await told.send()  # where the answer goes on, its client has what is known of it
             known.check_resumable()
             if known.can_go_on:
                 raise Interrupted(str(lost)) from lost
@@ -415,9 +417,6 @@ class Proxy:
                 return None
             known.begin_again()
             raise
-        finally:
-            await frames.aclose()
-        raise AssertionError("frames end by Lost, or are not read to their end")
 
     async def _tell_loss(self, routed: _Routed, reply: Reply, lost: str, why_not: str = "") -> None:
         await reply.part(loss_event(routed.scope["path"], lost, why_not), more=False)
@@ -479,9 +478,13 @@ class _Counted:
         self.replica = replica
         self._routing = routing
         self._sent, self._place = sent, place
+        self._has_begun = False
 
     def begin(self) -> None:
         """Note that the answer has begun, so that its prompt is computed."""
+        if self._has_begun:
+            return
+        self._has_begun = True
         self._routing.begun(self._sent)
         if self._place is not None:
             self._routing.ended(self._place.sent)

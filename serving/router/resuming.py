@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Sequence
 
 import msgspec
 
-from serving.continuation import MOST_KNOWN_BYTES, AnswerBegun, Grown, SentContinuation, encode
+from serving.continuation import MOST_KNOWN_BYTES, NO_LOGPROBS, AnswerBegun, Grown, SentContinuation, encode
 from serving.router.upstream import Lost
 
 MOST_ALL_KNOWN_BYTES = 2**28
@@ -87,25 +88,30 @@ class KnownAnswer:
         self.begun, self.why_not = begun, ""
         self._keep(len(begun.prompt_token_ids) + len(self._body))
 
-    def grow(self, grown: Grown) -> None:
-        """Note tokens whose bytes the client has; raises Lost where a replica tells what cannot be."""
+    def grow(self, grown: Sequence[Grown]) -> None:
+        """Note tokens whose bytes the client gets; raises Lost where a replica tells what cannot be."""
         begun = self.begun
+        tokens: list[int] = []
+        logprobs: list[bytes] = []
+        for each in grown:
+            tokens += each.tokens
+            if each.logprobs != NO_LOGPROBS:
+                logprobs.append(bytes(each.logprobs))  # a copy: what the frame holds beside it is not kept
         if begun is None:
             raise Lost("it told of tokens before it began")
-        if self.num_tokens + len(grown.tokens) > begun.max_tokens:
+        if self.num_tokens + len(tokens) > begun.max_tokens:
             raise Lost(f"it told of more than {begun.max_tokens} tokens, the most of this answer")
-        self.num_tokens += len(grown.tokens)
-        self._num_cached_tokens = grown.num_cached_tokens
+        self.num_tokens += len(tokens)
+        self._num_cached_tokens = grown[-1].num_cached_tokens
         if self.why_not:
             return
         num_all = len(begun.prompt_token_ids) // self._tokens.itemsize + self.num_tokens
         if num_all > begun.most_tokens:
             self.give_up(f"it has more than {begun.most_tokens} tokens (server.resume_max_tokens)")
             return
-        self._tokens.extend(grown.tokens)
-        logprobs = bytes(grown.logprobs)  # a copy: what the frame holds beside it is not kept
-        self._logprobs.append(msgspec.Raw(logprobs))
-        self._keep(self._tokens.itemsize * len(grown.tokens) + len(logprobs))
+        self._tokens.extend(tokens)
+        self._logprobs += map(msgspec.Raw, logprobs)
+        self._keep(self._tokens.itemsize * len(tokens) + sum(map(len, logprobs)))
 
     def goes_on(self) -> bool:
         """Note that a replica has taken it; returns whether it continues what was known."""

@@ -6,7 +6,7 @@ or tokens before it has begun, is treated as lost: what it sends cannot be conti
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -17,7 +17,6 @@ from serving.router.reply import REFUSED, STREAM_HEAD, Reply, begun_with, error_
 from serving.router.resuming import KnownAnswer
 from serving.router.upstream import HeaderLines, Lost, UpstreamAnswer
 
-Frames = AsyncGenerator[AnswerBegun | Grown | Over, None]
 _END_S = 1.0  # time in which a connection must end its answer behind the last frame, to be used again
 
 
@@ -41,21 +40,10 @@ def loss_event(path: str, lost: str, why_not: str = "") -> bytes:
     return error_event(path, own_error(path, 502, message, code="replica_lost"))
 
 
-async def frames_of(answer: UpstreamAnswer) -> Frames:
-    """Yield what a replica tells, until the caller has the last frame; raises Lost where it does not come."""
-    reader = FrameReader()
-    while part := await answer.next():
-        try:
-            frames = [*reader.push(part)]
-        except ValueError as error:
-            raise Lost(f"what it tells of the answer cannot be read: {error}") from None
-        for frame in frames:
-            yield frame
-    raise Lost("the answer ended before its end")
-
-
 async def read_out(answer: UpstreamAnswer) -> None:
     """Read what ends an answer behind its last frame, so that its connection can be used again."""
+    if answer.is_read:  # it came with the last frame
+        return
     with suppress(Lost), anyio.move_on_after(_END_S):
         while await answer.next():
             pass
@@ -64,10 +52,41 @@ async def read_out(answer: UpstreamAnswer) -> None:
 class ToldAnswer:
     """One replica's part of an answer; `headers` are those that its client gets."""
 
-    def __init__(self, reply: Reply, known: KnownAnswer, headers: HeaderLines) -> None:
+    def __init__(
+        self, reply: Reply, known: KnownAnswer, answer: UpstreamAnswer, headers: HeaderLines
+    ) -> None:
         self._reply = reply
         self._known = known
+        self._answer, self._frames = answer, FrameReader()
         self._headers = [each for each in headers if each[0] != b"content-type"]
+        self._unsent = b""  # what `grow` has noted since `send`
+        self._is_unsent_begun = False  # tokens are part of it
+        self.is_long = False  # it is no stream, and its client has a part of it
+
+    async def read(self) -> list[AnswerBegun | list[Grown] | Over]:
+        """Return what the replica tells next, in which tokens in a row are one list; raises Lost.
+
+        The caller sends all of it before it reads again. Each write wakes the client, which costs more than
+        anything else here.
+        """
+        if not (part := await self._answer.next()):
+            raise Lost("the answer ended before its end")
+        found: list[AnswerBegun | list[Grown] | Over] = []
+        grown: list[Grown] = []
+        try:
+            for frame in self._frames.push(part):
+                if self.is_long and not isinstance(frame, Over):
+                    raise Lost("it told of tokens behind the end of the answer")
+                if not isinstance(frame, Grown):
+                    grown = []
+                    found.append(frame)
+                    continue
+                if not grown:
+                    found.append(grown)
+                grown.append(frame)
+        except ValueError as error:
+            raise Lost(f"what it tells of the answer cannot be read: {error}") from None
+        return found
 
     async def begin(self, begun: AnswerBegun) -> None:
         """Begin the answer, or go on with it; the head of a stream is sent at once."""
@@ -77,32 +96,46 @@ class ToldAnswer:
             others = [each for each in self._headers if each[0] not in names]
             await self._reply.head(200, [*STREAM_HEAD, *others])
 
-    async def grow(self, grown: Grown) -> None:
-        """Send on what is new; raises Lost where it cannot be."""
-        known, payload = self._known, grown.payload
-        if not grown.tokens and begun_with(payload)[1]:
-            raise Lost("it sent a part of the answer without its tokens")
+    def grow(self, grown: Sequence[Grown]) -> None:
+        """Note what is new, which `send` sends on; raises Lost where it cannot be."""
+        known, unsent, has_begun = self._known, self._unsent, self._is_unsent_begun
+        for each in grown:
+            if each.tokens:
+                has_begun |= bool(each.payload)
+            elif begun_with(each.payload)[1]:
+                raise Lost("it sent a part of the answer without its tokens")
+            unsent += each.payload
         known.grow(grown)
-        if payload and known.is_stream:
-            known.is_sent |= bool(grown.tokens)
-            await self._reply.part(payload)
+        if known.is_stream:
+            self._unsent, self._is_unsent_begun = unsent, has_begun
 
-    async def end(self, over: Over, frames: Frames) -> Callable[[], Awaitable[None]] | None:
+    async def send(self) -> None:
+        """Send on what is noted."""
+        if self._unsent:
+            await self._reply.part(self._take())
+
+    def _take(self) -> bytes:
+        """Return what is noted, which the caller sends."""
+        self._known.is_sent |= self._is_unsent_begun
+        unsent, self._unsent, self._is_unsent_begun = self._unsent, b"", False
+        return unsent
+
+    async def end(self, over: Over) -> Callable[[], Awaitable[None]] | None:
         """Send on the end, or return what passes on that it refuses, where another replica may not."""
         known, reply = self._known, self._reply
         if known.begun is None:
             raise Lost("the answer ended before it began")
         if known.is_stream:
-            end = partial(reply.part, over.payload, more=False)
             if not known.num_tokens and refuses(over.payload):
-                return end
-            await end()
+                await self.send()  # signs of life
+                return partial(reply.part, over.payload, more=False)
+            await reply.part(self._take() + over.payload, more=False)
             return None
         headers = [(b"content-type", b"application/json"), *self._headers]
         if over.retry_after:
             headers.append((b"retry-after", over.retry_after.encode("latin-1", "replace")))
-        if over.has_more:
-            await self._long(over, headers, frames)
+        if over.has_more or self.is_long:
+            await self._long(over, headers)
             return None
         whole = partial(reply.whole, over.status, headers, over.payload)
         if over.status in REFUSED:
@@ -110,14 +143,10 @@ class ToldAnswer:
         await whole()
         return None
 
-    async def _long(self, over: Over, headers: HeaderLines, frames: Frames) -> None:
-        """Send on a long answer in its pieces; it is lost with its replica once it has begun."""
-        self._known.why_not, self._known.is_sent = "its client has a part of it already", True
-        await self._reply.head(over.status, headers)
-        await self._reply.part(over.payload)
-        async for frame in frames:
-            if not isinstance(frame, Over):
-                raise Lost("it told of tokens behind the end of the answer")
-            await self._reply.part(frame.payload, more=frame.has_more)
-            if not frame.has_more:
-                return
+    async def _long(self, over: Over, headers: HeaderLines) -> None:
+        """Send on a piece of a long answer, which is lost with its replica once it has begun."""
+        if not self.is_long:
+            self.is_long = self._known.is_sent = True
+            self._known.why_not = "its client has a part of it already"
+            await self._reply.head(over.status, headers)
+        await self._reply.part(over.payload, more=over.has_more)

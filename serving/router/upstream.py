@@ -132,6 +132,7 @@ class UpstreamAnswer(asyncio.Protocol):
             self.fail("it switched to another protocol, which was not requested")
         if self._num_overhead > _MOST_OVERHEAD:
             self.fail(f"its answer has more than {_MOST_OVERHEAD} bytes beside the body")
+        self._wake()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Handle a header."""
@@ -149,7 +150,6 @@ class UpstreamAnswer(asyncio.Protocol):
         self._ends_with_connection = not names & {b"content-length", b"transfer-encoding"}
         if not self._has_body:  # the parser does not know that, and may wait for a body
             self._is_whole, self._is_kept = True, False
-        self._wake()
 
     def on_body(self, body: bytes) -> None:
         """Handle some bytes of the answer."""
@@ -158,14 +158,12 @@ class UpstreamAnswer(asyncio.Protocol):
         self._num_unread += len(body)
         if self._num_unread > _MOST_UNREAD and self.transport is not None:
             self.transport.pause_reading()
-        self._wake()
 
     def on_message_complete(self) -> None:
         """Handle the end of the answer."""
         if self.status >= 200:
             self._is_whole = True
             self._num_overhead = 0
-            self._wake()
 
     def _wake(self) -> None:
         if not self._head.done():

@@ -25,16 +25,21 @@ def test_a_server_with_a_folder_finds_what_one_without_computes(capsys: pytest.C
 
 
 @pytest.mark.slow
-def test_a_router_and_a_bare_proxy_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ("--turns", "1", "--requests", "20", "--clients", "4", "--streams", "20,40")
-    main(["serve", "--router-cost", *small, "--json"])
+def test_a_router_and_bare_proxies_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--turns", "1", "--requests", "20", "--clients", "4", "--pieces", "20", "--every-ms", "1")
+    main(["serve", "--router-cost", *small, "--streams", "20,40", "--json"])
     found = json.loads(capsys.readouterr().out)["router"]
-    for way in ("server", "proxy", "router"):
-        assert 0 < found[f"{way}_p50_ms"] <= found[f"{way}_p99_ms"]
-    assert found["router_added_p50_ms"] == pytest.approx(
-        found["router_p50_ms"] - found["server_p50_ms"], abs=1e-3
+    for way in ("server", "bytes", "http", "router"):
+        assert (
+            0 < found[f"{way}_first_p50_ms"] <= found[f"{way}_whole_p50_ms"] <= found[f"{way}_whole_p99_ms"]
+        )
+        assert 0 < found[f"{way}_request_us"] < 1e6
+    assert found["router_added_first_p50_ms"] == pytest.approx(
+        found["router_first_p50_ms"] - found["server_first_p50_ms"], abs=1e-3
     )
-    assert 0 < found["router_cpu_ms"] < 1000
+    assert found["router_over_http_request_us"] == pytest.approx(
+        found["router_request_us"] / found["http_request_us"], rel=1e-2
+    )
     assert {*found["streams"]} == {"20", "40"}
     assert min(found["streams"].values()) > 10_000, "KiB of a process with numpy"
 

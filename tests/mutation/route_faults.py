@@ -64,10 +64,17 @@ FAULTS = {
     ),
     "goes_on_without_its_last_tokens": Fault(
         "serving/router/resuming.py::KnownAnswer.grow",
-        "self._tokens.extend(grown.tokens)",
-        "self._tokens.extend(grown.tokens[:-1])",
+        "self._tokens.extend(tokens)",
+        "self._tokens.extend(tokens[:-1])",
         "an answer that goes on says again what its client has",
         "tests/serving/router/test_resuming.py::test_a_stream_goes_on_with_what_its_client_has",
+    ),
+    "told_with_a_loss_and_not_sent": Fault(
+        "serving/router/proxy.py::Proxy._forward_told",
+        "await told.send()\nknown.check_resumable()",
+        "known.check_resumable()",
+        "tokens that came together with the loss are missing from the answer",
+        "tests/serving/router/test_resuming.py::test_what_is_told_together_is_sent_together_and_before_a_loss",
     ),
     "goes_on_with_other_weights": Fault(
         "serving/router/proxy.py::Proxy._next",
@@ -99,7 +106,7 @@ FAULTS = {
     ),
     "bytes_without_tokens_are_believed": Fault(
         "serving/router/told.py::ToldAnswer.grow",
-        "not grown.tokens and begun_with(payload)[1]",
+        "begun_with(each.payload)[1]",
         "False",
         "what a client was sent is sent to it again when the replica is lost",
         "tests/serving/router/test_resuming.py::test_a_replica_that_tells_what_cannot_be_is_lost_with_its_request",

@@ -127,6 +127,26 @@ def test_a_stream_goes_on_with_what_its_client_has() -> None:
     run(test)
 
 
+def test_what_is_told_together_is_sent_together_and_before_a_loss() -> None:
+    """Each write wakes the client, and what is known of an answer is always what its client was sent."""
+    ended = Over(503, "", b"", is_lost=True)
+
+    def at_once(*frames: Frame) -> Script:
+        async def script(writer: asyncio.StreamWriter) -> None:
+            writer.write(HEAD + chunk(b"".join(map(framed, frames))) + b"0\r\n\r\n")
+
+        return script
+
+    async def test() -> None:
+        scripts = at_once(BEGUN, grown(1), grown(2), ended), at_once(BEGUN, grown(3), grown(4), END)
+        async with Telling(*scripts) as fleet:
+            await fleet.ask()
+            assert fleet.sent_to(1).known.tolist() == [1, 2]
+            assert fleet.parts == [grown(1, 2).payload, grown(3, 4).payload + END.payload]
+
+    run(test)
+
+
 def test_it_goes_on_as_often_as_it_may() -> None:
     """An engine that ended is told of by its server, and a continuation may be lost like any answer."""
     ended = Over(503, "", b"", is_lost=True)
@@ -317,7 +337,7 @@ def test_the_memory_for_answers_is_bounded_and_given_back() -> None:
         each.begin(BEGUN)
     assert [bool(each.why_not) for each in known] == [False, False, False, True]
     assert answers.num_bytes == 3 * 308
-    known[0].grow(grown(*range(40)))
+    known[0].grow([grown(*range(40))])
     assert known[0].why_not == "the router's memory for answers is full"
     assert answers.num_bytes == 2 * 308
     for each in known:
@@ -325,4 +345,4 @@ def test_the_memory_for_answers_is_bounded_and_given_back() -> None:
         each.forget()
     assert answers.num_bytes == 0
     with pytest.raises(Lost, match="more than 100 tokens"):
-        known[1].grow(Grown([1] * 101, NO_LOGPROBS, 0, b""))
+        known[1].grow([Grown([1] * 101, NO_LOGPROBS, 0, b"")])
