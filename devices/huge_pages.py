@@ -21,7 +21,7 @@ LINE = 64  # bytes at which each tensor of an arena begins
 
 
 def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros, whose memory the system provides as it is written, in huge pages if it has them.
+    """Return one or more zeros; the system gives their memory as they are written, in huge pages if it has them.
 
     torch.zeros writes them all, which takes 0.4 s for each GiB. Raises RuntimeError where there is no memory,
     as torch does.
@@ -46,7 +46,7 @@ class HugeArena:
         num_bytes = count * dtype.itemsize
         if not num_bytes:
             return torch.empty(0, dtype=dtype)
-        if num_bytes >= self._chunk:
+        if num_bytes >= self._chunk // 4:  # so that at most a quarter of a chunk is left unused
             return huge_zeros((count,), dtype)
         with self._lock:
             if self._mapped is None or self._used + num_bytes > self._chunk:

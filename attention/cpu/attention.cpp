@@ -9,7 +9,8 @@
 // A query reads its tiles in the order of their tokens, in parts that begin at the same positions of every request, and
 // the parts' softmaxes are joined in their order. What a query computes for a head of finite keys and values thus
 // depends on what it sees alone: its bits are the same in any batch, on any number of threads, and whether it is read
-// alone or among the queries of a prompt.
+// alone or among the queries of a prompt. Neighbouring queries of one prompt multiply what only some of them see by zero:
+// what is not finite reaches all of them.
 //
 // PAGES, which the compiler is given, is the kind of the pages' numbers: one type is compiled in a third of the time of
 // all of them, and a process reads one.
@@ -197,8 +198,8 @@ void scored(const Pages& of, const Number* query, const Vectors& keys, const flo
         for (int v = 0; v < V; v++) store(scores + n * stride + v * LANES, sums[n][v] * factors[v]);
 }
 
-// Adds N rows' weights of tokens low .. high times V vectors of their values to the sums. Where pairs are multiplied, the
-// token beside the first or the last may be anything in a page.
+// Adds N rows' weights of tokens low .. high times V vectors of their values to the sums. Where pairs are multiplied,
+// the token beside the first or the last may be anything in a page.
 template <int N, int V>
 inline void add_seen(const Number* weights, long stride, InPage values, long low, long high, Vec (&sums)[N][V]) {
     const bool begins_odd = low % TOGETHER, ends_odd = high % TOGETHER;
@@ -585,7 +586,8 @@ void weigh(const Stretch& of, const Room& room, long stride) {
     const long count = of.to - of.from;
     lay_values_aside(of, room);
     for (long row = 0; row < room.rows; row += N) {
-        const long low = std::max(block.low(row) - of.from, 0L), high = std::min(block.high(row + N - 1) - of.from, count);
+        const long low = std::max(block.low(row) - of.from, 0L);
+        const long high = std::min(block.high(row + N - 1) - of.from, count);
         if (low >= high) continue;
         float* own = room.scores + row * stride + (of.from - of.begin);
         if constexpr (KIND == INT8)

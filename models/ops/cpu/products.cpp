@@ -310,8 +310,8 @@ bool multiply(const void* x, long x_stride, const void* panels, const float* bia
     if (num_threads == 1) return panels_of_kind(kind, of, 0, count);
     bool has_memory = true;
 #pragma omp parallel for num_threads(num_threads) schedule(static, 1) reduction(&& : has_memory)
-    for (int t = 0; t < num_threads; t++)
-        has_memory = panels_of_kind(kind, of, part(count, num_threads, t), part(count, num_threads, t + 1));
+    for (int t = 0; t < num_threads; t++)  // a thread may compute several parts, and any of them may fail
+        has_memory &= panels_of_kind(kind, of, part(count, num_threads, t), part(count, num_threads, t + 1));
     return has_memory;
 }
 }
