@@ -21,7 +21,7 @@ LINE = 64  # bytes at which each tensor of an arena begins
 
 
 def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return one or more zeros; the system gives their memory as they are written, in huge pages if it has them.
+    """Return one or more zeros, whose memory the system gives as they are written, in huge pages if it can.
 
     torch.zeros writes them all, which takes 0.4 s for each GiB. Raises RuntimeError where there is no memory,
     as torch does.
