@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from devices.huge_pages import huge_zeros
+from kv_cache.device.huge_pages import huge_zeros
 from kv_cache.device.transfer import to_device
 from kv_cache.pages import Index, PageCopy
 from kv_cache.tier.page_tier import PageTier

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from devices.cpp_sources import KINDS, compiled_source
-from devices.huge_pages import HugeArena
+from kv_cache.device.huge_pages import HugeArena
 
 SOURCE = Path(__file__).with_name("products.cpp")
 PROBE = 1 << 16  # numbers that are looked at before a whole weight is narrowed

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from devices.huge_pages import LINE, HugeArena
+from kv_cache.device.huge_pages import LINE, HugeArena
 
 
 def test_tensors_of_an_arena_lie_apart() -> None:
