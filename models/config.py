@@ -920,7 +920,7 @@ def check_fused(config: DecoderConfig) -> None:
             *(tuple(f"{prefix}{block}.{name}" for name in names) for names in config.first_linears(layer)),
             *(each[:2] for each in [*config.mlp_names(layer), *([shared] if shared else [])]),
         ]
-        form = cache(config.form)  # of an expert's linears, which are asked for twice
+        form = cache(config.form)  # An expert's linears are asked for twice.
         for names in joined:
             if len(set(map(form, names))) > 1:
                 plain = ", ".join(name.removeprefix(prefix) for name in names)

@@ -150,7 +150,7 @@ def foreseen_share(turns: Sequence[Turn], num_bytes: int) -> float:
     is dropped first. Among parts of one size this is Belady's rule, than which there is no better.
     """
     size, last_use = STATELESS.block_tokens, dict[int, int]()
-    parts: list[list[_Part]] = [[] for _ in turns]  # by the turn behind which they begin to wait
+    parts: list[list[_Part]] = [[] for _ in turns]  # A part waits from the turn of its place on.
     for number, turn in enumerate(turns):
         names, at = _names(turn, size), 0
         found = names[: (len(turn.prompt) - 1) // size]

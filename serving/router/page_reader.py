@@ -161,7 +161,7 @@ class PageReader:
         poller = zmq.asyncio.Poller()
         for each in (self._live, self._again, self._gone):
             poller.register(each, zmq.POLLIN)
-        await self._ask()  # where it is refused, so is the other connection, whose end is waited for
+        await self._ask()  # If it is refused, so is the other connection, whose end is awaited.
         while True:
             if time.monotonic() >= self._asked_s + _ASK_S and not await self._ask() and self._has_agreed:
                 return

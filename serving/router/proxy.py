@@ -407,7 +407,7 @@ class Proxy:
                             return refusal
                 await told.send()
         except Lost as lost:
-            await told.send()  # where the answer goes on, its client has what is known of it
+            await told.send()  # An answer that goes on elsewhere has reached its client so far.
             known.check_resumable()
             if known.can_go_on:
                 raise Interrupted(str(lost)) from lost
