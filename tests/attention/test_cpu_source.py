@@ -51,6 +51,13 @@ def fill(attention: CpuAttention, cache: KVCache, generator: torch.Generator) ->
         attention._compiled.write(key, value, *cache.of(layer), places)
 
 
+of_each_kind_of_pages = pytest.mark.parametrize(
+    "changes",
+    [{"dtype": torch.float32}, {"dtype": torch.bfloat16}, {"dtype": torch.float32, "int8_pages": True}],
+    ids=["float32", "bfloat16", "int8"],
+)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -74,11 +81,7 @@ def test_pages_of_int8_hold_multiples_of_a_checkpoints_scales(seed: int) -> None
     disturb(ChannelBench(attention_of(**sizes, int8_pages=True), seed), np.random.default_rng(seed))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"dtype": torch.float32}, {"dtype": torch.bfloat16}, {"dtype": torch.float32, "int8_pages": True}],
-    ids=["float32", "bfloat16", "int8"],
-)
+@of_each_kind_of_pages
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(changes: dict[str, Any]) -> None:
     """Rows of a few tokens, of several parts, and one that others share pages with."""
     attention = attention_of(page_size=16, windows=(None, 40), num_heads=6, **changes)
@@ -184,11 +187,7 @@ def test_a_query_has_the_same_bits_however_its_prompt_is_cut(changes: dict[str, 
             assert torch.equal(read([(1, at, at + 1)], layer, 1)[0], whole[at : at + 1])
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"dtype": torch.float32}, {"dtype": torch.bfloat16}, {"dtype": torch.float32, "int8_pages": True}],
-    ids=["float32", "bfloat16", "int8"],
-)
+@of_each_kind_of_pages
 def test_what_no_query_of_a_span_sees_may_be_anything(changes: dict[str, Any]) -> None:
     """Before the window and behind the last token, even in the pair or the vector of one that is seen."""
     attention = attention_of(page_size=16, windows=(None, 7), num_heads=6, **changes)

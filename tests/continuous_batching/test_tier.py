@@ -283,7 +283,8 @@ def test_engines_that_share_a_folder_find_what_the_others_computed(tmp_path: Pat
         while engine.has_work:
             if engine.step() is None:
                 time.sleep(0.001)
-        assert engine.tier.settle(PATIENCE_S)  # type: ignore[union-attr]
+        assert engine.tier is not None
+        assert engine.tier.settle(PATIENCE_S)
         assert request.answer.tolist() == alone(talk, 6)
         if turn >= 4:
             hits += request.num_cached_tokens
