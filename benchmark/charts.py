@@ -1,11 +1,9 @@
-"""Draw pictures: the slots and pages of a run over time, what speculation gains, and simulated figures."""
+"""Draw the slots of a run over time, and label logarithmic axes by plain numbers."""
 
 from __future__ import annotations
 
 import colorsys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
@@ -19,18 +17,7 @@ from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from benchmark.run_record import Timeline
 
-if TYPE_CHECKING:  # matplotlib 3.10, the last for Python 3.10, does not have it
-    from matplotlib.typing import RcKeyType
-
 Bar = tuple[float, float]  # start and width, in seconds
-Panel = tuple[str, Sequence[float], str]  # its heading, a value for each bar, and the format of a value
-PLAIN: dict[RcKeyType, Any] = {  # style of pictures of figures
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.size": 8,
-}
 
 
 def request_colour(number: int, *, decode: bool) -> tuple[float, float, float]:
@@ -89,25 +76,6 @@ def save_slots(path: Path, runs: list[tuple[str, Timeline, float]]) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-def save_bars(path: Path, names: Sequence[str], panels: Sequence[Panel]) -> None:
-    """Draw simulated figures, a bar for each name in each panel, and say that they are simulated."""
-    with mpl.rc_context(PLAIN):
-        size = (2.5 * len(panels), 0.9 + 0.3 * len(names))
-        figure, all_axes = plt.subplots(1, len(panels), figsize=size, squeeze=False)
-        for axes, (heading, values, form) in zip(all_axes[0], panels):
-            shown = axes.barh(names, values, color="#35608d", height=0.65)
-            axes.bar_label(shown, [form.format(value) for value in values], padding=2, fontsize=7)
-            axes.set_title(heading)
-            axes.margins(x=0.25)
-            axes.grid(axis="y", visible=False)
-            axes.invert_yaxis()
-            axes.tick_params(labelleft=axes is all_axes[0, 0])  # the names stand at the left
-        figure.suptitle("SIMULATED", x=0.01, ha="left", fontsize=7)
-        figure.tight_layout(rect=(0, 0, 1, 0.97))
-        figure.savefig(path, dpi=100, metadata={"Software": None} if path.suffix == ".png" else None)
-        plt.close(figure)
 
 
 class PlainLogFormatter(LogFormatter):

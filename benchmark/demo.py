@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 from benchmark.offline.offline import serve
+from benchmark.options import Column
 from benchmark.run_record import Timeline, summarise
 from recipes.assembly.engine import build
 from recipes.schema.reader import read
@@ -26,18 +27,19 @@ RUNS = {
     ],
     "continuous batching": ["scheduler.policy=stall_free"],
 }
-ROWS = {  # rows of the table: a figure of `summarise`, with its label and unit
-    "requests_per_s": "requests/s",
-    "output_tokens_per_s": "output tokens/s",
-    "ttft_ms.p50": "time to first token, p50, ms",
-    "ttft_ms.p99": "time to first token, p99, ms",
-    "tpot_ms.p50": "time per output token, p50, ms",
-    "tpot_ms.p99": "time per output token, p99, ms",
-    "e2e_ms.p50": "whole request, p50, ms",
-    "mean_batch": "mean batch, requests",
-    "mean_page_use": "pages in use, mean share",
-    "prefix_hit_rate": "prompt tokens found cached, share",
-}
+TWO_DIGITS = "{:,.2f}"
+ROWS = (  # rows of the table: figures of `summarise`
+    Column("requests_per_s", "requests/s", TWO_DIGITS),
+    Column("output_tokens_per_s", "output tokens/s", TWO_DIGITS),
+    Column("ttft_ms.p50", "time to first token, p50, ms", TWO_DIGITS),
+    Column("ttft_ms.p99", "time to first token, p99, ms", TWO_DIGITS),
+    Column("tpot_ms.p50", "time per output token, p50, ms", TWO_DIGITS),
+    Column("tpot_ms.p99", "time per output token, p99, ms", TWO_DIGITS),
+    Column("e2e_ms.p50", "whole request, p50, ms", TWO_DIGITS),
+    Column("mean_batch", "mean batch, requests", TWO_DIGITS),
+    Column("mean_page_use", "pages in use, mean share", TWO_DIGITS),
+    Column("prefix_hit_rate", "prompt tokens found cached, share", TWO_DIGITS),
+)
 
 
 def trace(num_requests: int, rate_per_s: float, text: Text) -> list[Job]:

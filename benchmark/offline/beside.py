@@ -19,10 +19,10 @@ import torch
 
 from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
+from benchmark.options import recipe_of
 from models.layers.dtypes import TORCH_DTYPES
 from recipes.assembly.families import model_config
 from recipes.machine import start
-from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
 from serving.answers.jobs import Job
 from serving.text.tokenizer import Text
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
     `static` is the size of a batch.
     """
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    recipe = recipe_of(options)
     ours = offline.run(options)
     _give_back(recipe)
     text = Text.load(recipe.model.path) if recipe.model.path else None

@@ -27,14 +27,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmark.options import markdown
+from benchmark.options import markdown, recipe_of
 from benchmark.processes import ServerProcess, serving
 from benchmark.run_clock import OtherLoad
 from benchmark.serve.client import digest, read_requests
 from benchmark.serve.measure import ServePlan, measure
 from benchmark.workloads.synthetic import Line, SyntheticLoad, draw_requests, lengths, shared_prompts
 from recipes.assembly.families import model_config
-from recipes.schema.reader import read
 from recipes.schema.recipe import ROOT, Recipe
 
 ENVIRONMENT = ".venv/vllm"  # scripts/setup.sh puts vLLM there
@@ -388,7 +387,7 @@ def versions_of(python: str) -> str:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Compare both in each row that is asked for; raises ValueError for what cannot be compared."""
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    recipe = recipe_of(options)
     rows = [each for each in ROWS if each.name in (options.row or [each.name])]
     python = options.python or str(ROOT / ENVIRONMENT / "bin/python")
     check(recipe, python, rows, options.rate)

@@ -3,18 +3,13 @@
 Random requests that all come at once are measured in the terms of `vllm bench throughput`, tokens a second of
 many requests, and of `vllm bench latency`, the seconds until the last request of a batch of one size has
 ended.
-
-A stall is how long running answers wait while long prompts come in. All slots but a few are kept answering,
-and a long prompt arrives at a fixed interval. The same requests are served twice: with whole prompts beside
-the decodes (orca), and in chunks (stall_free).
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +17,15 @@ from typing import Any
 import numpy as np
 
 from benchmark.gate.gate import with_verdict
+from benchmark.options import recipe_of
 from benchmark.run_clock import RunClock
-from benchmark.run_record import Timeline, accounts, hardware, percentiles, readings, summarise
+from benchmark.run_record import Timeline, accounts, hardware, readings, summarise
 from benchmark.workloads.synthetic import SyntheticLoad, draw_requests, lengths
 from borders.files import check_rereadable
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import usage
-from continuous_batching.request import Request, SamplingParams
 from recipes.assembly import versions
 from recipes.assembly.engine import BuiltEngine, build
-from recipes.machine import start
-from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
 from serving.answers.jobs import Job
 from serving.offline import Record, lines_in, read_jobs, run_jobs
@@ -134,7 +127,7 @@ def measure(
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Serve a trace and return its figures."""
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    recipe = recipe_of(options)
     text = Text.load(recipe.model.path) if recipe.model.path else None
     load_trace(options.trace, text)  # read before the model is built, so that a bad file fails at once
     described = {**_asked(options), "profile": options.profile, "trace": Path(options.trace).name}
@@ -168,7 +161,7 @@ def run_at_once(options: argparse.Namespace) -> dict[str, object]:
     sizes = (options.num_prompts, options.input_len, options.output_len)
     if options.trace is not None and any(sizes):
         raise ValueError("--trace says what is asked for; leave out --num-prompts, --input-len, --output-len")
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    recipe = recipe_of(options)
     text = Text.load(recipe.model.path) if recipe.model.path else None
     if options.trace is not None:
         load_trace(options.trace, text)  # read before the model is built, so that a bad file fails at once
@@ -195,7 +188,7 @@ def run_at_once(options: argparse.Namespace) -> dict[str, object]:
 
 def run_one_batch(options: argparse.Namespace) -> dict[str, object]:
     """Serve one batch of requests again and again."""
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    recipe = recipe_of(options)
     built = build(recipe)
     engine = built.engine
     sizes = {name: getattr(options, name) for name in ("batch_size", "input_len", "output_len")}
@@ -242,72 +235,4 @@ def batch_figures(runs: list[dict[str, Any]]) -> dict[str, object]:
         "duration_s": round(sum(latencies), 4),
         "output_tokens_per_s": round(sums["output_tokens"] / sum(latencies), 2),
         **({"tpot_ms": {"mean": round(float(np.mean(spent_ms)), 3)}} if spent_ms else {}),
-    }
-
-
-def stall_requests(options: argparse.Namespace, vocab_size: int) -> Iterator[Request]:
-    """Yield the answers that run, then the long prompts beside them; the same at every call."""
-
-    def request(name: str, num_prompt: int, max_tokens: int, at_s: float = 0.0) -> Request:
-        prompt = random.integers(0, vocab_size, num_prompt).astype(np.int32)
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        return Request(name, prompt, params, arrival_s=at_s)
-
-    random = np.random.default_rng(0)
-    for number in range(options.answers):
-        yield request(f"answer {number}", 16, options.answer_tokens)
-    for number in range(1, options.prompts + 1):
-        yield request(f"prompt {number}", options.prompt_tokens, 2, number * options.every)
-
-
-def stall_ways(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the recipe's keys for both ways."""
-    num_slots, longest = options.answers + 2, max(options.prompt_tokens + 2, options.answer_tokens + 16)
-    budget = max(num_slots, options.chunk + options.answers)
-    both = [f"scheduler.num_slots={num_slots}", f"scheduler.max_request_tokens={longest}"]
-    whole = ["scheduler.policy=orca", f"scheduler.max_batch_tokens={longest + num_slots}"]
-    chunked = ["scheduler.policy=stall_free", f"scheduler.max_batch_tokens={budget}"]
-    return {"whole": [*both, *whole], "chunked": [*both, *chunked]}
-
-
-def _stalled(options: argparse.Namespace, keys: Sequence[str]) -> dict[str, Any]:
-    built = build(read(options.recipe, [*options.overrides, *keys], options.profile).recipe)
-    gc.collect()
-    requests = list(stall_requests(options, built.config.vocab_size))
-    timeline, records = serve(built.engine, None, [Job(request) for request in requests])
-    check_answered(options.recipe, records)
-    gaps_s = [
-        gap_s
-        for request in requests[: options.answers]
-        for gap_s in np.diff(timeline.token_times_s[request.id]).tolist()
-    ]
-    first_s, last_s = timeline.steps[0].start_s, timeline.steps[-1].end_s
-    tokens = sum(sum(step.num_tokens) for step in timeline.steps)
-    prompts = requests[options.answers :]
-    waits_s = [each.first_token_s - each.arrival_s for each in prompts if each.first_token_s is not None]
-    return {
-        "worst_itl_ms": round(1e3 * max(gaps_s), 3),
-        "itl_ms": percentiles(gaps_s),
-        "ttft_of_long_prompts_ms": percentiles(waits_s),
-        "total_tokens_per_s": round(tokens / (last_s - first_s), 2),
-        "computed_tokens": tokens,
-        "steps": len(timeline.steps),
-    }
-
-
-def run_stall(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of both ways, and the ratios of chunks to whole prompts."""
-    figures = {name: _stalled(options, keys) for name, keys in stall_ways(options).items()}
-    whole, chunked = figures["whole"], figures["chunked"]
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
-    load = {
-        "prompt_tokens": options.prompt_tokens, "every_s": options.every, "num_prompts": options.prompts,
-        "num_answers": options.answers, "answer_tokens": options.answer_tokens, "chunk_tokens": options.chunk,
-    }  # fmt: skip
-    return {
-        "load": load,
-        "machine": versions.describe(start(recipe.device).name),
-        **figures,
-        "worst_itl_times_lower": round(whole["worst_itl_ms"] / chunked["worst_itl_ms"], 2),
-        "throughput_times": round(chunked["total_tokens_per_s"] / whole["total_tokens_per_s"], 4),
     }

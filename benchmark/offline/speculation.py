@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmark.options import verdict_line
+from benchmark.options import recipe_of, verdict_line
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
@@ -274,7 +274,7 @@ def gain(
 
 def run_simulated(options: argparse.Namespace) -> dict[str, Any]:
     """Return a row for each number of rows and context: with all drafts, and with the best number of them."""
-    config = model_config(read(options.recipe, options.overrides, options.profile).recipe)
+    config = model_config(recipe_of(options))
     device = DeviceRates.load(options.device)
     graphs = max(options.rows) * (1 + options.drafts)
     target, drafter = Roofline(config, device, graphs=graphs, hides_host=True), None

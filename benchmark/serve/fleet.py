@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from benchmark.options import markdown
+from benchmark.options import Column, medians, named_rows, table
 from benchmark.processes import ServerProcess, started
 from benchmark.serve.client import StreamedAnswer, read_stream
 
@@ -33,6 +33,15 @@ Messages = list[dict[str, str]]
 Answer = tuple[StreamedAnswer, float]  # The second is the seconds until its first part
 WAYS = ("prefix", "round_robin")
 READY_S = 300.0
+COLUMNS = (
+    Column("name", "route"),
+    Column("found", "tokens found", "{:.2f}"),
+    Column("of_best", "of the best known", "{:.3f}"),
+    Column("sent_max_over_mean", "requests", "{:.2f}"),
+    Column("computed_max_over_mean", "computed", "{:.2f}"),
+    Column("ttft_p50_ms", "TTFT p50", "{:.0f} ms"),
+    Column("ttft_p99_ms", "p99", "{:.0f} ms"),
+)
 
 
 @contextmanager
@@ -151,23 +160,7 @@ def figures(found: Sequence[Answer], reported: Mapping[str, Any]) -> dict[str, f
     }
 
 
-def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the median of each figure over rounds."""
-    return {name: round(statistics.median(each[name] for each in rounds), 4) for name in rounds[0]}
-
-
 def print_table(result: Mapping[str, Any]) -> None:
-    """Print a Markdown row for each route."""
-    heads = ("route", "tokens found", "of the best known", "requests", "computed", "TTFT p50", "p99")
-    rows = [
-        (
-            way,
-            f"{row['found']:.2f}",
-            f"{row['of_best']:.3f}" if "of_best" in row else "",
-            *(f"{row[name]:.2f}" for name in ("sent_max_over_mean", "computed_max_over_mean")),
-            *(f"{row[name]:.0f} ms" for name in ("ttft_p50_ms", "ttft_p99_ms")),
-        )
-        for way, row in result["fleet"].items()
-    ]
-    print(markdown(heads, rows))
+    """Print a row for each route."""
+    print(table(COLUMNS, named_rows(result["fleet"])))
     print("\nrequests, and prompt tokens that were computed: the most of a replica / the mean")
