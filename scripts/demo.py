@@ -13,8 +13,7 @@ import argparse
 from pathlib import Path
 
 from benchmark import options as kinds
-from benchmark.charts import save_slots
-from benchmark.demo import NUM_SLOTS, ROWS, RUNS, print_answers, run
+from benchmark.demo import NUM_SLOTS, ROWS, RUNS, print_answers, run, save_slots
 from recipes.schema import verb
 from recipes.schema.numbers import real, whole
 

@@ -57,9 +57,9 @@ def of_a_report(_: Path) -> None:
 
 
 def of_runs(folder: Path) -> None:
-    from benchmark import charts
+    from benchmark import demo
 
-    charts.save_slots(folder / "slots.png", [(name, timeline(16), 0.0) for name in ("static", "continuous")])
+    demo.save_slots(folder / "slots.png", [(name, timeline(16), 0.0) for name in ("static", "continuous")])
 
 
 @pytest.mark.parametrize("draw", [of_a_report, of_runs])
