@@ -1,4 +1,4 @@
-"""Parse what options of benchmarks take, check that outputs can be written, and print tables of results.
+"""Parse what options of benchmarks take, check that outputs can be written, run in turns, and print results.
 
 An output is checked before a command runs, so that no run is lost for a missing folder. The parsers of text
 raise ArgumentTypeError, and those of paths OSError.
@@ -12,7 +12,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from recipes.schema.numbers import RATES_PER_S, real
 from recipes.schema.reader import load
@@ -21,6 +21,7 @@ from recipes.schema.recipe import Recipe
 PICTURES = (".png", ".svg", ".pdf")
 LAYOUTS = ("mooncake", "burstgpt", "sharegpt")
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
+T = TypeVar("T")
 rate = real(*RATES_PER_S, endless=True)  # requests a second; `inf` for all at once
 
 
@@ -183,6 +184,18 @@ def table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], absent: 
 def named_rows(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return rows that have a name, as rows whose column `name` has it."""
     return [{"name": name, **row} for name, row in rows.items()]
+
+
+def in_turns(ways: Mapping[str, Callable[[int], T]], rounds: int, warm_ups: int = 1) -> dict[str, list[T]]:
+    """Run each way once a round, with the round's number: other work on the machine then affects all alike.
+
+    Returns what each way gave by round, without the rounds that warm up, which come first.
+    """
+    given: dict[str, list[T]] = {name: [] for name in ways}
+    for number in range(warm_ups + rounds):
+        for name, way in ways.items():
+            given[name].append(way(number))
+    return {name: of_way[warm_ups:] for name, of_way in given.items()}
 
 
 def medians(rounds: Sequence[Mapping[str, float]], digits: int = 4) -> dict[str, float]:

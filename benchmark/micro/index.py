@@ -9,15 +9,14 @@ counted.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from benchmark.micro.device import StepLoad, batch_of, print_machine
-from benchmark.options import Column, recipe_of, table
+from benchmark.options import Column, in_turns, recipe_of, table
 from recipes.assembly import versions
 from recipes.assembly.engine import BuiltEngine, build
 from recipes.assembly.families import model_config
@@ -71,9 +70,14 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 def compared(engines: Sequence[BuiltEngine], options: argparse.Namespace, context: int) -> dict[str, object]:
     """Measure the decodes of both engines at one context."""
     at = StepLoad(options.rows, context)
-    steps = [partial(engine.runner.run, batch_of(engine, at)) for engine in engines]
-    turns_s = [[processor_s(step) for step in steps] for _ in range(1 + options.repeats)]
-    chosen_s, all_s = np.median(turns_s[1:], axis=0).tolist()  # the first turn warms up
+
+    def way(engine: BuiltEngine) -> Callable[[int], float]:
+        step = partial(engine.runner.run, batch_of(engine, at))
+        return lambda _: processor_s(step)
+
+    chosen, every = map(way, engines)
+    turns_s = in_turns({"chosen": chosen, "all": every}, options.repeats)
+    chosen_s, all_s = map(statistics.median, turns_s.values())
     return {
         "context": context,
         "chosen_ms": round(1e3 * chosen_s, 3),

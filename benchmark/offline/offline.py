@@ -12,14 +12,13 @@ import resource
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from benchmark.gate.gate import with_verdict
 from benchmark.options import recipe_of
 from benchmark.run_clock import RunClock
-from benchmark.run_record import Timeline, accounts, hardware, readings, summarise
+from benchmark.run_record import Result, Timeline, accounts, hardware, readings, summarise
 from benchmark.workloads.synthetic import SyntheticLoad, draw_requests, lengths
 from borders.files import check_rereadable
 from continuous_batching.engine import Engine
@@ -66,7 +65,7 @@ def check_answered(name: str, records: Sequence[Record]) -> None:
         raise ValueError(f"{name}: {len(refused)} of {len(records)} requests failed: {refused[0]}")
 
 
-def cache_figures(built: BuiltEngine) -> dict[str, object]:
+def cache_figures(built: BuiltEngine) -> Result:
     """Return what the pools hold now, and what was moved in them since the engine was built."""
     memory = built.memory
     figures = asdict(usage(built.engine.scheduler, memory.page_bytes, memory.further_page_bytes))
@@ -76,19 +75,19 @@ def cache_figures(built: BuiltEngine) -> dict[str, object]:
 
 
 def measure(
-    described: dict[str, object],
+    described: Result,
     recipe: Recipe,
     text: Text | None,
     load: Callable[[BuiltEngine], list[Job | Record]],
     num_runs: int,
-) -> dict[str, object]:
+) -> Result:
     """Return the run of median throughput, after one uncounted run, so that no figure includes a compilation.
 
     The versions and the machine are added to the figures, with what `described` says of the run.
     """
     built = build(recipe)
     engine = built.engine
-    results: list[tuple[dict[str, object], Timeline, float]] = []
+    results: list[tuple[Result, Timeline, float]] = []
     for number in range(1 + num_runs):
         jobs = load(built)
         clock = RunClock()
@@ -100,10 +99,10 @@ def measure(
         if number:
             requests = [job.request for job in jobs if isinstance(job, Job)]
             figures = summarise(engine, requests, timeline)
-            duration_s = float(str(figures["duration_s"]))
+            duration_s = figures["duration_s"]
             figures |= {"clock": passed, **accounts(engine, requests, timeline, duration_s)}
             results.append((figures, timeline, min(request.arrival_s for request in requests)))
-    results.sort(key=lambda result: float(str(result[0]["output_tokens_per_s"])))
+    results.sort(key=lambda result: result[0]["output_tokens_per_s"])
     figures, timeline, origin_s = results[num_runs // 2]
     num_pages = engine.scheduler.pool.num_pages - 1
     where = versions.describe(built.device_name)
@@ -125,7 +124,7 @@ def measure(
     return with_verdict(result)
 
 
-def run(options: argparse.Namespace) -> dict[str, object]:
+def run(options: argparse.Namespace) -> Result:
     """Serve a trace and return its figures."""
     recipe = recipe_of(options)
     text = Text.load(recipe.model.path) if recipe.model.path else None
@@ -134,7 +133,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     return measure(described, recipe, text, lambda _: load_trace(options.trace, text), options.runs)
 
 
-def _asked(options: argparse.Namespace) -> dict[str, object]:
+def _asked(options: argparse.Namespace) -> Result:
     return {"recipe": options.recipe, "overrides": list(options.overrides)}
 
 
@@ -156,7 +155,7 @@ def at_once(found: list[Job | Record]) -> list[Job | Record]:
     return found
 
 
-def run_at_once(options: argparse.Namespace) -> dict[str, object]:
+def run_at_once(options: argparse.Namespace) -> Result:
     """Serve a trace without its times, or random requests; returns figures under vLLM's names too."""
     sizes = (options.num_prompts, options.input_len, options.output_len)
     if options.trace is not None and any(sizes):
@@ -179,20 +178,20 @@ def run_at_once(options: argparse.Namespace) -> dict[str, object]:
     named = {
         "elapsed_time": result["duration_s"],
         "num_requests": result["requests"],
-        "total_num_tokens": int(str(result["prompt_tokens"])) + int(str(result["output_tokens"])),
+        "total_num_tokens": result["prompt_tokens"] + result["output_tokens"],
         "requests_per_second": result["requests_per_s"],
         "tokens_per_second": result["total_tokens_per_s"],
     }
     return with_verdict({**named, **result})
 
 
-def run_one_batch(options: argparse.Namespace) -> dict[str, object]:
+def run_one_batch(options: argparse.Namespace) -> Result:
     """Serve one batch of requests again and again."""
     recipe = recipe_of(options)
     built = build(recipe)
     engine = built.engine
     sizes = {name: getattr(options, name) for name in ("batch_size", "input_len", "output_len")}
-    runs: list[dict[str, Any]] = []
+    runs: list[Result] = []
     clock = RunClock()
     for number in range(options.num_iters_warmup + options.num_iters):
         if number == options.num_iters_warmup:
@@ -220,7 +219,7 @@ def run_one_batch(options: argparse.Namespace) -> dict[str, object]:
     )
 
 
-def batch_figures(runs: list[dict[str, Any]]) -> dict[str, object]:
+def batch_figures(runs: list[Result]) -> Result:
     """Return the latencies of the batches, and their summary."""
     latencies = [run["duration_s"] for run in runs]
     names = ("requests", "completed", "failed", "prompt_tokens", "output_tokens")

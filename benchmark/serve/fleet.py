@@ -14,12 +14,13 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import aiohttp
 import numpy as np
 
-from benchmark.options import Column, medians, named_rows, table
+from benchmark.options import Column, in_turns, medians, named_rows, table
 from benchmark.processes import ServerProcess, started
 from benchmark.serve.client import StreamedAnswer, read_stream
 
@@ -128,13 +129,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             ).url
             for number in range(options.replicas)
         ]  # fmt: skip
-        rounds: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-        for number in range(1 + options.rounds):
-            for way in WAYS:
-                with routed(urls, "--recipe", options.recipe, *options.overrides, "--route", way) as router:
-                    found = asyncio.run(serve(router.url, options, seed=2 * number + WAYS.index(way)))
-                    rounds[way].append(figures(found, asyncio.run(fleet(router.url))))
-        return {"fleet": {way: medians(each[1:]) for way, each in rounds.items()}}
+        ways = {way: partial(one_round, way, urls, options) for way in WAYS}
+        return {"fleet": {way: medians(each) for way, each in in_turns(ways, options.rounds).items()}}
+
+
+def one_round(way: str, urls: Sequence[str], options: argparse.Namespace, number: int) -> dict[str, float]:
+    """Return the figures of one round by one route, whose conversations no other round has."""
+    with routed(urls, "--recipe", options.recipe, *options.overrides, "--route", way) as router:
+        found = asyncio.run(serve(router.url, options, seed=2 * number + WAYS.index(way)))
+        return figures(found, asyncio.run(fleet(router.url)))
 
 
 def figures(found: Sequence[Answer], reported: Mapping[str, Any]) -> dict[str, float]:

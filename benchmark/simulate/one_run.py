@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmark.gate.gate import with_verdict
 from benchmark.options import Column, named_rows, recipe_of, table, verdict_line
 from benchmark.recordings.trace_events import SimulatedTrace
-from benchmark.simulate.deployment import SIMULATED, Deployment, Result, device_name, place
+from benchmark.simulate.deployment import SIMULATED, Deployment, Placement, Result, device_name, place
 from borders.files import MOST_JSON_BYTES, check_rereadable, lines_of, read_bounded, whole_file
 from continuous_batching.request import Request
 from continuous_batching.routing.routing import ROUTES, Route
@@ -31,7 +31,6 @@ from continuous_batching.routing.splitting import Split, SplitWeights
 from recipes.assembly.families import model_config
 from recipes.schema.command_line import keep_apart
 from recipes.schema.reader import read
-from recipes.schema.recipe import Recipe
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
 from simulation import trace
@@ -57,12 +56,10 @@ SERVED = (
 WANTED = ("requests_per_s", "output_tokens_per_s", "busy_share", "prompts_apart", "ttft_ms", "tpot_ms")
 
 
-def requests_of(
-    path: str, recipe: Recipe, vocab_size: int, *, skip_bad: bool
-) -> Callable[[], Iterator[Request]]:
-    """Return a function that reads the trace from its start at every call."""
-    model = recipe.model.path
-    text = Text.load(model) if model is not None else None
+def requests_of(options: argparse.Namespace, placement: Placement) -> Callable[[], Iterator[Request]]:
+    """Return a function that reads the trace that the options name from its start at every call."""
+    path, model = options.trace, placement.recipe.model.path
+    text, vocab_size = Text.load(model) if model is not None else None, placement.config.vocab_size
 
     def skip(reason: str) -> None:
         print(f"skipped {path}: {reason}", file=sys.stderr)
@@ -74,7 +71,7 @@ def requests_of(
         request = None
         lines = lines_of(path)
         try:
-            for request in trace.read(lines, vocab_size, parse, skip if skip_bad else None):
+            for request in trace.read(lines, vocab_size, parse, skip if options.skip_bad else None):
                 yield request
         except trace.BadLine as error:
             raise ValueError(f"{path}: {error}; --skip-bad leaves such lines out") from error
@@ -142,13 +139,7 @@ def run(options: argparse.Namespace) -> Result:
         raise ValueError("--timeline shows one engine or the stages of one; leave out --split")
     if options.timeline is not None:
         keep_apart(options.timeline, options.recipe, options.trace, *filter(None, [options.costs]))
-    placement = deployment.placement
-    requests = requests_of(
-        options.trace,
-        placement.recipe,
-        placement.config.vocab_size,
-        skip_bad=options.skip_bad,
-    )
+    requests = requests_of(options, deployment.placement)
     if options.timeline is None:
         figures = figures_of(deployment, requests())
     else:
@@ -174,16 +165,14 @@ def splits(whole: Deployment, split: tuple[int, int]) -> Iterator[tuple[str, Dep
 
 def compare(options: argparse.Namespace, split: tuple[int, int] | None) -> Result:
     """Return the figures of each route or split; raises ValueError for one that the gate refuses."""
-    recipe = recipe_of(options)
-    placement = place(recipe, options.device, options.tp)
+    placement = place(recipe_of(options), options.device, options.tp)
     whole = Deployment(placement, options.dp if split is None else sum(split), "prefix")
-    requests = requests_of(options.trace, recipe, placement.config.vocab_size, skip_bad=options.skip_bad)
+    requests = requests_of(options, placement)
     routes = ((route, replace(whole, route=route)) for route in ROUTES)
     rows: dict[str, Result] = {}
     for name, deployment in routes if split is None else splits(whole, split):
         found = with_verdict({"SIMULATED": SIMULATED, **figures_of(deployment, requests())})
         verdict = found["verdict"]
-        assert isinstance(verdict, dict), "a verdict is described by an object"
         if verdict["outcome"] != "pass":
             raise ValueError(f"{name} does not pass the gate: {verdict_line(verdict)}")
         wanted = (*WANTED, *(each.name for each in ROUTED if split is None))
@@ -246,17 +235,13 @@ def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
         placement.scheduler()
     except ValueError as error:
         return {**named, "meets": False, "cannot_be": str(error)}
-    requests: Iterator[Request] = requests_of(
-        options.trace, recipe, placement.config.vocab_size, skip_bad=options.skip_bad
-    )()
-    totals, own = deployment.serve(requests, None, records=False)
+    totals, own = deployment.serve(requests_of(options, placement)(), None, records=False)
     figures = deployment.figures(totals, own)
     shares = (
         totals.ttft.share_within(options.ttft_ms / 1e3),
         totals.itl.share_within(options.itl_ms / 1e3),
     )
     verdict = with_verdict(figures)["verdict"]
-    assert isinstance(verdict, dict), "a verdict is described by an object"
     meets = all(100 * each >= options.percent for each in shares) and not figures["failed"]
     return {
         **named,
