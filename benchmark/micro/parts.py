@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmark.micro.index import check_cpu
+from benchmark.micro.cpu import check_cpu
 from benchmark.offline.offline import at_once, load_trace, serve
 from benchmark.options import markdown, recipe_of
 from continuous_batching.batch import Batch

@@ -27,6 +27,7 @@ FLAGS = frozenset(
         "in-turn",
         "index",
         "json",
+        "kernels",
         "launches",
         "laws",
         "list",
