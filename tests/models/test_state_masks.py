@@ -29,7 +29,7 @@ from kv_cache.pages import Index
 from recipes.assembly.engine import BuiltEngine
 from recipes.assembly.scheduler import scheduler_from
 from tests.device_kinds import settings, stand_in_alone
-from tests.models.families import VOCABULARY, expected_logprobs, make, wide
+from tests.models.families import VOCABULARY, logprobs_behind, make, wide
 from tests.models.mtp_layers import target_beside
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.models.test_state_mtp import DRAFTS
@@ -190,7 +190,7 @@ def check(model: Any, answered: list[Request], near: float = NEAR) -> None:
     for request in answered:
         prompt, answer = request.prompt.tolist(), request.answer.tolist()
         assert len(answer) == NUM_NEW, f"request {request.id} ended with {request.finish_reason}"
-        logprobs = expected_logprobs(model, prompt + answer[:-1])[len(prompt) - 1 :]
+        logprobs = logprobs_behind(model, prompt, answer)
         for at in range(NUM_NEW if request.constraint is not None else 0):
             logprobs[at, ~torch.from_numpy(allowed(answer[:at]))] = -torch.inf
         best, taken = logprobs.max(-1).values, logprobs[np.arange(NUM_NEW), answer]
