@@ -73,7 +73,7 @@ FEW = {
     "910B": ("llama_dynamic", "llama_biased", "qwen3_layer_types", "gemma3_layer_types"),
     "310P": ("llama_biased", "qwen2_yarn"),
     "910C": (),
-    "950": ("qwen3_layer_types", "internlm3_biased"),
+    "950": ("qwen3_layer_types",),
 }
 # These run in the product's own type as well: dense, with windows, mixtures, sinks and latents; and some run
 # eagerly. A disturbed run of any has eager steps, which hold prompts, and captured ones
@@ -84,8 +84,8 @@ OWN_TYPES = {
 }
 EAGER = ("llama_biased", "deepseek_v3")
 OTHERS_ON_910B = cases(("mixtral", "glm4_moe", "gpt_oss_half", "deepseek_v3"), (*MIXTURES, *LATENTS))
-OTHERS_ON_950 = cases(("qwen3_moe_window", "mixtral", "glm4_moe", "gpt_oss_half"), tuple(MIXTURES))
-ON_910 = ("llama_dynamic", "gemma3_layer_types", "mixtral")
+OTHERS_ON_950 = cases(("mixtral", "gpt_oss_half"), tuple(MIXTURES))
+ON_910 = ("gemma3_layer_types", "mixtral")
 WITH_WINDOWS = ("mistral_window", "qwen2_layer_types", "qwen3_layer_types", "gemma3_layer_types")
 QUICK = {  # the two whose contracts are least like a 910B's
     "310P": "llama_biased",

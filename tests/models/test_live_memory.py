@@ -106,12 +106,19 @@ ON_NPU: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
         GRAPHS | {"model.dtype": "bfloat16"},
     ),
 }
+QUICK = ("cpu-tied", "cpu-experts", "cpu-w8a8", "cpu-w4a16", "cpu-mtp", "npu-w8a8")
 CASES = [
-    *(pytest.param(name, "cpu", id=f"cpu-{name}") for name in ON_CPU),
-    *(
-        pytest.param(name, "npu", id=f"npu-{name}", marks=[pytest.mark.npu, stand_in_alone])
-        for name in ON_NPU
-    ),
+    pytest.param(
+        name,
+        kind,
+        id=f"{kind}-{name}",
+        marks=[
+            *([pytest.mark.npu, stand_in_alone] if kind == "npu" else []),
+            *([] if f"{kind}-{name}" in QUICK else [pytest.mark.slow]),
+        ],
+    )
+    for kind, names in (("cpu", ON_CPU), ("npu", ON_NPU))
+    for name in names
 ]
 
 

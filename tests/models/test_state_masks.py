@@ -38,6 +38,7 @@ from tests.patience import PATIENCE_S
 
 VARIANTS = {each.name: each for each in RECURRENT_VARIANTS}
 NGRAM = {"speculation.kind": "ngram", "speculation.adaptive": "fixed", "speculation.max_tokens": 3}
+SWAPPED = WAYS["swapped"] | WAYS["overlapped"] | {"cache.num_pages": 22}
 TOKENS = np.arange(VOCABULARY)
 Case = tuple[Any, Path]
 
@@ -227,8 +228,8 @@ def check_slow(model: Any, path: Path, changes: dict[str, Any], recording: Path)
     ("name", "changes"),
     [
         ("qwen3_5", {}),
-        ("qwen3_next", NGRAM),
-        ("kimi_linear", WAYS["swapped"] | WAYS["overlapped"] | {"cache.num_pages": 22}),
+        pytest.param("qwen3_next", NGRAM, marks=pytest.mark.slow),
+        pytest.param("kimi_linear", SWAPPED, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_quick_masks(
@@ -241,6 +242,7 @@ def test_tokens_are_those_of_quick_masks(
     assert counters.preemptions or "cache.host_gib" not in changes
 
 
+@pytest.mark.slow
 def test_a_layer_guesses_beside_them(tmp_path: Path) -> None:
     model, path = target_beside("qwen3_5", tmp_path)
     one = check_slow(model, path, DRAFTS, tmp_path / "recording")

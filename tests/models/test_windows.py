@@ -54,6 +54,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "draft model": {"speculation.kind": "draft", "speculation.max_tokens": 3},
 }
 # Each way on one of the checkpoints: the pages of a window are the scheduler's, whatever the family
+QUICK = ("preempted", "swapped", "overlapped", "n-gram drafts")
 CELLS = cases([*zip(cycle(NAMES), WAYS)], [*product(NAMES, WAYS)])
 
 
@@ -125,7 +126,10 @@ def check(model: Any, answered: list[Request]) -> None:
         assert answer == logprobs.argmax(-1).tolist(), f"request {request.id}"
 
 
-@pytest.mark.parametrize(("name", "way"), CELLS)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [pytest.param(*each, marks=[] if each[1] in QUICK else pytest.mark.slow) for each in CELLS],
+)
 def test_tokens_are_those_of_transformers_with_exactly_the_pages_of_the_plan(
     name: str, way: str, checkpoint: Callable[[str], tuple[Any, Path]]
 ) -> None:
