@@ -65,7 +65,9 @@ def check(
         (LLAMA, 4, {"draft_vocab": 120}, {}),
         pytest.param(LLAMA, 20, {"gain": 1.0}, OVERLAP, marks=pytest.mark.slow),  # more than a page of 16
         pytest.param(QWEN3, 1, {"owns_embedding": True, "head_dim": 20}, SMALL_PAGES, marks=pytest.mark.slow),
-        (QWEN3, 3, {"norm_before_residual": True, "sharpness": 0.3}, OVERLAP),
+        pytest.param(
+            *(QWEN3, 3, {"norm_before_residual": True, "sharpness": 0.3}, OVERLAP), marks=pytest.mark.slow
+        ),
     ],
     ids=["small vocabulary", "many", "one", "normed"],
 )

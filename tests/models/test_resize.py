@@ -94,6 +94,7 @@ def test_nor_in_plain_torch_there(undisturbed: list[list[int]], pair: Pair) -> N
     disturbed(pair[0], PAGE_SIZE, undisturbed, 0, "fewest_lost", "device.attention=reference")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", on_each("fused")[1:])
 def test_capturing_anew_writes_no_page_however_many_rows_a_step_has(
     undisturbed: list[list[int]], pair: Pair

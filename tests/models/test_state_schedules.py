@@ -188,7 +188,11 @@ class Oracle(Proposer):
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [("qwen3_5", "swapped"), ("kimi_linear", "states of the slots alone")]
+    ("name", "way"),
+    [
+        ("qwen3_5", "swapped"),
+        pytest.param("kimi_linear", "states of the slots alone", marks=pytest.mark.slow),
+    ],
 )
 def test_drafts_change_no_token(name: str, way: str, case_named: Callable[[str], Case]) -> None:
     """Drafts that are accepted are taken in by the next step, those that are refused by none."""
