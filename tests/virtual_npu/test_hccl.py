@@ -63,7 +63,6 @@ def test_every_collective_does_what_torch_says(tmp_path: Path, size: int) -> Non
     assert left_behind() <= before
 
 
-@pytest.mark.slow
 def test_ranks_that_disagree_or_are_killed_are_named_at_once(tmp_path: Path) -> None:
     before = left_behind()
     (one, _), (other, status) = ranks(tmp_path, 2, "wrong")
