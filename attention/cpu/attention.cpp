@@ -42,13 +42,15 @@ constexpr int MOST_HEADS = 8;
 #endif
 constexpr Kind KIND = static_cast<Kind>(PAGES);
 typedef Stored<KIND>::Item Item;
-typedef std::conditional<KIND == INT8, float, Item>::type NewItem;  // int8 pages are written from float32
-constexpr long SCALES = KIND == INT8 ? sizeof(float) : 0;           // items of a token's scale
+constexpr Kind NEW_KIND = KIND == INT8 ? FLOAT32 : KIND;
+typedef Stored<NEW_KIND>::Item NewItem;  // of queries, outputs and what is written: pages of int8 take float32
+constexpr long SCALES = KIND == INT8 ? sizeof(float) : 0;  // items of a token's scale
 constexpr long PART = 512;      // tokens of a part at most: their scores stay in the first cache
 constexpr long STRETCH = 64;    // tokens of a prompt that are laid aside at a time: a multiple of every tile
 constexpr long BLOCK = 64;      // rows, of queries and heads, that read a prompt's tiles together
 constexpr long ROOM = 1 << 23;  // numbers that rows' parts take at a time: 32 MiB
 constexpr long LINE = 64;       // bytes that a prefetch brings
+constexpr long FEW_TOKENS = 32;  // one thread writes them as soon as several do
 constexpr float LEAST = -std::numeric_limits<float>::infinity();
 
 inline long thread_number() {
@@ -77,12 +79,12 @@ struct Pages {
 };
 
 struct Step : Pages {
-    const float* query;               // [R, H, D]
+    const NewItem* query;             // [R, H, D]
     const int64_t *address, *of_row;  // [J], and [R, M]: each row's tiles among these, in the order of their tokens
     const int32_t *low, *high;        // [J]: the first token of a tile that is seen, and one past the last
     const uint8_t* is_tile;           // [R, M]
     const int64_t* first_tile;        // [R]: the number, in its request, of a row's first tile
-    float* output;                    // [R, H, D]
+    NewItem* output;                  // [R, H, D]
     float* sums;                      // [R, H]: logarithms of the sums of exponents of scores; null if not asked for
     long rows, most_tiles;
 };
@@ -240,8 +242,8 @@ void weighed(const Pages& of, const Number* weights, long stride, const Vectors&
 inline Number* weights_of(float* scores) { return reinterpret_cast<Number*>(scores); }
 
 // A query, as it is multiplied by keys.
-inline void narrow_query(const float* query, long dim, Number* narrow) {
-    for (long d = 0; d < dim; d += LANES) Terms<KIND>::narrow(narrow, d, load(query + d));
+inline void narrow_query(const NewItem* query, long dim, Number* narrow) {
+    for (long d = 0; d < dim; d += LANES) Terms<KIND>::narrow(narrow, d, Stored<NEW_KIND>::widen(query + d));
 }
 
 // The weights of one head's scores of `count` tokens, which come in their place, as they are multiplied; returns their
@@ -384,8 +386,8 @@ inline void join(Read& read, float peak, float total, const float* sums, long di
     for (long d = 0; d < dim; d++) read.output[d] = read.output[d] * before + sums[d] * now;
 }
 
-inline void finish(const Read& read, long dim) {
-    for (long d = 0; d < dim; d++) read.output[d] /= read.total;
+inline void finish(const Read& read, long dim, NewItem* output) {
+    for (long d = 0; d < dim; d += LANES) Stored<NEW_KIND>::narrow(output + d, load(read.output + d) / read.total);
 }
 
 // A part has so many tiles, and the longest row at most so many parts, since its first may lack tiles.
@@ -424,13 +426,13 @@ void attended(const Step& of, float* room, float* all_scores, int num_threads) {
             const long own_parts = (of.first_tile[row] % tiles + count + tiles - 1) / tiles;
             for (long g = 0; g < group; g++) {
                 const long head = unit % of.kv_heads * group + g;
-                Read read = begun(of.sinks[head], of.output + (row * of.heads + head) * of.dim, of.dim);
+                Read read = begun(of.sinks[head], scores, of.dim);
                 for (long p = 0; p < own_parts; p++) {
                     const long plane = at + p * group + g;
                     join(read, peaks[plane], totals[plane], sums + plane * of.dim, of.dim);
                 }
                 if (of.sums) of.sums[row * of.heads + head] = read.top + std::log(read.total);
-                finish(read, of.dim);
+                finish(read, of.dim, of.output + (row * of.heads + head) * of.dim);
             }
         }
     }
@@ -459,11 +461,11 @@ bool attended_in_turn(const Step& of, int num_threads) {
 }
 
 struct Prompts : Pages {
-    const float* query;      // [T, H, D]
+    const NewItem* query;    // [T, H, D]
     const int64_t* address;  // of the tiles of all spans
     const int64_t* spans;    // [S, 4]: first row of the query, first position, one past the last, and the place among the
                              // addresses at which tile 0 of the request would stand
-    float* output;           // [T, H, D]
+    NewItem* output;         // [T, H, D]
     long num_spans, window, first_key;  // a window of 0 is none
 };
 
@@ -645,10 +647,9 @@ void read_block(const Block& block, const Room& room, Read* reads, long first_ro
         begin = stop;
     }
     for (long row = 0; row < (block.last - block.first + 1) * block.group; row++) {
-        finish(reads[row], of.dim);
         const long head = block.kv_head * block.group + row % block.group;
         const long at = ((first_row + row / block.group) * of.heads + head) * of.dim;
-        std::copy(reads[row].output, reads[row].output + of.dim, of.output + at);
+        finish(reads[row], of.dim, of.output + at);
     }
 }
 
@@ -720,22 +721,24 @@ void written(const New* x, Item* head, const Pages& of, long first, long run, lo
 extern "C" {
 
 // Single queries, and where `sums` is given, those of their weights; returns whether there was memory for it.
-bool decode(const Pages* pages, const float* query, const int64_t* address, const int64_t* of_row, const int32_t* low,
-            const int32_t* high, const uint8_t* is_tile, const int64_t* first_tile, float* output, float* sums,
+bool decode(const Pages* pages, const void* query, const int64_t* address, const int64_t* of_row, const int32_t* low,
+            const int32_t* high, const uint8_t* is_tile, const int64_t* first_tile, void* output, float* sums,
             long rows, long most_tiles, int num_threads) {
     Step of;
     static_cast<Pages&>(of) = *pages;
-    of.query = query, of.address = address, of.of_row = of_row, of.low = low, of.high = high, of.is_tile = is_tile;
-    of.first_tile = first_tile, of.output = output, of.sums = sums, of.rows = rows, of.most_tiles = most_tiles;
+    of.query = static_cast<const NewItem*>(query), of.output = static_cast<NewItem*>(output);
+    of.address = address, of.of_row = of_row, of.low = low, of.high = high, of.is_tile = is_tile;
+    of.first_tile = first_tile, of.sums = sums, of.rows = rows, of.most_tiles = most_tiles;
     return attended_in_turn(of, num_threads);
 }
 
 // Spans of prompts, whose own keys and values are in the pages already; returns whether there was memory for it.
-bool extend(const Pages* pages, const float* query, const int64_t* address, const int64_t* spans, float* output,
+bool extend(const Pages* pages, const void* query, const int64_t* address, const int64_t* spans, void* output,
             long num_spans, long window, long first_key, int num_threads) {
     Prompts of;
     static_cast<Pages&>(of) = *pages;
-    of.query = query, of.address = address, of.spans = spans, of.output = output;
+    of.query = static_cast<const NewItem*>(query), of.output = static_cast<NewItem*>(output);
+    of.address = address, of.spans = spans;
     of.num_spans = num_spans, of.window = window, of.first_key = first_key;
     return prompts_read(of, num_threads);
 }
@@ -743,9 +746,10 @@ bool extend(const Pages* pages, const float* query, const int64_t* address, cons
 // key and value [T, K, D] are of the pages' type, or float32 where that is int8, and rows lie as far apart as their
 // strides say; places [T] are those of tokens in the cache, counted over all pages.
 void write(const Pages* pages, const void* key, const void* value, const int64_t* places, long num_tokens,
-           long key_stride, long value_stride, bool in_units) {
+           long key_stride, long value_stride, bool in_units, int num_threads) {
     const Pages& of = *pages;
     const auto *keys = static_cast<const NewItem*>(key), *values = static_cast<const NewItem*>(value);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens > FEW_TOKENS)
     for (long t = 0; t < num_tokens; t++) {
         const long address = places[t] / of.tile, token = places[t] % of.tile;
         for (long k = 0; k < of.kv_heads; k++) {

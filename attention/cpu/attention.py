@@ -274,7 +274,9 @@ class CpuAttention(Attention):
         assert metadata.num_decodes == len(query), "a row that is joined from parts is a span of its own"
         sums = torch.empty(query.shape[:2])
         tiles = metadata.tiles[self.shape.windows[layer]]
-        output = self._compiled.decode(query.float(), layer_keys, layer_values, None, tiles, sums)
+        rows = self._as_read(query)
+        output = torch.empty_like(rows)
+        self._compiled.decode(rows, layer_keys, layer_values, None, tiles, output, sums)
         return output.to(query.dtype), sums
 
     def _read(
@@ -288,18 +290,23 @@ class CpuAttention(Attention):
         window: int | None,
     ) -> Tensor:
         """Compute `attend` in C++."""
-        wide, prompts = query.float(), metadata.compiled_prompts.get(window)
-        decoded = None
+        rows, prompts = self._as_read(query), metadata.compiled_prompts.get(window)
+        output = torch.empty_like(rows)
         if metadata.num_decodes:
-            decoded = compiled.decode(wide[metadata.decodes], keys, values, sinks, metadata.tiles[window])
-            if len(decoded) == len(query):
-                return decoded.to(query.dtype)
-        output = torch.empty(query.shape)
-        if decoded is not None:
-            output[metadata.decodes] = decoded
+            of_decodes, tiles = metadata.decodes, metadata.tiles[window]
+            if isinstance(of_decodes, slice):
+                compiled.decode(rows[of_decodes], keys, values, sinks, tiles, output[of_decodes])
+            else:
+                decoded = torch.empty_like(output[of_decodes])
+                compiled.decode(rows[of_decodes], keys, values, sinks, tiles, decoded)
+                output[of_decodes] = decoded
         if prompts is not None:
-            compiled.extend(wide, keys, values, sinks, prompts, output)
+            compiled.extend(rows, keys, values, sinks, prompts, output)
         return output.to(query.dtype)
+
+    def _as_read(self, query: Tensor) -> Tensor:
+        """Return queries [T, H, D] in the type of the pages, or in float32 where that is int8."""
+        return (query.float() if self.shape.int8_pages else query.to(self.shape.dtype)).contiguous()
 
     def _attend_whole(self, query: Tensor, fresh: Sequence[Tensor], tokens: slice) -> Tensor:
         """Attend within a prompt whose queries [T, H, D] see all `fresh` keys and values up to their own.

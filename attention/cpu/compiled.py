@@ -61,7 +61,7 @@ class CompiledAttention:
         self._decode, self._extend, self._write = library.decode, library.extend, library.write
         self._decode.argtypes = [pointer] * 10 + [integer] * 2 + [ctypes.c_int]
         self._extend.argtypes = [pointer] * 5 + [integer] * 3 + [ctypes.c_int]
-        self._write.argtypes = [pointer] * 4 + [integer] * 3 + [ctypes.c_bool]
+        self._write.argtypes = [pointer] * 4 + [integer] * 3 + [ctypes.c_bool, ctypes.c_int]
         self._decode.restype = self._extend.restype = ctypes.c_bool
         self._write.restype = None
         self.shape, self.lying = shape, lying
@@ -83,15 +83,15 @@ class CompiledAttention:
         values: Tensor,
         sinks: Tensor | None,
         tiles: DecodeTiles,
+        output: Tensor,
         sums: Tensor | None = None,
-    ) -> Tensor:
-        """Return what float32 queries [R, H, D] read of the layer's pages, each of its row's tiles.
+    ) -> None:
+        """Write to `output` [R, H, D] what queries [R, H, D] read of a layer's pages, each its row's tiles.
 
-        `sinks` [H] is float32, and None where there are none. The logarithms of the sums of exponents of
-        their scores are written to `sums` [R, H], if it is given. Raises MemoryError.
+        Queries and outputs are of the pages' type, or float32 where that is int8. `sinks` [H] is float32,
+        and None where there are none. The logarithms of the sums of exponents of their scores are written to
+        `sums` [R, H], if it is given. Raises MemoryError.
         """
-        query = query.contiguous()
-        output = torch.empty_like(query)
         planned = (tiles.address, tiles.of_row, tiles.low, tiles.high, tiles.is_tile, tiles.first_tile)
         has_memory = self._decode(
             ctypes.byref(self._pages(keys, values, sinks)),
@@ -101,7 +101,6 @@ class CompiledAttention:
         )
         if not has_memory:
             raise MemoryError("there is no memory for the parts of the attention of a step")
-        return output
 
     def extend(
         self,
@@ -112,11 +111,10 @@ class CompiledAttention:
         tiles: PromptTiles,
         output: Tensor,
     ) -> None:
-        """Write what the float32 queries [T, H, D] of spans read to their rows of `output` [T, H, D].
+        """Write what the queries [T, H, D] of spans read to their rows of `output` [T, H, D]; see `decode`.
 
         The spans' own keys and values are in the pages. Raises MemoryError.
         """
-        query = query.contiguous()
         has_memory = self._extend(
             ctypes.byref(self._pages(keys, values, sinks)),
             *(each.data_ptr() for each in (query, tiles.address, tiles.spans, output)),
@@ -144,7 +142,7 @@ class CompiledAttention:
         self._write(
             ctypes.byref(self._pages(keys, values)),
             *(each.data_ptr() for each in (key, value, places)),
-            *(len(places), key.stride(0), value.stride(0), in_units),
+            *(len(places), key.stride(0), value.stride(0), in_units, torch.get_num_threads()),
         )
 
 

@@ -188,17 +188,61 @@ constexpr long k_block() {
     return BLOCK / (Panel<KIND>::WORDS * sizeof(typename Panel<KIND>::Item));
 }
 
+// The numbers at DISTANCE lanes of two rows of a square: the second half of `a`'s is exchanged for the first of `b`'s.
+template <int DISTANCE>
+inline void exchange(Bits& a, Bits& b) {
+    Ints of_a, of_b;
+#pragma GCC unroll 16
+    for (int lane = 0; lane < LANES; lane++) {
+        of_a[lane] = lane & DISTANCE ? LANES + lane - DISTANCE : lane;
+        of_b[lane] = lane & DISTANCE ? LANES + lane : lane + DISTANCE;
+    }
+    const Bits first = __builtin_shuffle(a, b, of_a);
+    b = __builtin_shuffle(a, b, of_b);
+    a = first;
+}
+
+// Turn a square of LANES vectors: number j of vector i becomes number i of vector j.
+template <int DISTANCE = 1>
+inline void turn_square(Bits* square) {
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+        if (!(i & DISTANCE)) exchange<DISTANCE>(square[i], square[i + DISTANCE]);
+    if constexpr (DISTANCE < LANES / 2) turn_square<2 * DISTANCE>(square);
+}
+
+// Write `rows` rows of `num` numbers, which lie `stride` apart, number by number: [k, row]. Vectors are stored whole: what
+// is too much is overwritten by the next number or tile, and lies in a vector's room behind the last.
+void turn_tile(const uint32_t* x, long stride, long rows, long num, uint32_t* to) {
+    constexpr int SQUARES = (ROWS + LANES - 1) / LANES;
+    long k = 0;
+    for (; k + LANES <= num; k += LANES) {
+        Bits squares[SQUARES][LANES] = {};
+#pragma GCC unroll 16
+        for (int r = 0; r < SQUARES * LANES; r++)
+            if (r < ROWS && r < rows) squares[r / LANES][r % LANES] = *reinterpret_cast<const Bits*>(x + r * stride + k);
+#pragma GCC unroll 2
+        for (int s = 0; s < SQUARES; s++) turn_square(squares[s]);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            for (int s = 0; s < SQUARES; s++)
+                if (s * LANES < rows) *reinterpret_cast<Bits*>(to + (k + i) * rows + s * LANES) = squares[s][i];
+    }
+    for (; k < num; k++)
+        for (long r = 0; r < rows; r++) to[k * rows + r] = x[r * stride + k];
+}
+
 // Write rows m0 .. m0 + mc of x in the order in which tiles read them: [block of k, tile, k, row of the tile].
 template <int KIND, typename Number>
 void turn(const Product& of, long m0, long mc, long tiles, Number* turned) {
+    static_assert(sizeof(Number) == sizeof(uint32_t));
     for (long k0 = 0; k0 < of.num_inputs; k0 += k_block<KIND>()) {
         const long kc = std::min(k_block<KIND>(), of.num_inputs - k0);
         for (long t = 0; t < tiles; t++) {
             const long from = part(mc, tiles, t), rows = part(mc, tiles, t + 1) - from;
             const Number* x = static_cast<const Number*>(of.x) + (m0 + from) * of.x_stride + k0;
-            Number* to = turned + k0 * mc + from * kc;
-            for (long k = 0; k < kc; k++)
-                for (long r = 0; r < rows; r++) to[k * rows + r] = x[r * of.x_stride + k];
+            turn_tile(reinterpret_cast<const uint32_t*>(x), of.x_stride, rows, kc,
+                      reinterpret_cast<uint32_t*>(turned + k0 * mc + from * kc));
         }
     }
 }
@@ -211,7 +255,7 @@ bool many_rows(const Product& of, long first, long last) {
     typedef Panel<KIND> Stored;
     const auto* all = static_cast<const typename Stored::Item*>(of.panels);
     const long most_rows = std::min(M_BLOCK, of.num_rows), group = std::max(1L, SUMS / (most_rows * NR));
-    auto* turned = room_for<typename Stored::Number>(most_rows * of.num_inputs);
+    auto* turned = room_for<typename Stored::Number>(most_rows * of.num_inputs + LANES);
     float* sums = room_for<float>(std::min(group, last - first) * most_rows * NR);
     const bool has_memory = turned && sums;
     for (long m0 = 0; has_memory && m0 < of.num_rows; m0 += M_BLOCK) {

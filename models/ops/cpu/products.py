@@ -78,11 +78,12 @@ class Products:
         rows = x.bfloat16() if is_paired else x.float()
         if rows.stride(-1) != 1 or (is_paired and rows.stride(0) % 2):
             rows = rows.contiguous()
-        y = torch.empty(len(rows), panels.num_outputs, dtype=rows.dtype)
+        num_rows = rows.shape[0]  # len() of a tensor takes ten times as long
+        y = torch.empty(num_rows, panels.num_outputs, dtype=rows.dtype)
         has_memory = self._multiply(
             *(rows.data_ptr(), rows.stride(0), panels.numbers.data_ptr()),
             None if panels.bias is None else panels.bias.data_ptr(),
-            *(y.data_ptr(), panels.num_outputs, len(rows), panels.num_outputs, panels.num_inputs),
+            *(y.data_ptr(), panels.num_outputs, num_rows, panels.num_outputs, panels.num_inputs),
             *(panels.kind, torch.get_num_threads()),
         )
         if not has_memory:

@@ -64,12 +64,13 @@ void normed(const void* x_, const void* residual_, const void* weight_, void* y_
 // x [T, H, D] with strides of rows and heads is turned by cos and sin [T, D], whose halves are equal, to y [T, H, D].
 template <Kind KIND>
 void turned(const void* x_, const void* cos_, const void* sin_, void* y_, long rows, long heads, long dim,
-            long row_stride, long head_stride) {
+            long row_stride, long head_stride, int num_threads) {
     typedef typename Stored<KIND>::Item Item;
     const Item *x = static_cast<const Item*>(x_), *cos = static_cast<const Item*>(cos_);
     const Item* sin = static_cast<const Item*>(sin_);
     Item* y = static_cast<Item*>(y_);
     const long half = dim / 2;
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows * heads * dim > SMALL)
     for (long r = 0; r < rows; r++)
         for (long h = 0; h < heads; h++) {
             const Item* from = x + r * row_stride + h * head_stride;
@@ -245,9 +246,9 @@ void gated_norm(const void* x, const void* gate, const void* weight, void* y, lo
 }
 
 void rotate(const void* x, const void* cos, const void* sin, void* y, long rows, long heads, long dim, long row_stride,
-            long head_stride, int kind) {
+            long head_stride, int kind, int num_threads) {
     auto* of_kind = kind == FLOAT32 ? turned<FLOAT32> : kind == BFLOAT16 ? turned<BFLOAT16> : turned<FLOAT16>;
-    of_kind(x, cos, sin, y, rows, heads, dim, row_stride, head_stride);
+    of_kind(x, cos, sin, y, rows, heads, dim, row_stride, head_stride, num_threads);
 }
 
 // y [M, I] = gate(x[:, :I]) * x[:, I:]

@@ -30,7 +30,7 @@ class Rowwise:
         self._norm, self._rotate, self._gate = library.norm, library.rotate, library.gate
         self._choose, self._gated_norm = library.choose, library.gated_norm
         self._norm.argtypes = [pointer] * 5 + [integer] * 2 + [real, number, number]
-        self._rotate.argtypes = [pointer] * 4 + [integer] * 5 + [number]
+        self._rotate.argtypes = [pointer] * 4 + [integer] * 5 + [number, number]
         self._gate.argtypes = [number, pointer, pointer, integer, integer, real, real, number, number]
         self._choose.argtypes = [pointer, integer, pointer, pointer, integer, integer, number, number]
         self._gated_norm.argtypes = [*[pointer] * 4, *[integer] * 4, real, ctypes.c_bool, number, number]
@@ -97,7 +97,7 @@ class Rowwise:
         y = torch.empty(x.shape, dtype=x.dtype)
         self._rotate(
             *(each.data_ptr() for each in (x, cos, sin, y)),
-            *(*x.shape, x.stride(0), x.stride(1), KINDS[x.dtype]),
+            *(*x.shape, x.stride(0), x.stride(1), KINDS[x.dtype], torch.get_num_threads()),
         )
         return y
 
