@@ -65,6 +65,7 @@ WITH_MTP = (
 MOST_DRAFTS = 7
 MOST_UNKNOWN = 20  # fields that one message lists
 GPTQ_FILE, AWQ_FILE = "quantize_config.json", "quant_config.json"
+MODELOPT_FILE = "hf_quant_config.json"
 FAMILIES = {
     "deepseek_v2": deepseek.v2,
     "deepseek_v3": deepseek.v3,
@@ -520,10 +521,15 @@ def read(path: str | Path) -> dict[str, Any]:
 def _quantized_apart(path: Path, hf: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """Return the name of the file that alone describes a quantization, and what it says, or None.
 
-    AutoGPTQ writes quantize_config.json and older versions of AutoAWQ quant_config.json; neither adds to
-    config.json, as transformers does. Such a file says nothing beside weights that are not packed.
+    AutoGPTQ writes quantize_config.json, older versions of AutoAWQ quant_config.json and NVIDIA's Model
+    Optimizer hf_quant_config.json; none adds to config.json, as transformers does. Such a file says nothing
+    beside weights that are not packed.
     """
-    if hf.get(KEY) or not (is_there(path / GPTQ_FILE) or is_there(path / AWQ_FILE)):
+    if hf.get(KEY):
+        return None
+    if is_there(path / MODELOPT_FILE) and any(each.endswith("_scale") for each in tensor_names(path)):
+        return MODELOPT_FILE, {"quant_method": "modelopt"}
+    if not (is_there(path / GPTQ_FILE) or is_there(path / AWQ_FILE)):
         return None
     if any(path.glob("*.safetensors")) and not any(each.endswith(".qweight") for each in tensor_names(path)):
         return None

@@ -263,6 +263,14 @@ def _check_alone(environment: Environment) -> None:
             " neither torchrun (TORCHELASTIC_RUN_ID), nor an AscendJob (LOCAL_RANK={0,...}), nor SLURM",
             "name the machines by parallel.nodes, or unset WORLD_SIZE",
         )
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # which mpirun and its kin set
+        if (number := environment.get(name, "1")) not in ("", "1"):
+            raise RecipeError(
+                (),
+                f"{name} is {abbreviate(number)}: MPI has started other processes, and they would not know"
+                " of each other",
+                f"start one on each machine and name the machines by parallel.nodes, or unset {name}",
+            )
 
 
 def _checked(cluster: Cluster) -> Cluster:
@@ -283,7 +291,8 @@ def _address(environment: Environment, name: str) -> str:
         raise RecipeError((), f"{name} is {'not set' if address is None else repr(address)}", fix)
     if re.search(r"[\s/,]", address) or re.fullmatch(r"[^:]*:\d*", address):
         raise RecipeError((), f"{name} is {abbreviate(address)}", fix)
-    return address
+    in_brackets = re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\]", address)  # as URLs have addresses of IPv6
+    return in_brackets[1] if in_brackets else address
 
 
 def _leader_port(environment: Environment) -> int:

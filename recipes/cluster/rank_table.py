@@ -91,6 +91,10 @@ def _server(path: Path, number: int, server: object) -> RankServer:
     if not isinstance(devices, list) or not devices:
         raise refused(path, f"{field}.device", devices, "it must list the server's NPUs")
     ranks = []
+    known = [str(each["device_id"]) for each in devices if isinstance(each, dict) and "device_id" in each]
+    npu, times = Counter(known).most_common(1)[0] if known else ("", 1)
+    if times > 1:
+        raise refused(path, f"{field}.device", f"device_id {npu}", f"{times} ranks would take this NPU")
     for at, device in enumerate(devices):
         given = device.get("rank_id") if isinstance(device, dict) else None
         rank = _RANKS.parse(given) if isinstance(given, str) else _RANKS.read(given)

@@ -221,7 +221,7 @@ class ResponsesBody(SamplingBody):
             if name not in (_LOGPROBS, _THOUGHTS):
                 problem = f'include[{index}] is "{whole(name[:60])}", which no answer here has'
                 raise refused("include", f"{problem}: leave it out")
-        if self.top_logprobs is not None and _LOGPROBS not in (self.include or ()):
+        if self.top_logprobs and _LOGPROBS not in (self.include or ()):
             raise refused("top_logprobs", f'top_logprobs needs "{_LOGPROBS}" in include')
         return self
 

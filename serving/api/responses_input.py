@@ -21,8 +21,8 @@ _KNOWN = {
     "function_call_output": {"call_id", "output"},
     "reasoning": {"summary", "content", "encrypted_content"},
 }
-_PARTS = {"input_text", "output_text"}
-_OF_PARTS = {"type", "text", "annotations", "logprobs", "parsed"}
+_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # and where their texts are
+_OF_PARTS = {"type", "text", "refusal", "annotations", "logprobs", "parsed"}
 _VERBOSITIES = (None, "low", "medium", "high")
 
 
@@ -164,9 +164,11 @@ def _text(place: str, content: object) -> Any:
     parts = []
     for index, part in enumerate(content):
         at = f"{place}[{index}]"
-        if not isinstance(part, Mapping) or part.get("type") not in _PARTS:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in _PARTS:
             raise wrong("input", at, part, '{"type": "input_text" or "output_text", "text": ...}')
         given = {name: each for name, each in part.items() if each is not None}
         check_names("input", at, given, _OF_PARTS)
-        parts.append({"type": "text", "text": string_at("input", f"{at}.text", part.get("text"))})
+        name = _PARTS[kind]
+        parts.append({"type": "text", "text": string_at("input", f"{at}.{name}", part.get(name))})
     return parts

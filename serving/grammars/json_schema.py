@@ -84,6 +84,19 @@ class Prepared:
     notes: tuple[str, ...]
 
 
+# Patterns with look-around that zod 4 writes of email() and iso.duration(), and the same texts without it
+_CLOCK = r"T(?:\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S)"
+_PLAINLY = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]"
+        r"@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    ),
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        rf"^P(?:\d+W|(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)(?:{_CLOCK})?|{_CLOCK})$"
+    ),
+}
+
+
 def prepared(schema: object, field: str, *, strict: bool = False) -> Prepared:
     """Return a schema for the matcher; `field` is the request's field, which a refusal names.
 
@@ -222,7 +235,7 @@ class _Preparation:
                 made |= {} if isinstance(leads_to, bool) else {keyword: f"#/$defs/{name}"}
             elif self._is_enforced(keyword, value, at):
                 self._value(keyword, value, at)
-                made[keyword] = value
+                made[keyword] = _PLAINLY.get(value, value) if keyword == "pattern" else value
         if _may_repeat_names(schema):
             problem = "is above 1 beside properties of any name, which could then come twice"
             fix = "set additionalProperties to false, or list required properties"

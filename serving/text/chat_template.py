@@ -29,13 +29,16 @@ from serving.text.template_bounds import BoundedEnvironment, TooMuch
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MOST_CALLS = 128  # most calls in one message
-# LiteLLM keeps what else an answer said in this field and sends it back; it asks for nothing.
-_UNREAD = "provider_specific_fields"
+# LiteLLM keeps what else an answer said in the first and sends it back; the second marks where a service of
+# Anthropic's keeps a prompt. Neither asks for anything here.
+_UNREAD = ("provider_specific_fields", "cache_control")
+# The same thoughts once more, in the blocks in which LiteLLM and OpenRouter have them
+_THOUGHTS_AGAIN = ("thinking_blocks", "reasoning_details")
+_PLAIN = {"role", "content", "name", "id", "cache_control"}
 _KNOWN = {
-    "assistant": {"role", "content", "name", "tool_calls", *THOUGHTS, "id", _UNREAD},
-    "tool": {"role", "content", "name", "tool_call_id", "id"},
+    "assistant": _PLAIN | {"tool_calls", "refusal", *THOUGHTS, *_UNREAD},
+    "tool": _PLAIN | {"tool_call_id"},
 }
-_PLAIN = {"role", "content", "name", "id"}
 
 Message = dict[str, Any]
 
@@ -57,6 +60,8 @@ def _check_message(place: str, message: object, text_arguments: bool) -> Message
         raise _wrong(place, 'must be an object {"role": ..., "content": ...}')
     given = {key: value for key, value in message.items() if value is not None and value != []}
     role = given.get("role")
+    if any(name in given for name in THOUGHTS):
+        given = {key: value for key, value in given.items() if key not in _THOUGHTS_AGAIN}
     known = _KNOWN.get(role, _PLAIN) if isinstance(role, str) else _PLAIN
     unknown = sorted(given.keys() - known)
     if unknown:
@@ -66,6 +71,8 @@ def _check_message(place: str, message: object, text_arguments: bool) -> Message
         raise _wrong(f"{place}.role", f"must be one of {', '.join(ROLES)}")
     calls = given.get("tool_calls")
     content = message.get("content")
+    if content is None:  # a refusal is all that its message says, and a tool may return nothing
+        content = given.get("refusal", "" if role in ("tool", "function") else None)
     checked: Message = {"role": "tool" if role == "function" else role}
     if content is not None or role != "assistant":
         checked["content"] = _check_content(f"{place}.content", content)
@@ -91,7 +98,7 @@ def _call(place: str, call: object, text_arguments: bool) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         raise _wrong(place, 'must be {"id": ..., "type": "function", "function": ...}')
-    if call.get("type", "function") != "function":
+    if (call.get("type") or "function") != "function":  # some join a streamed call to a null or an empty type
         raise _wrong(f"{place}.type", f'is {abbreviate_json(call["type"])}; it must be "function"')
     read: Message = {
         "name": _check_text(f"{place}.function.name", function.get("name")),
@@ -127,9 +134,10 @@ def _check_content(place: str, content: object) -> str | list[Message]:
         return _check_text(place, content)
     parts = []
     for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(part, dict) or kind not in ("text", "refusal"):
             raise _wrong(f"{place}[{index}]", 'must be {"type": "text", "text": ...}; this model reads text')
-        parts.append({"type": "text", "text": _check_text(f"{place}[{index}].text", part.get("text"))})
+        parts.append({"type": "text", "text": _check_text(f"{place}[{index}].{kind}", part.get(kind))})
     return parts
 
 

@@ -331,7 +331,7 @@ def _logprobs(values: dict[str, Any]) -> int | None:
     logprobs, top = values.get("logprobs", False), values.get("top_logprobs")
     if logprobs is True:
         return top or 0
-    if top is not None:
+    if top:  # none at all, as clients write it, asks for nothing
         raise BadRequest("top_logprobs", f"needs logprobs: true, not {abbreviate_json(logprobs)}")
     return None if logprobs is False else logprobs
 

@@ -30,7 +30,12 @@ def read_settings(folder: Path) -> dict[str, Any]:
     settings = _checked(path)
     if "added_tokens_decoder" in settings:
         return settings
-    settings |= _checked(folder / "special_tokens_map.json")
+    older = _checked(folder / "special_tokens_map.json")
+    for key in MORE_KEYS:  # in which each file names tokens of its own, and the newer one first
+        both = settings.get(key), older.get(key)
+        if all(isinstance(each, list) for each in both):
+            older[key] = [*settings[key], *(each for each in older[key] if each not in settings[key])]
+    settings |= older
     path = folder / "added_tokens.json"
     added = optional_json_object(path)
     special = {token_text(each) for each in special_tokens(settings).values()}
@@ -52,7 +57,11 @@ def templates_in(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     found = {each["name"]: each["template"] for each in said} if isinstance(said, list) else {}
     if isinstance(said, str):
         found = {"default": said}
+    elif isinstance(said, dict):
+        found = said
     files = [("default", folder / "chat_template.jinja")]
+    if is_there(files[0][1]):  # which replaces all that tokenizer_config.json has, by whatever names
+        found = {}
     files += [(name, folder / "additional_chat_templates" / f"{name}.jinja") for name in TEMPLATES]
     for name, file in files:
         if is_there(file):
@@ -131,6 +140,9 @@ def _problems(settings: dict[str, Any]) -> Iterator[tuple[str, object, str]]:
             texts = [each.get(name) for name in ("name", "template")] if isinstance(each, dict) else [None]
             if not all(isinstance(text, str) for text in texts):
                 yield "chat_template", each, "a list of objects with name and template"
+    elif isinstance(template, dict):
+        if not all(isinstance(each, str) for each in template.values()):
+            yield "chat_template", template, "a text, or texts by their names"
     elif not isinstance(template, str | None):
         yield "chat_template", template, "a text"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -302,9 +302,11 @@ def _read_tokenizer(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
         settings = {"pad_token": tokenizer.padding["pad_token"], **settings}
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    stored, special = _added_tokens(settings)
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    known |= {token.content for token in stored.values()}
+    if path.name == "tokenizer.json" and _is_rebuilt(tokenizer, path.parent, settings):
+        _rebuild(tokenizer, settings)
+    own = tokenizer.get_added_tokens_decoder().values()
+    stored, special = _added_tokens(settings, {token.content for token in own if token.special})
+    known = {token.content for token in own} | {token.content for token in stored.values()}
     # The library gives new tokens the next ids, in this order
     tokenizer.add_tokens([*stored.values(), *(each for each in special if each.content not in known)])
     if tokenizer.decoder is None and (decoder := CLASS_DECODERS.get(_class_of(settings))) is not None:
@@ -319,6 +321,31 @@ def _read_tokenizer(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
             single=f"{bos} $A", special_tokens=[(bos, index)]
         )
     return tokenizer
+
+
+def _is_rebuilt(tokenizer: Tokenizer, folder: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether transformers 5 takes of a tokenizer.json the pairs alone, and cuts texts by its class.
+
+    It does so for LlamaTokenizer, unless the file is byte-level or the model's family has another class.
+    """
+    if _class_of(settings) != "LlamaTokenizer" or not isinstance(tokenizer.model, models.BPE):
+        return False
+    if optional_json_object(folder / "config.json").get("model_type", "llama") != "llama":
+        return False
+    steps = (each for each in (tokenizer.pre_tokenizer, tokenizer.decoder) if each is not None)
+    return not any(b'"ByteLevel"' in each.__getstate__() for each in steps)
+
+
+def _rebuild(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
+    """Cut texts as LlamaTokenizer of transformers 5 does: the space before a text is put where it begins.
+
+    With `legacy` in the settings it also follows each added token.
+    """
+    has_lead = settings.get("add_prefix_space") is not False
+    scheme = ("always" if settings.get("legacy") else "first") if has_lead else "never"
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
+    tokenizer.decoder = decoders.Sequence([*_PIECES, *([decoders.Strip(" ", 1, 0)] if has_lead else [])])
 
 
 def _stored_tokenizer(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
@@ -465,11 +492,16 @@ CLASS_DECODERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _added_tokens(settings: Mapping[str, Any]) -> tuple[dict[int, AddedToken], list[AddedToken]]:
-    """Return the tokens that are stored with an id, in order of it, and all control tokens that have none."""
+def _added_tokens(
+    settings: Mapping[str, Any], control: Collection[str] = ()
+) -> tuple[dict[int, AddedToken], list[AddedToken]]:
+    """Return the tokens that are stored with an id, in order of it, and all control tokens that have none.
+
+    What the vocabulary itself calls `control` stays so.
+    """
     named, more = special_tokens(settings).values(), more_special_tokens(settings)
     special = {text: _added(token, special=True) for token in (*named, *more) if (text := token_text(token))}
-    told = {token_text(token) for token in named}
+    told = {token_text(token) for token in named} | {*control}
     stored = {
         int(index): _added(token, special=token.get("special") is True or token["content"] in told)
         for index, token in (settings.get("added_tokens_decoder") or {}).items()

@@ -204,6 +204,18 @@ def test_a_file_that_describes_packed_weights_says_nothing_of_plain_ones(tmp_pat
     assert_alike(model, path)
 
 
+def test_a_description_of_nvidias_is_named(tmp_path: Path) -> None:
+    """Model Optimizer describes 8-bit floats beside config.json, in a form that is not read."""
+    path = make(BY_NAME["llama"], tmp_path)[1]
+    (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    assert config_in(path).quantization is None  # beside plain weights it says nothing
+    file = checkpoint_files(path)[0]
+    scale = {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}
+    save_file(load_file(file) | scale, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"stands in hf_quant_config\.json\): .*quant_method: 'modelopt'"):
+        config_in(path)
+
+
 def assert_alike(model: Any, path: Path) -> None:
     tokens = torch.arange(3, 60).tolist()
     expected = expected_logprobs(model, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]

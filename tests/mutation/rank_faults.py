@@ -7,6 +7,13 @@ from tests.mutation.fault import Fault
 _DIVIDED = "tests/models/test_tensor_parallel.py::test_ranks_compute_what_one_computes"
 
 FAULTS = {
+    "two_ranks_on_an_npu": Fault(
+        "recipes/cluster/rank_table.py::_server",
+        "times > 1",
+        "times > 2",
+        "two ranks of a machine take the same NPU",
+        "tests/recipes/test_cluster.py::test_a_rank_table_that_says_nothing_is_refused",
+    ),
     "lost_spare_rank_taken": Fault(
         "recipes/cluster/rank_process.py::SpareRanks.take",
         "spare.is_running",

@@ -1,10 +1,24 @@
-"""Faults of batches, responses, adapters and requests' own processors."""
+"""Faults of tokenizers' files, batches, responses, adapters and requests' own processors."""
 
 from __future__ import annotations
 
 from tests.mutation.fault import Fault
 
 FAULTS = {
+    "space_after_every_added_token": Fault(
+        "serving/text/vocabulary.py::_rebuild",
+        '"always" if settings.get("legacy") else "first"',
+        '"always" if settings.get("legacy", True) else "first"',
+        "a Llama whose files are silent of legacy puts a space after each added token",
+        "tests/serving/test_tokenizer_files.py::test_a_llamas_class_says_where_the_space_before_a_text_goes",
+    ),
+    "templates_of_two_files_mixed": Fault(
+        "serving/text/tokenizer_settings.py::templates_in",
+        "found = {}",
+        "found.pop('default', None)",
+        "tools take an older template than conversations without them",
+        "tests/serving/test_tokenizer_files.py::test_conversations_with_tools_take_the_template_of_tools",
+    ),
     "ended_requests_kept": Fault(
         "serving/engine/worker.py::Worker._end",
         "del self._requests[stream]",

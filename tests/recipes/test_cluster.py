@@ -46,7 +46,10 @@ def servers(ranks: list[list[str | None]], address_of_all: str = "") -> str:
     listed = [
         {
             "server_id": address_of_all or address(node),
-            "device": [{"device_id": "0"} | ({} if rank is None else {"rank_id": rank}) for rank in held],
+            "device": [
+                {"device_id": str(at)} | ({} if rank is None else {"rank_id": rank})
+                for at, rank in enumerate(held)
+            ],
         }
         for node, held in enumerate(ranks)
     ]
@@ -208,6 +211,7 @@ SLURM = launched("SLURM", 2, 1, Path())[1]
         ({}, SLURM | {"SLURM_JOB_NODELIST": "n7"}, "'n7', which names only 1 of 2 (SLURM_NNODES)"),
         ({}, SLURM | {"SLURM_STEP_NODELIST": "x["}, "SLURM_STEP_NODELIST is 'x['"),
         ({}, without(SLURM, "SLURM_NODEID"), "start the command on each by srun, or allocate one machine"),
+        ({}, {"OMPI_COMM_WORLD_SIZE": "2"}, "MPI has started other processes"),
         ({}, {"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE is '2': there are others, and no launcher known"),
         ({}, {"RANK_TABLE_FILE": ""}, "RANK_TABLE_FILE is ''; let it name the rank table, or unset it"),
         ({}, {"RANK_TABLE_FILE": "/no/such"}, "RANK_TABLE_FILE: /no/such: no such file or directory; name"),
@@ -220,6 +224,13 @@ def test_what_cannot_be_is_refused(keys: dict[str, Any], environment: dict[str, 
         find_cluster(parallel, environment, set, Path("none"))
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_an_address_in_brackets_is_the_one_within() -> None:
+    found = find_cluster(
+        ParallelSection(tensor=16), TORCHRUN | {"MASTER_ADDR": "[fd00::1]"}, set, Path("none")
+    )
+    assert found.leader == "fd00::1"
 
 
 @pytest.mark.parametrize(
@@ -239,6 +250,10 @@ def test_what_cannot_be_is_refused(keys: dict[str, Any], environment: dict[str, 
         ),
         (servers([["0"], ["-1"]]), "server_list[1].device[0].rank_id is '-1'; it must be an integer from 0"),
         (servers([["0", "1"], ["1", "2"]]), "rank_id is 1; 2 NPUs have this rank"),
+        (
+            servers([["0", "1"]]).replace('"device_id": "1"', '"device_id": "0"'),
+            "server_list[0].device is 'device_id 0'; 2 ranks would take this NPU",
+        ),
         (servers([["0"], ["7"]]), "rank_id is 7; 2 NPUs have the ranks from 0 to 1"),
         (servers([["0", "1", "2"], ["3"]]), "10.0.0.2 has 1'; each server must have the same number of NPUs"),
         (servers([["0"], ["1"]], "10.0.0.1"), "server_list is '10.0.0.1'; 2 servers have this address"),

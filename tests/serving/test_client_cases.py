@@ -13,8 +13,10 @@ import enum
 import ipaddress
 import json
 import pathlib
+import random
+import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -22,6 +24,7 @@ import pydantic
 import pytest
 from pydantic import AnyUrl, BaseModel, Field, create_model
 
+from serving.grammars.json_schema import prepared
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server
 
@@ -62,7 +65,7 @@ NOTHING: dict[str, dict[str, Any]] = {
         "reasoning_effort": "low", "verbosity": "low", "max_completion_tokens": 3, "modalities": ["text"],
         "service_tier": "flex", "store": True, "metadata": {"a": "b"}, "prompt_cache_key": "a",
         "parallel_tool_calls": True, "tool_choice": "none", "tools": [], "response_format": {"type": "text"},
-        "logprobs": False, "top_logprobs": None, "temperature": 2.0, "stop": [],
+        "logprobs": False, "top_logprobs": 0, "temperature": 2.0, "stop": [],
     },
     "out of our own range": {"max_tokens": -1, "top_k": -1, "seed": -1},
 }  # fmt: skip
@@ -165,6 +168,13 @@ TALKS: dict[str, list[dict[str, Any]]] = {
     "only a system message": [SYSTEM],
     "an empty text": [{"role": "user", "content": ""}],
     "no parts": [{"role": "user", "content": []}],
+    "a refusal": [USER, {**SAYS, "content": None, "refusal": "I cannot."}, USER],
+    "a refusal in parts": [USER, {**SAYS, "content": [{"type": "refusal", "refusal": "I cannot."}]}, USER],
+    "thoughts twice": [USER, {**SAYS, "reasoning": "r", "reasoning_details": [{"text": "r"}]}, USER],
+    "a result of nothing": [USER, CALLED, {**RESULT, "content": None}],
+    "a mark of a cache at a message": [USER, CALLED, {**RESULT, "cache_control": {"type": "ephemeral"}}],
+    "a call with a null for its type": [USER, {**CALLED, "tool_calls": [{**PRICE, "type": None}]}, RESULT],
+    "a call with an empty type": [USER, {**CALLED, "tool_calls": [{**PRICE, "type": ""}]}, RESULT],
     "a result in the older way": [USER, {"role": "function", "name": "price", "content": "1"}],
 }
 
@@ -178,6 +188,7 @@ def test_messages_are_taken_as_frameworks_send_them_back(tooled: httpx.Client, n
     ("message", "said"),
     [
         ({"role": "user", "content": None}, "messages[0].content must be a string"),
+        ({**SAYS, "reasoning_details": [{"text": "r"}]}, "messages[0].reasoning_details is not supported"),
         (
             {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
             "messages[0].content[0] must be",
@@ -269,6 +280,13 @@ def of_text(**more: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"a": {"type": "string", **more}}}
 
 
+# Of zod 4.0 and 4.1, and of all versions of zod 4
+ZODS_EMAIL = (
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+)
+ZODS_DURATION = (
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
+)
 SCHEMAS: dict[str, Any] = {
     **{name: create_model("M", a=(each, ...)).model_json_schema() for name, each in FIELDS.items()},
     "open": Open.model_json_schema(),
@@ -287,8 +305,32 @@ SCHEMAS: dict[str, Any] = {
     "int64": {"type": "object", "properties": {"a": {"type": "integer", "format": "int64"}}},
     "double": {"type": "object", "properties": {"a": {"type": "number", "format": "double"}}},
     "reference": of_text(format="uri-reference"),
+    "email of zod 4.0": of_text(format="email", pattern=ZODS_EMAIL),
+    "duration of zod": of_text(format="duration", pattern=ZODS_DURATION),
     **json.loads(pathlib.Path(__file__).with_name("zod_schemas.json").read_text(encoding="utf-8")),
 }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "signs"),
+    [(ZODS_EMAIL, ("a", "Z9", ".", "-", "'", "@", ".co")), (ZODS_DURATION, "P1YMDTHSW.")],
+)
+def test_a_pattern_with_look_around_is_followed_by_one_without(pattern: str, signs: Sequence[str]) -> None:
+    """Both take the same ones of random texts; `re` of Python is the judge, which has look-around."""
+    schema = prepared(of_text(pattern=pattern), "response_format").schema
+    assert isinstance(schema, dict)
+    plain = re.compile(schema["properties"]["a"]["pattern"])
+    rng, judge, found = random.Random(3), re.compile(pattern), [0, 0]
+    good = ("a.b@c-d.ef", "a@b.cd", "P1Y1M1DT1H1M1.1S", "P1W", "PT1S", "P1DT1H")
+    for _ in range(20_000):
+        text = list(rng.choice(good)) if rng.random() < 0.8 else []
+        for _ in range(rng.randrange(4) if text else rng.randrange(10)):
+            at = rng.randrange(len(text) + 1)
+            text[at : at + rng.randrange(2)] = rng.choice(signs)
+        said = bool(judge.search("".join(text)))
+        assert said == bool(plain.search("".join(text))), "".join(text)
+        found[said] += 1
+    assert min(found) > 1000
 
 
 @pytest.mark.parametrize("name", [*SCHEMAS, "true"])

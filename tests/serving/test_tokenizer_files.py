@@ -71,6 +71,10 @@ def cases() -> dict[str, tuple[str, Files]]:
                 "tokenizer_config": base | decoder,
                 "special_tokens_map": {"eos_token": "<b>", "additional_special_tokens": ["<x>"]},
             },
+            "both-lists": {
+                "tokenizer_config": base | {"additional_special_tokens": ["<x>"]},
+                "special_tokens_map": {"additional_special_tokens": ["<x>", "<y>"]},
+            },
             "extra": {"tokenizer_config": base | {"extra_special_tokens": {"image_token": "<x>"}}},
             "more": {"tokenizer_config": base | {"additional_special_tokens": ["<x>", "<a>"]}},
             "eos": {"tokenizer_config": base | {"add_eos_token": True}},
@@ -127,6 +131,23 @@ def test_the_space_before_a_text_also_follows_added_tokens_in_older_files(
     settings = LLAMA | {"legacy": legacy, "added_tokens_decoder": NEW}
     write(tmp_path, folders["sentence_pieces"], {"tokenizer_config": settings})
     check_same(tmp_path, ("What<a>is 12<b>plus", "<c>What"))
+
+
+@pytest.mark.parametrize("model_type", [None, "llama", "mistral", "phi3"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"legacy": True}, {"legacy": None}, {"legacy": False, "add_prefix_space": False}],
+    ids=str,
+)
+def test_a_llamas_class_says_where_the_space_before_a_text_goes(
+    settings: dict[str, Any], model_type: str | None, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """transformers 5 takes the pairs of a tokenizer.json and this class's rules, but for some families."""
+    base = {name: each for name, each in LLAMA.items() if name != "legacy"}
+    write(tmp_path, folders["byte_fallback"], {"tokenizer_config": base | settings})
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+    check_same(tmp_path, ("What is 12?", "  Wh</s>What is</s> ok", "<s>What", "你好  🎉\n x"))
 
 
 def test_a_llamas_text_keeps_all_its_spaces(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -239,6 +260,16 @@ def test_a_missing_decoder_is_that_of_the_class_or_joins_tokens_by_spaces(
     check_same(tmp_path, ("What is it, of course?", "你好，世界！"))
 
 
+def test_a_control_token_of_the_vocabulary_stays_one(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Whatever tokenizer_config.json says of it."""
+    write(tmp_path, folders["byte_level"], {})
+    index = Text.load(tmp_path)._vocabulary.find("<|im_start|>")  # type: ignore[union-attr]
+    token = {"content": "<|im_start|>", **FIXED, "special": False}
+    settings = CHATML | {"added_tokens_decoder": {str(index): token}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    check_same(tmp_path)
+
+
 PLAIN, WITH_TOOLS = "{{ messages[0].content }}<|im_end|>", "{{ tools[0].function.name }}<|im_end|>"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 LISTED = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": WITH_TOOLS}]
@@ -253,6 +284,8 @@ LISTED = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template
         ({"chat_template": LISTED[1:]}, {}),
         ({"chat_template": [*LISTED, {"name": "rag", "template": "{{ documents }}"}]}, {}),
         ({"chat_template": PLAIN}, {}),
+        ({"chat_template": {"default": PLAIN, "tool_use": WITH_TOOLS}}, {}),
+        ({"chat_template": LISTED}, {"chat_template.jinja": PLAIN}),
         ({"chat_template": "unused"}, {"chat_template.jinja": PLAIN}),
         ({}, {"chat_template.jinja": PLAIN, "additional_chat_templates/tool_use.jinja": WITH_TOOLS}),
         (
