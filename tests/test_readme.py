@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -32,17 +33,19 @@ from recipes.schema.recipe import ROOT, Recipe
 from serving.text import field_reference
 from tests.device_kinds import stand_in_alone
 from tests.each_of import each_of
+from tests.forked_commands import forked_python
 from tests.ports import free_port
 from tests.thorough import THOROUGH
 
 pytestmark = pytest.mark.in_order  # a block may read what an earlier one of its page wrote
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"  # whose commands, and the README's, are run as a user runs them
 DOCS = ROOT / "docs"
 DESIGN, FIGURES, USING = DOCS / "design.md", DOCS / "measured/README.md", DOCS / "using.md"
 PAGES = [
     README,
-    ROOT / "CONTRIBUTING.md",
+    CONTRIBUTING,
     *sorted(DOCS.rglob("*.md")),
     ROOT / "recipes/README.md",
     *sorted(ROOT.glob("recipes/*/README.md")),
@@ -143,24 +146,38 @@ def anchors(path: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree that has the environment of this Python."""
-    copy = tmp_path_factory.mktemp("readme") / "tree"
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy of the tree with the environment of this Python, whose commands are run by forks."""
+    folder = tmp_path_factory.mktemp("readme")
+    copy, programs = folder / "tree", folder / "tree/.venv/bin"
     shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
-    (copy / ".venv").symlink_to(sys.prefix)
-    return copy
+    programs.mkdir(parents=True)
+    for inside in (Path(), Path("bin")):
+        for each in Path(sys.prefix, inside).iterdir():
+            if each.name not in ("bin", "python", "activate"):
+                (copy / ".venv" / inside / each.name).symlink_to(each)
+    activate = read(Path(sys.prefix, "bin/activate"))
+    (programs / "activate").write_text(activate.replace(sys.prefix, str(copy / ".venv")), encoding="utf-8")
+    python = programs / "python"
+    with forked_python(copy, folder / "socket") as text:
+        if text is None:
+            python.symlink_to(sys.executable)
+        else:
+            python.write_text(text, encoding="utf-8")
+            python.chmod(0o755)
+        yield copy
 
 
 @cache
 def printed(block: str, tree: Path) -> list[str]:
     """The lines that a block prints; each of its commands must succeed."""
     environment = os.environ | {
-        # Not the copy's: the compiler is told where torch lies, and what it made for one place fits no other
-        "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{tree}/.venv/bin{os.pathsep}{os.environ['PATH']}",
         "PYTEST_ADDOPTS": "--collect-only -q tests/kv_cache/test_pages.py",  # the tests are running already
-        "MYPY_CACHE_DIR": str(ROOT / ".mypy_cache"),
         "MASTER_PORT": str(free_port()),
     }
+    if block in {content for page in (README, CONTRIBUTING) for _, content in blocks(page)}:
+        environment["FRESH"] = "1"
     with subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", at_free_ports(block)],
         cwd=tree,

@@ -95,7 +95,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return offline(tmp_path_factory.mktemp("results"), 0)
 
 
-@pytest.mark.parametrize("number", [2, 3] if not THOROUGH else [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "number", [2, pytest.param(3, marks=pytest.mark.slow), *([1, 4, 5] if THOROUGH else [])]
+)
 def test_an_engine_s_result_passes_in_each_setting(tmp_path: Path, number: int) -> None:
     result = offline(tmp_path, number, runs=2 if number == 3 else 1)
     assert not refused(result)
@@ -104,7 +106,10 @@ def test_an_engine_s_result_passes_in_each_setting(tmp_path: Path, number: int) 
     }
 
 
-@pytest.mark.parametrize(("overrides", "asked"), ASKED)
+@pytest.mark.parametrize(
+    ("overrides", "asked"),
+    [pytest.param(*each, marks=[] if "beam_width" in each[1] else pytest.mark.slow) for each in ASKED],
+)
 def test_honest_searches_stops_and_timeouts_pass(
     tmp_path: Path, overrides: list[str], asked: dict[str, object]
 ) -> None:

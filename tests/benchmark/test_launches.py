@@ -119,6 +119,21 @@ JOINED = {"bfloat16": (18, 1086), "W8A8": (19, 1150)}
 SPARSE = {False: (37, 2246), True: (30, 1819)}
 WAITS = 1
 DRAWN = ("Llama-2-7B, float16", "Qwen3-30B-A3B, W8A8")  # how tokens are drawn does not depend on the layers
+# A plain layer, one of experts in int8 and a latent one; the rest are other forms of these
+QUICK = (*DRAWN, "DeepSeek-V3, bfloat16")
+QUICK_ANSWERS = (
+    ("Qwen3-8B, bfloat16", "joins_heads"),
+    ("Qwen3-30B-A3B, bfloat16", "groups_products, divides_gates"),
+)
+
+
+def marked(names: Iterable[Any], quick: tuple[Any, ...]) -> list[Any]:
+    """Parameters of which all but the quick ones are slow."""
+    found = []
+    for name in names:
+        values = name if isinstance(name, tuple) else (name,)
+        found.append(pytest.param(*values, marks=[] if name in quick else pytest.mark.slow))
+    return found
 
 
 def steps_of(
@@ -140,8 +155,8 @@ def counted(name: str, *overrides: str) -> dict[str, dict[str, Any]]:
     return steps_of(recipe, chosen, launches.SAMPLING if name in DRAWN else ("greedy",))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_step_asks_for_so_many_launches(name: str) -> None:
+@pytest.mark.parametrize("name", marked(MODELS, QUICK))
+def test_a_step_asks_for_so_many_launches_copies_and_waits(name: str) -> None:
     steps = counted(name)
     captured = [step for way, step in steps.items() if way.startswith("captured")]
     layer, graph, drawing, *outside = EXPECTED[name]
@@ -149,6 +164,10 @@ def test_a_step_asks_for_so_many_launches(name: str) -> None:
     assert {step["in_graph"] for step in captured} == {graph}
     assert [step["drawing"] for step in captured] == [0, drawing, drawing, 0][: len(captured)]
     assert [step["outside_graph"] for step in captured] == outside[: len(captured)]
+    for way, step in steps.items():
+        if way.startswith("captured"):
+            copies = 2 if way.endswith("temperature") else 1
+            assert [step[each] for each in ("to_device", "to_host", "waits")] == [copies, 1, WAITS], way
 
 
 def answering(answers: dict[str, bool], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +178,7 @@ def answering(answers: dict[str, bool], folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(machines, "ANSWERS", folder)
 
 
-@pytest.mark.parametrize(("name", "answers"), ANSWERED)
+@pytest.mark.parametrize(("name", "answers"), marked(ANSWERED, QUICK_ANSWERS))
 def test_fewer_launches_follow_what_probes_found(
     name: str, answers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +194,7 @@ def test_joined_heads_reach_the_targets() -> None:
     assert all(ANSWERED[name, "joins_heads"][0] <= most for name, most in TARGETS.items())
 
 
-@pytest.mark.parametrize("form", JOINED)
+@pytest.mark.parametrize("form", marked(JOINED, ("bfloat16",)))
 def test_one_launch_of_all_before_latent_attention_takes_the_place_of_many(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,14 +224,6 @@ def test_sparse_attention_is_two_launches_and_updates_none(
         assert [each.get(name, 0) for each in of_layer] == [1, 0]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_captured_step_asks_for_so_many_copies_and_waits(name: str) -> None:
-    for way, step in counted(name).items():
-        if way.startswith("captured"):
-            copies = 2 if way.endswith("temperature") else 1
-            assert [step[each] for each in ("to_device", "to_host", "waits")] == [copies, 1, WAITS], way
-
-
 def test_a_host_that_is_ahead_asks_for_one_copy_more_where_tokens_are_drawn_outside() -> None:
     name = "Llama-2-7B, float16"
     apart = counted(name, "scheduler.overlap=false")
@@ -237,6 +248,7 @@ def test_a_captured_step_of_a_draft_model_is_a_replay() -> None:
     assert counts == [(0, 31, 4, 0), (34, 1, 1, 0)]
 
 
+@pytest.mark.slow
 def test_clamped_experts_are_two_products() -> None:
     """Of gpt-oss-20b's sizes, whose layers took 620 while each of 32 experts was multiplied by itself."""
     left_out = {"quantization_config", "rope_scaling"}
@@ -249,6 +261,7 @@ def test_clamped_experts_are_two_products() -> None:
     assert "18 launches a layer" in (ROOT / "docs/ascend.md").read_text()
 
 
+@pytest.mark.slow
 def test_so_is_one_of_a_head(tmp_path: Path) -> None:
     hf = yaml.safe_load(LLAMA) | {"num_hidden_layers": 1, "draft_vocab_size": 320}
     (tmp_path / "config.json").write_text(json.dumps(hf))
@@ -261,6 +274,7 @@ def test_so_is_one_of_a_head(tmp_path: Path) -> None:
     assert counts == [(0, 48, 5, 0), (59, 1, 1, 0)]
 
 
+@pytest.mark.slow
 def test_so_is_one_of_a_layer_that_predicts_further_tokens(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3_FEW))
     chosen = [f"model.path={tmp_path}", "model.quantization=auto", "speculation.kind=mtp"]

@@ -1,4 +1,4 @@
-"""Two clocks are read at one moment, also where the process is made to wait between them."""
+"""The clocks of a run are read at one moment, and its figures show what its steps did."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from datetime import datetime
 import pytest
 
 from benchmark.run_clock import RunClock, with_wall
+from benchmark.run_record import StepRecord, means_over_time, percentiles
 
 PAUSE_S = 0.2
 
@@ -49,3 +50,18 @@ def test_a_run_has_one_duration_by_both_clocks(monkeypatch: pytest.MonkeyPatch) 
     passed = run.read()
     began, ended = (datetime.fromisoformat(str(passed[name])) for name in ("started_at", "ended_at"))
     assert (ended - began).total_seconds() == pytest.approx(float(str(passed["monotonic_s"])), abs=1e-4)
+
+
+def test_means_over_time_count_idle_time_and_no_gap_between_steps() -> None:
+    def step(start_s: float, end_s: float, running: int, waiting: int, ended: int) -> StepRecord:
+        return StepRecord(start_s, end_s, [0], ["a"], [1], [True], 0, running, waiting, ended)
+
+    steps = [step(0, 1, 2, 1, 1), step(1.5, 2, 2, 0, 2), step(8, 9, 1, 0, 1)]
+    assert means_over_time(steps, [0, 0, 0, 8], 10.0) == {"mean_running": 0.5, "mean_in_system": 0.6}
+    long = [step(0, 1, 2, 0, 1), step(1, 2, 2, 0, 2)]
+    assert means_over_time(long, [0, 0, 0.25], 2.0)["mean_in_system"] == 2.375, "it came during a step"
+
+
+def test_percentiles_are_in_milliseconds() -> None:
+    assert percentiles([0.001, 0.002, 0.003]) == {"mean": 2.0, "p50": 2.0, "p90": 2.8, "p99": 2.98}
+    assert percentiles([]) == {}

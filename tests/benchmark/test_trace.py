@@ -1,4 +1,4 @@
-"""A trace is what was asked for, the same each time, and what `generate` reads."""
+"""A trace is what was asked for, the same each time, and what `generate` reads, or refuses by its line."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmark.serve.client import read_requests
 from benchmark.workloads.synthetic import (
     SyntheticLoad,
     arrivals,
@@ -230,3 +231,21 @@ def test_what_is_no_process_is_refused(text: str) -> None:
 def test_what_is_no_share_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=r"is no list of shares|must be a number from"):
         shares(text)
+
+
+ABSURD: list[Any] = [-1, 1e300, 10**400, "12", True, [], {}, [[]], "x" * 10_000]
+
+
+@pytest.mark.parametrize("key", ["arrival_s", "max_tokens", "n", "prompt_token_ids"])
+@pytest.mark.parametrize("value", ABSURD, ids=lambda value: str(value)[:8])
+def test_an_absurd_value_is_refused_by_its_line(key: str, value: Any, tmp_path: Path) -> None:
+    fields = {"id": "a", "prompt_token_ids": [1], key: value}
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(fields) + "\n")
+    if not (key == "n" and value is True):  # which Python takes for 1
+        with pytest.raises(ValueError, match="line 1: ") as refusal:
+            read_requests(path, skip_bad=False)
+        assert len(str(refusal.value)) < 400
+    (record,) = read_jobs([json.dumps(fields)], None)
+    assert "line 1: " in record["error"]
+    assert len(record["error"]) < 400

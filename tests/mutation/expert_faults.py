@@ -115,7 +115,7 @@ FAULTS = {
         "buffer_mib * _MIB // 2",
         "buffer_mib * _MIB",
         "more tokens are sent than the communicator's buffers hold",
-        "tests/devices/test_ascend_dispatch.py::test_the_communicators_buffers_bound_the_tokens",
+        "tests/devices/test_ascend_answers.py::test_the_communicators_buffers_bound_the_tokens",
     ),
     "tokens_and_sums_together": TextFault(
         "virtual_npu/cann/collectives.c",

@@ -201,7 +201,7 @@ FAULTS = {
         "next((size for size in sizes if self._held.endswith(end[:size])), 0)",
         "0 * len(sizes)",
         "vLLM #32152: an end mark in two deltas leaves the whole answer in the thoughts",
-        "tests/serving/test_reasoning.py::test_a_block_is_found_however_it_is_cut",
+        "tests/serving/test_thinking.py::test_a_block_is_found_however_it_is_cut",
     ),
     "opened_thoughts_are_an_answer": Fault(
         "serving/text/tokenizer.py::Text.opens_thoughts",

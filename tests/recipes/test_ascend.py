@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from attention.divided import shapes_of
 from attention.latent import LatentAttention
 from devices.ascend_limits import product
 from models.checkpoint.int4 import largest_side
+from models.config import DecoderConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.parallel.share import Share
 from models.step.graphs import doubling, ladder
@@ -46,10 +48,16 @@ def _weights(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+@cache
+def shared(path: Path) -> tuple[Recipe, DecoderConfig, Share]:
+    """A recipe, its whole model, and what its first rank holds of that."""
+    recipe = load(str(path))
+    return recipe, *share_of(recipe, 0)
+
+
 def row(path: Path) -> str:
     """A recipe's row in its folder's README."""
-    recipe = load(str(path))
-    config, share = share_of(recipe, 0)
+    recipe, config, share = shared(path)
     assert recipe.device.memory_gib is not None, "it is sized without its device"
     sizing = plan_memory(recipe, config, int(recipe.device.memory_gib * GIB), share=share)
     said = dict(report(recipe, config, sizing, share))
@@ -65,7 +73,7 @@ def test_there_are_recipes_for_each_machine() -> None:
 
 @each_of("path", RECIPES)
 def test_a_recipe_fits_its_device_and_its_readme(path: Path) -> None:
-    recipe = load(str(path))
+    recipe, _, _ = shared(path)
     assert recipe.device.product is not None
     assert recipe.device.memory_gib is not None
     assert recipe.device.memory_gib < 0.95 * CHIP_GIB[recipe.device.product]
@@ -77,8 +85,7 @@ def test_a_recipe_fits_its_device_and_its_readme(path: Path) -> None:
 
 @each_of("path", RECIPES)
 def test_a_recipe_asks_for_what_its_product_has(path: Path) -> None:
-    recipe = load(str(path))
-    whole, share = share_of(recipe, 0)
+    recipe, whole, share = shared(path)
     config = share.part(whole)
     shape = shape_of(recipe.cache.page_size, config)
     named = product(recipe.device.product, "")
@@ -225,8 +232,9 @@ for path in sys.argv[1:]:
     tensor = 1 if recipe.parallel.pipeline > 1 else min(2, recipe.parallel.tensor)  # two ranks are enough
     # The tiny model has a key-value head for each of two ranks
     changes = [*SMALL, f"parallel.tensor={tensor}", "parallel.context=1"]
-    # A start measures the largest step, which here takes seconds of a processor
-    changes.append(f"scheduler.max_batch_tokens={min(512, recipe.scheduler.max_batch_tokens)}")
+    # A start measures the largest step and captures all sizes, which here takes seconds of a processor
+    changes += ["scheduler.max_batch_tokens=16", "scheduler.num_slots=2"]
+    changes += ["device.graphs=2"] if recipe.device.graphs else []
     if recipe.model.quantization == "w4a16":  # the tiny model is not packed
         changes.append("model.quantization=auto")
     if recipe.speculation.kind == "mtp":  # nor has it such a layer

@@ -33,7 +33,9 @@ from tests.thorough import cases
 
 GIB = 2**30
 TINY = "recipes/tiny/weights"
-SMALL = ["cache.memory_gib=0.05", "device.compile=false", "device.threads=1"]
+# A start runs the largest step
+STEPS = ["cache.memory_gib=0.05", "scheduler.num_slots=4", "scheduler.max_batch_tokens=32"]
+SMALL = [*STEPS, "device.compile=false", "device.threads=1"]
 CPU = Present("cpu", "4 cores", memory_bytes=34 * GIB)
 LLAMA_70B = {
     "model_type": "llama",
@@ -435,7 +437,7 @@ def test_shards_without_an_index_are_read_if_all_are_there(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("product", cases(["310P", "950"], [each.name for each in PRODUCTS]))
 def test_a_folder_answers_on_each_product(product: str) -> None:
-    asked = [TINY, "device.virtual=true", f"device.product={product}", "cache.memory_gib=0.05"]
+    asked = [TINY, "device.virtual=true", f"device.product={product}", *STEPS]
     done = completed("scripts.generate", *asked, "--prompt", "348+275=", "--max-tokens", "8")
     assert (done.returncode, done.stdout) == (0, "623\n"), done.stderr
     assert f"recipes/any/{product.lower()}.yaml" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from recipes import divisions
 from recipes.__main__ import main
 from recipes.assembly.families import SUPPORTED
 from recipes.schema import verb
@@ -95,3 +96,14 @@ def test_show_refuses_what_the_operators_of_the_product_do_not_take(capsys, keys
 def test_keys_prints_the_table_of_the_readme(capsys):
     main(["keys"])
     assert capsys.readouterr().out == table(Recipe)
+
+
+@pytest.mark.slow
+def test_the_page_has_the_table_that_the_checks_make(capsys: pytest.CaptureFixture[str]) -> None:
+    """Else replace the table by what `python -m recipes divisions` prints."""
+    main(["divisions"])
+    table = capsys.readouterr().out
+    assert table in (ROOT / "docs/cluster.md").read_text()
+    assert table.count("| yes") > len(divisions.FEATURES), "nothing is refused because of the model itself"
+    for feature, settings in divisions.FEATURES.items():
+        assert f"| {feature} | " in table, settings

@@ -23,6 +23,7 @@ from recipes.schema.recipe import Recipe
 from serving.llm import LLM, SamplingParams
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
+from tests.serving import warm
 from tests.serving.server import TINY, Server
 from tests.serving.test_lost_ranks import followers, wait_for_end
 from tests.test_imports import ROOT
@@ -37,16 +38,19 @@ RECIPE = (
 )
 
 
+Agent = warm.Process | subprocess.Popen[str]
+
+
 @contextmanager
-def second_machine(port: str, *changes: str) -> Iterator[subprocess.Popen[str]]:
+def second_machine(port: str, *changes: str) -> Iterator[Agent]:
     """The agent of the second machine; it is killed if it has not ended."""
-    node = subprocess.Popen(
-        [sys.executable, "-m", "scripts.follow", *RECIPE, *changes],
-        cwd=ROOT,
-        env=os.environ | {"NODE_RANK": "1", "MASTER_PORT": port},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    asked, variables = [*RECIPE, *changes], os.environ | {"NODE_RANK": "1", "MASTER_PORT": port}
+    node: Agent
+    if warm.is_possible():
+        node = warm.start("scripts.follow", asked, variables, {})
+    else:
+        command = [sys.executable, "-m", "scripts.follow", *asked]
+        node = subprocess.Popen(command, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True)
     try:
         yield node
     finally:
@@ -54,6 +58,13 @@ def second_machine(port: str, *changes: str) -> Iterator[subprocess.Popen[str]]:
         node.wait()
         assert node.stderr is not None
         node.stderr.close()
+
+
+def end_of(node: Agent) -> str:
+    """What it has said, once it has ended."""
+    node.wait(PATIENCE_S)
+    assert node.stderr is not None
+    return node.stderr.read()
 
 
 def lead(port: str, monkeypatch: pytest.MonkeyPatch, *changes: str) -> str:
@@ -74,7 +85,7 @@ def test_two_machines_answer_together_and_end_together(monkeypatch: pytest.Monke
     port = str(free_port())
     with second_machine(port) as node:
         assert lead(port, monkeypatch) == "19"
-        _, said = node.communicate(timeout=PATIENCE_S)
+        said = end_of(node)
         assert node.returncode == 0, said
         assert "ranks 1 to 1 of 2 follow 127.0.0.1" in said
         assert "the leader has closed its engine" in said
@@ -100,7 +111,7 @@ def test_of_a_sweep_each_engine_is_followed_with_its_own_settings(monkeypatch: p
             lead(port, monkeypatch, "parallel.connect_timeout_s=90")
         assert agent.poll() is None
         agent.terminate()
-        _, said = agent.communicate(timeout=PATIENCE_S)
+        said = end_of(agent)
         assert agent.returncode == 128 + signal.SIGTERM, said
         assert said.count("the leader has closed its engine") <= 2
         assert said.count("follow 127.0.0.1") >= 2
@@ -135,7 +146,7 @@ def test_a_machine_ends_when_no_further_engine_comes(
 def test_a_machine_without_a_leader_says_so() -> None:
     port = str(free_port())
     with second_machine(port, "parallel.connect_timeout_s=1") as node:
-        _, said = node.communicate(timeout=PATIENCE_S)
+        said = end_of(node)
         assert node.returncode == 4
         assert f"there is no leader at 127.0.0.1:{port}" in said
 
@@ -172,8 +183,7 @@ def test_the_next_engine_serves_with_the_next_ranks() -> None:
     with second_machine(port) as next_agent:
         check(server, since)
         assert server.close() == 0
-        next_agent.communicate(timeout=PATIENCE_S)
-        assert next_agent.returncode == 0
+        assert next_agent.wait(PATIENCE_S) == 0
 
 
 def check(server: Server, since: int) -> None:
@@ -184,14 +194,8 @@ def check(server: Server, since: int) -> None:
     assert response.json()["choices"][0]["text"] == "19"
 
 
-def test_the_first_machine_is_to_lead() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.follow", *RECIPE],
-        cwd=ROOT,
-        env=os.environ | {"NODE_RANK": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_the_first_machine_is_to_lead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODE_RANK", "0")
+    done = warm.completed("scripts.follow", *RECIPE)
     assert done.returncode == 2
     assert "this machine is the first of 2 (parallel.nodes), which leads; start a verb here" in done.stderr

@@ -67,6 +67,7 @@ WAYS = {
 NGRAM = ("speculation.kind=ngram", "speculation.adaptive=fixed", "speculation.max_tokens=5")
 # Run where masks come late, too, which replays a recording as the others do
 LATE_WAYS = ("few pages", "draft")
+SLOW_WAYS = ("host tier", "ngram, few pages")
 
 
 def text_of(built: BuiltEngine) -> Text:
@@ -138,7 +139,13 @@ def test_answers_have_their_form(alone: dict[str, list[int]]) -> None:
     assert num_whole >= 3
 
 
-@pytest.mark.parametrize("way", cases([way for way in WAYS if way not in LATE_WAYS], [*WAYS]))
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=pytest.mark.slow if way in SLOW_WAYS else [])
+        for way in cases([way for way in WAYS if way not in LATE_WAYS], [*WAYS])
+    ],
+)
 def test_every_schedule_gives_the_same_tokens(way: str, alone: dict[str, list[int]], tmp_path: Path) -> None:
     built = build(load(RECIPE, [*PLAIN, *WAYS[way]]))
     engine, path = built.engine, tmp_path / "recording"

@@ -108,6 +108,7 @@ def test_a_request_may_do_without(settings: tuple[str, ...], plain: list[list[tu
     assert counters.accepted_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", cases([NGRAM], [NGRAM, DRAFT]))
 def test_a_served_answer_ends_where_it_does_without_drafts_and_what_was_guessed_is_counted_and_shown(
     settings: tuple[str, ...], plain: list[list[tuple[object, ...]]]

@@ -29,7 +29,7 @@ SETTINGS = (
 PROMPT = "One day, One day, One day,"
 # The answer, which no end token may end, begins to repeat itself at its 20th token
 STORY = {"prompt": PROMPT, "temperature": 0, "max_tokens": 32, "logit_bias": {"2": -100.0}, "logprobs": 1}
-PLACES = range(22, 32, cases(3, 1))  # of the answer: a run of right drafts, and more
+PLACES = range(22, 32, cases(5, 1))  # of the answer: a run of right drafts, and more
 Shown = tuple[str, list[Any], list[Any], Any, Any, int]
 
 
@@ -116,7 +116,7 @@ def test_a_stop_token_ends_a_stream_at_each_place_of_a_run(client: httpx.Client)
 
 def test_a_stop_string_ends_a_stream_at_each_place_of_a_run(client: httpx.Client) -> None:
     text, *_ = streamed(client, STORY)
-    for place in range(len(text) - 20, len(text) - 4, cases(5, 2)):
+    for place in range(len(text) - 20, len(text) - 4, cases(8, 2)):
         stop = text[place : place + 4]
         found = check(client, STORY | {"stop": [stop], "min_tokens": PLACES[0]})
         assert found[0] + stop == text[: len(found[0]) + len(stop)]

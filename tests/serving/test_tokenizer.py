@@ -1,8 +1,10 @@
-"""Texts, conversations and token ids turn into each other as the model's own files say."""
+"""Texts, conversations and token ids turn into each other as the model's files say, or are refused."""
 
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from serving.text.tokenizer import Text
+from serving.text.tokenizer_settings import MORE_KEYS, SPECIAL_KEYS
+from serving.text.vocabulary import read_tokenizer_files
 from tests.serving.conftest import KINDS, byte_level, write_settings
 
 SAMPLES = [
@@ -265,3 +269,66 @@ def test_without_a_template_messages_are_refused(texts: dict[str, Text]) -> None
 def test_half_a_surrogate_pair_is_refused(texts: dict[str, Text]) -> None:
     with pytest.raises(ValueError, match="prompt is not Unicode text: character 1 is half"):
         texts["byte_level"].encode("a\ud83d")
+
+
+ABSURD: list[Any] = [0, -1, 10**9, 10**400, 1e300, True, "12", [], [[]], [None], {}, {"a": 1}, {"7": []}]
+ABSURD += [None, {"content": 1}, {str(10**9): {"content": "a"}}, {"9" * 5000: {"content": "a"}}]
+ABSURD += ["x" * 100_000]
+KEYS = (*SPECIAL_KEYS, *MORE_KEYS, "added_tokens_decoder", "chat_template", "legacy", "add_bos_token")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_with_every_absurd_value_is_refused_or_works(key: str, tmp_path: Path) -> None:
+    lines = []
+    for value in ABSURD:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: value}))
+        try:
+            read_tokenizer_files(tmp_path)
+        except ValueError as error:
+            lines.append(str(error))
+    assert all(len(line) < 400 and str(tmp_path) in line and "\n" not in line for line in lines)
+    assert len(lines) > 3 or key in ("legacy", "add_bos_token")
+
+
+def test_a_token_far_beyond_the_vocabulary_is_refused_by_its_id(tmp_path: Path) -> None:
+    added = {"1000000000": {"content": "<far>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    with pytest.raises(ValueError, match=r"added_tokens_decoder: '1000000000'; it must be of ids from 0 to"):
+        read_tokenizer_files(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "\x00"])
+def test_a_file_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(
+        ValueError, match=r"tokenizer_config\.json (is not JSON|is nested too deeply|holds no JSON object)"
+    ):
+        read_tokenizer_files(tmp_path)
+
+
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(Path("recipes/tiny/weights/tokenizer.model").read_bytes())
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8: byte 0 is wrong"):
+        read_tokenizer_files(tmp_path)
+
+
+LONG = "What is 348 plus 275? It is 623, of course. " * 12_000
+
+
+def num_turns(text: Text) -> int:
+    """How often another thread got its turn while the text was tokenised, each a millisecond at least."""
+    worker = threading.Thread(target=lambda: text.encode(LONG))
+    turns = 0
+    worker.start()
+    while worker.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    return turns
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_others_run_while_a_long_text_is_tokenised(kind: str, texts: dict[str, Text]) -> None:
+    # A library that keeps the interpreter to itself leaves two to five turns, before and after; one that does
+    # not, a hundred and more. Three tries, because the machine may have other work
+    assert any(num_turns(texts[kind]) > 30 for _ in range(3))

@@ -236,9 +236,9 @@ def test_an_engine_keeps_nothing_of_requests_that_have_ended() -> None:
         while theirs.poll(0):
             theirs.recv()
 
-    serve(120)  # the prefix cache and all pools are full
+    serve(60)  # the prefix cache and all pools are full
     before = num_kept()
-    serve(240)
+    serve(120)
     assert num_kept() - before < 60
     for each in (ours, theirs):
         each.close()

@@ -29,9 +29,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from recipes.cluster import rank_process
 from recipes.cluster.rank_process import FOLLOWER
@@ -245,7 +246,7 @@ def ask(
 
 
 def answer(source: socket.socket) -> None:
-    """Fork for each request until the other end has closed; return also in each fork, once it has ended."""
+    """Fork for each request until the other end has closed."""
     while True:
         data, files, _, _ = socket.recv_fds(source, _LONGEST_REQUEST, _MOST_FILES)
         if not data:
@@ -253,11 +254,37 @@ def answer(source: socket.socket) -> None:
         request = json.loads(data)
         if (pid := _forked_beside(leads_session=request["leads_session"])) == 0:
             source.close()
-            run(request, files)
-            return
+            end_after(functools.partial(run, request, files))
         for each in files:
             os.close(each)
         source.send(str(pid).encode())
+
+
+def end_after(runs: Callable[[], None]) -> NoReturn:
+    """Run, and end this fork as an interpreter ends, except that it does not take its modules apart.
+
+    Most of them it shares with the process that it is a fork of, and to free them it would copy all their
+    pages, which takes longer than many a command.
+    """
+    status = 0
+    try:
+        runs()
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:  # noqa: BLE001 - an interpreter shows whatever was raised, and ends
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as an interpreter does
+    atexit._run_exitfuncs()
+    for each in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # who reads it has gone, or it is closed
+            each.flush()
+    os._exit(status & 0xFF)
 
 
 def _forked_beside(*, leads_session: bool) -> int:

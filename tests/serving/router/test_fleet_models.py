@@ -1,6 +1,7 @@
 """Requests go to the replicas of the model that they name, whatever the replicas do.
 
-The replicas are scripted servers on real sockets, and the router is asked without one.
+The replicas are scripted servers on real sockets, and the router is asked without one; in the last test
+both are real.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from serving.api.api_keys import ANYBODY
@@ -21,10 +24,14 @@ from serving.router.prompts import Prompts
 from serving.router.proxy import Proxy
 from serving.router.replicas import MOST_INFO_BYTES, MOST_METRICS_BYTES
 from serving.router.server import FleetApplication
+from tests.lazy import openai
+from tests.patience import PATIENCE_S
 from tests.serving.router.test_hostile_replicas import CHUNKED, LONG, Watched, endless, models
 from tests.serving.router.test_lost_replicas import answer
 from tests.serving.router.test_proxy import Script, run
+from tests.serving.router.under_fire import fleet, wait_ready
 from tests.serving.router.waiting import until
+from tests.serving.server import Server
 
 READY: dict[str, Script] = {"ready": answer(b"")}
 LATE: dict[str, Script] = {"ready": answer(b"", 503)}
@@ -396,3 +403,37 @@ def test_a_recipe_that_no_replica_serves_is_told(caplog: pytest.LogCaptureFixtur
         " judged by text alone; name it with --served-model-name"
     ]
     assert found.is_one
+
+
+@pytest.fixture(scope="module")
+def front(shared: Server, agent: Server) -> Iterator[Server]:
+    replicas = [option for each in (shared, agent) for option in ("--replica", each.url)]
+    found = Server(*replicas, verb="scripts.route")
+    wait_ready(found.url, 2)
+    yield found
+    assert found.close() == 0
+
+
+def test_each_model_is_answered_by_its_own_replica(front: Server, shared: Server, agent: Server) -> None:
+    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="any", max_retries=0) as client:
+        assert [each.id for each in client.models.list()] == ["tiny", "agent"]
+        assert client.models.retrieve("agent").id == "agent"
+        sent = [each["sent"] for each in fleet(front.url)["replicas"]]
+        for model in ("tiny", "agent", "agent", "tiny"):
+            whole = client.completions.create(model=model, prompt="One day", max_tokens=4, temperature=0)
+            assert whole.model == model
+            pieces = [
+                each.choices[0].text
+                for each in client.completions.create(
+                    model=model, prompt="One day", max_tokens=4, temperature=0, stream=True
+                )
+            ]
+            assert "".join(pieces) == whole.choices[0].text
+            assert client.responses.create(model=model, input="Hello", max_output_tokens=2).model == model
+        found = fleet(front.url)["replicas"]
+        assert [each["models"] for each in found] == [["tiny"], ["agent"]]
+        assert [each["sent"] - before for each, before in zip(found, sent)] == [6, 6]
+        with pytest.raises(openai.NotFoundError, match="'tiny', 'agent'"):
+            client.completions.create(model="other", prompt="One day")
+        response = httpx.post(f"{front.url}/v1/completions", json={"prompt": "One day"}, timeout=PATIENCE_S)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "model")

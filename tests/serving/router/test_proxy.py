@@ -10,14 +10,18 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import pytest
+from starlette.types import Receive, Scope, Send
+
 from continuous_batching.routing.routing import Routing
 from continuous_batching.routing.splitting import Split, Splitting
 from serving.router.fair_turns import ModelTurns
 from serving.router.fleet_figures import FleetFigures
 from serving.router.prompts import Prompts
-from serving.router.proxy import Proxy
+from serving.router.proxy import ClientWatch, Proxy
 from serving.router.replicas import FleetReplica
 from serving.router.upstream import Upstream
+from serving.server import SignalFreeServer, configuration, listener_at
 from tests.patience import PATIENCE_S
 
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -351,3 +355,43 @@ def test_where_requests_went_is_told_with_what_spoke_for_it() -> None:
             assert told["choices"] == [second, first], "also of what has gone"
 
     run(test)
+
+
+HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10, 10**5, 10**6])
+def test_work_for_a_client_that_goes_is_cancelled_whatever_it_has_sent(num_bytes: int) -> None:
+    """Of a long body uvicorn stops to read, and would not see the end of the connection."""
+
+    async def test() -> None:
+        works, ended = asyncio.Event(), asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            while (await receive()).get("more_body"):
+                pass
+            watch = ClientWatch(scope["state"])
+            works.set()
+            try:
+                await asyncio.sleep(2 * PATIENCE_S)
+            except asyncio.CancelledError:
+                assert watch.is_gone
+                ended.set()
+            finally:
+                watch.end()
+
+        server = SignalFreeServer(configuration(app, 16))
+        with listener_at("127.0.0.1", 0) as listener:
+            serving = asyncio.ensure_future(server.serve([listener]))
+            _, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+            writer.write(HEAD % num_bytes)
+            await asyncio.sleep(0.05)  # the application waits for the body
+            writer.write(bytes(num_bytes))
+            await works.wait()
+            assert not ended.is_set()
+            writer.transport.abort()
+            await ended.wait()
+            server.should_exit = True
+            await serving
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
