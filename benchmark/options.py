@@ -1,4 +1,4 @@
-"""Parse what options of benchmarks take, check that outputs can be written, and print results.
+"""Parse what options of benchmarks take, check that outputs can be written, run in turns, and print results.
 
 An output is checked before a command runs, so that no run is lost for a missing folder. The parsers of text
 raise ArgumentTypeError, and those of paths OSError.
@@ -9,16 +9,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from recipes.schema.numbers import RATES_PER_S, real
+from recipes.schema.reader import load
+from recipes.schema.recipe import Recipe
 
 PICTURES = (".png", ".svg", ".pdf")
 LAYOUTS = ("mooncake", "burstgpt", "sharegpt")
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
+T = TypeVar("T")
 rate = real(*RATES_PER_S, endless=True)  # requests a second; `inf` for all at once
+
+
+def recipe_of(options: argparse.Namespace) -> Recipe:
+    """Return the recipe that a verb's options name; raises RecipeError."""
+    return load(options.recipe, options.overrides, options.profile)
 
 
 def file(text: str | Path) -> Path:
@@ -119,19 +128,18 @@ def why(error: Exception) -> str:
     return "the JSON is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
-def known_figure(result: Mapping[str, Any], name: str) -> float | None:
-    """Return a figure by its dotted name, or None where the result has none."""
+def value_at(result: Mapping[str, Any], name: str) -> Any:
+    """Return what a result has under a dotted name, or None."""
     value: Any = result
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def known_figure(result: Mapping[str, Any], name: str) -> float | None:
+    """Return a figure by its dotted name, or None where the result has none."""
+    value = value_at(result, name)
     return value if isinstance(value, (int, float)) else None
-
-
-def figure(result: Mapping[str, Any], name: str) -> float:
-    """Return a figure by its dotted name; raises KeyError where the result has none."""
-    if (value := known_figure(result, name)) is None:
-        raise KeyError(name)
-    return float(value)
 
 
 def show(result: Any, *, as_json: bool, print_table: Callable[[Any], None]) -> None:
@@ -151,6 +159,48 @@ def markdown(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """Return a table in Markdown."""
     head, *body = (f"| {' | '.join(map(str, cells))} |" for cells in [heads, *rows])
     return "\n".join([head, f"|{'---|' * len(heads)}", *body])
+
+
+class Column(NamedTuple):
+    """A column of a table: the dotted name of what a row has, its heading, and the format of a value."""
+
+    name: str
+    heading: str
+    form: str = "{}"
+
+    def cell(self, row: Mapping[str, Any], absent: str = "") -> str:
+        """Return the cell of a row, or `absent` where the row has no such value."""
+        value = value_at(row, self.name)
+        return absent if value is None else self.form.format(value)
+
+
+def table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], absent: str = "") -> str:
+    """Return rows as a table in Markdown."""
+    return markdown(
+        [each.heading for each in columns], ([each.cell(row, absent) for each in columns] for row in rows)
+    )
+
+
+def named_rows(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows that have a name, as rows whose column `name` has it."""
+    return [{"name": name, **row} for name, row in rows.items()]
+
+
+def in_turns(ways: Mapping[str, Callable[[int], T]], rounds: int, warm_ups: int = 1) -> dict[str, list[T]]:
+    """Run each way once a round, with the round's number: other work on the machine then affects all alike.
+
+    Returns what each way gave by round, without the rounds that warm up, which come first.
+    """
+    given: dict[str, list[T]] = {name: [] for name in ways}
+    for number in range(warm_ups + rounds):
+        for name, way in ways.items():
+            given[name].append(way(number))
+    return {name: of_way[warm_ups:] for name, of_way in given.items()}
+
+
+def medians(rounds: Sequence[Mapping[str, float]], digits: int = 4) -> dict[str, float]:
+    """Return the median of each figure over rounds, which all have the same figures."""
+    return {name: round(statistics.median(each[name] for each in rounds), digits) for name in rounds[0]}
 
 
 def print_figures(result: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from benchmark import options as kinds
 from benchmark.gate.gate import published, with_verdict
-from benchmark.options import figure, known_figure
+from benchmark.options import Column, known_figure
 from benchmark.processes import process_pool
 from benchmark.simulate.deployment import SIMULATED, Deployment, place
 from benchmark.workloads.synthetic import Draw, SyntheticLoad, draw_requests, lengths
@@ -138,15 +138,6 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """A figure of each result, by its dotted name, and the decimals with which it is printed."""
-
-    name: str
-    heading: str
-    places: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class Experiment:
     """One experiment of a source: its claim in words, and those of the source's rows that the gate audits."""
 
@@ -195,17 +186,18 @@ def whole(policy: str) -> tuple[str, ...]:
     return keys(policy, 64, WHOLE_TOKENS)
 
 
-REQUESTS = Column("requests_per_s", "req/s", 2)
-OUTPUT = Column("output_tokens_per_s", "output tokens/s", 0)
-GOOD = Column("request_goodput", "good req/s", 2)
-TTFT = Column("ttft_ms.p50", "TTFT p50, ms", 0)
-TTFT_99 = Column("ttft_ms.p99", "TTFT p99, ms", 0)
-TPOT = Column("tpot_ms.mean", "TPOT mean, ms")
-ITL_99 = Column("itl_ms.p99", "ITL p99, ms")
-ITL_MAX = Column("itl_ms.max", "ITL max, ms")
-BATCH = Column("mean_batch", "mean batch")
-PAGES = Column("mean_page_use", "pages in use, share", 4)
-COPIED = Column("copied_pages", "pages moved", 0)
+WHOLE, TENTHS, HUNDREDTHS = "{:,.0f}", "{:,.1f}", "{:,.2f}"  # formats of figures
+REQUESTS = Column("requests_per_s", "req/s", HUNDREDTHS)
+OUTPUT = Column("output_tokens_per_s", "output tokens/s", WHOLE)
+GOOD = Column("request_goodput", "good req/s", HUNDREDTHS)
+TTFT = Column("ttft_ms.p50", "TTFT p50, ms", WHOLE)
+TTFT_99 = Column("ttft_ms.p99", "TTFT p99, ms", WHOLE)
+TPOT = Column("tpot_ms.mean", "TPOT mean, ms", TENTHS)
+ITL_99 = Column("itl_ms.p99", "ITL p99, ms", TENTHS)
+ITL_MAX = Column("itl_ms.max", "ITL max, ms", TENTHS)
+BATCH = Column("mean_batch", "mean batch", TENTHS)
+PAGES = Column("mean_page_use", "pages in use, share", "{:,.4f}")
+COPIED = Column("copied_pages", "pages moved", WHOLE)
 
 # The article's "mean seq=512" is read as prompt and answer together, bounded by its 2,048.
 BATCH_LOAD = Offered(requests=960)
@@ -370,7 +362,7 @@ def _section(experiment: Experiment, results: dict[Case, Result]) -> Iterator[st
     yield "|---|" + "---:|" * len(columns) + "---|"
     for case in experiment.cases:
         result = results[case]
-        cells = [f"{figure(result, column.name):,.{column.places}f}" for column in columns]
+        cells = [column.cell(result) for column in columns]
         outcome, broken = (result["verdict"][part] for part in ("outcome", "refused"))
         yield f"| {case.label} | {' | '.join(cells)} | {outcome}{': ' * bool(broken)}{', '.join(broken)} |"
     audited = {row.name: row for row in published()}

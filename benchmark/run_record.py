@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # it imports torch
     from recipes.assembly.engine import BuiltEngine
 
 Figures = dict[str, float]
-Result = dict[str, object]
+Result = dict[str, Any]
 MOST_READINGS = 500
 DONE = ("stop", "length")
 # Columns of a reading: states of the moment, as in a server's metrics, then what the run has counted so far.
@@ -140,7 +140,7 @@ def end_s(request: Request, times_s: Sequence[float]) -> float | None:
     return times_s[-1] if len(times_s) else request.finish_s
 
 
-def summarise(engine: Engine, requests: Sequence[Request], timeline: Timeline) -> dict[str, object]:
+def summarise(engine: Engine, requests: Sequence[Request], timeline: Timeline) -> Result:
     """Return throughput and latencies of finished requests.
 
     The duration runs from the first arrival to the last token. A request that failed is counted, and its

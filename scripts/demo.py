@@ -13,8 +13,7 @@ import argparse
 from pathlib import Path
 
 from benchmark import options as kinds
-from benchmark.charts import save_slots
-from benchmark.demo import NUM_SLOTS, ROWS, RUNS, print_answers, run
+from benchmark.demo import NUM_SLOTS, ROWS, RUNS, print_answers, run, save_slots
 from recipes.schema import verb
 from recipes.schema.numbers import real, whole
 
@@ -35,10 +34,8 @@ def main(argv: list[str]) -> None:
     print(f"{options.requests} requests, {options.rate:g} a second, {NUM_SLOTS} slots; some answers:\n")
     print_answers(options.requests, results["continuous batching"][2], 6)
     print("\n" + " " * 36 + "".join(f"{name:>22}" for name in results))
-    for key, label in ROWS.items():
-        print(
-            f"{label:36}" + "".join(f"{kinds.figure(result[0], key):>22,.2f}" for result in results.values())
-        )
+    for each in ROWS:
+        print(f"{each.heading:36}" + "".join(f"{each.cell(result[0]):>22}" for result in results.values()))
     save_slots(options.output, [(name, result[1], result[3]) for name, result in results.items()])
     print(f"\nslots over time: {options.output}")
 

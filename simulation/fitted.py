@@ -236,15 +236,6 @@ class Fitted:
     def __post_init__(self) -> None:
         self._at = int(np.random.default_rng(self.seed).integers(len(self.spread.ranks)))
 
-    def rewound(self) -> Fitted:
-        """Rewind to the first recorded step.
-
-        Engines that were recorded together, and are simulated together, are then slow together as they were:
-        a step of one follows the steps of the others at the same time.
-        """
-        self._at = -1
-        return self
-
     def step_s(self, batch: Batch, slots: SlotPool) -> float:
         """Return the seconds of a step."""
         of_step = features(batch)

@@ -93,7 +93,7 @@ def audit(fields: Fields, laws: Iterable[Law] | None = None) -> Verdict:
     return verdict
 
 
-def with_verdict(result: dict[str, object]) -> dict[str, object]:
+def with_verdict(result: dict[str, Any]) -> dict[str, Any]:
     """Return the result with its fields' digests and its verdict; the records come last."""
     whole = {**result, "digests": digests(result)}
     kept = whole.pop("records", None)

@@ -15,18 +15,18 @@ medians are reported, after a turn that is not counted.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from attention.reference import Attention
 from benchmark.micro.device import StepLoad, batch_of, print_machine
-from benchmark.options import markdown
+from benchmark.options import Column, in_turns, recipe_of, table
 from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear
@@ -42,18 +42,18 @@ from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 
 COLD_WEIGHTS = 2**26  # numbers of a turn: 128 MiB in bfloat16, more than most processors' last cache
-PRODUCT_COLUMNS = {
-    "rows": "rows",
-    "onednn_gflop_per_s": "oneDNN, GFLOP/s",
-    "own_gflop_per_s": "own, GFLOP/s",
-    "times_onednn": "own over oneDNN",
-}
-DECODE_COLUMNS = {
-    "context": "tokens",
-    "chosen_ms": "chosen ones read, ms",
-    "all_ms": "all read, ms",
-    "times_all": "all over chosen",
-}
+PRODUCT_COLUMNS = (
+    Column("rows", "rows"),
+    Column("onednn_gflop_per_s", "oneDNN, GFLOP/s"),
+    Column("own_gflop_per_s", "own, GFLOP/s"),
+    Column("times_onednn", "own over oneDNN"),
+)
+DECODE_COLUMNS = (
+    Column("context", "tokens"),
+    Column("chosen_ms", "chosen ones read, ms"),
+    Column("all_ms", "all read, ms"),
+    Column("times_all", "all over chosen"),
+)
 
 
 def processor_s(turn: Callable[[], object]) -> float:
@@ -64,10 +64,13 @@ def processor_s(turn: Callable[[], object]) -> float:
 
 
 def median_turns_s(ways: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Return the median processor time of each way."""
-    taken_s = [[processor_s(way) for way in ways] for _ in range(1 + repeats)]
-    medians: list[float] = np.median(taken_s[1:], axis=0).tolist()
-    return medians
+    """Return the median processor time of each way, which take turns."""
+
+    def timed(way: Callable[[], object]) -> Callable[[int], float]:
+        return lambda _: processor_s(way)
+
+    turns_s = in_turns({str(number): timed(way) for number, way in enumerate(ways)}, repeats)
+    return [statistics.median(each) for each in turns_s.values()]
 
 
 def check_cpu(recipe: Recipe) -> None:
@@ -137,7 +140,7 @@ def compare_products(
 
 def run_products(options: argparse.Namespace) -> dict[str, object]:
     """Compare the products of the recipe's layers for each number of rows."""
-    recipe = load(options.recipe, options.overrides, options.profile)
+    recipe = recipe_of(options)
     check_cpu(recipe)
     own = products()
     if isinstance(own, str):
@@ -161,13 +164,12 @@ def print_products(result: Mapping[str, Any]) -> None:
     print_machine(result)
     print(f"{result['linears']} linears in {result['dtype']}, threads: {result['threads']}")
     print("GFLOP/s count processor time of all threads\n")
-    rows = [tuple(row[name] for name in PRODUCT_COLUMNS) for row in result["products"]]
-    print(markdown(tuple(PRODUCT_COLUMNS.values()), rows))
+    print(table(PRODUCT_COLUMNS, result["products"]))
 
 
 def run_decodes(options: argparse.Namespace) -> dict[str, object]:
     """Compare both engines of the recipe at each context."""
-    recipe = load(options.recipe, options.overrides, options.profile)
+    recipe = recipe_of(options)
     config = model_config(recipe)
     if config.latent is None or config.latent.index is None:
         raise RecipeError("model", "has no indexer", "choose a recipe of DeepSeek-V3.2 or GLM-5")
@@ -205,5 +207,4 @@ def print_decodes(result: Mapping[str, Any]) -> None:
     """Print the machine and a row for each context."""
     print_machine(result)
     print(f"steps of {result['rows']} decodes, in processor time of all threads; {result['chosen']} chosen\n")
-    rows = [tuple(row[name] for name in DECODE_COLUMNS) for row in result["decodes"]]
-    print(markdown(tuple(DECODE_COLUMNS.values()), rows))
+    print(table(DECODE_COLUMNS, result["decodes"]))

@@ -24,7 +24,7 @@ from attention.latent import LatentAttention
 from attention.reference import Attention
 from attention.sparse import SparseAttention
 from benchmark.micro.kv import seconds
-from benchmark.options import markdown, verdict_line
+from benchmark.options import Column, recipe_of, table, verdict_line
 from continuous_batching.batch import Batch
 from kv_cache.pages import Index
 from models.config import DecoderConfig
@@ -39,25 +39,25 @@ from recipes.assembly.engine import BuiltEngine, build
 from recipes.assembly.families import model_config
 from recipes.machine import start
 from recipes.schema.numbers import MOST_TOKENS, whole
-from recipes.schema.reader import read
 from recipes.schema.recipe_error import RecipeError
 
 COPIED_BYTES, SIDE = {"cpu": 2**26, "other": 2**32}, {"cpu": 512, "other": 8192}
 WARM_UPS = 3
 NOT_MEASURED = "not measured"
-COLUMNS = {
-    "step_ms": "step, ms",
-    "tokens_per_s": "tokens/s",
-    "share_of_copy_rate": "of the copy rate",
-    "share_of_product_rate": "of the product rate",
-    "attention_ms": "attention, ms",
-    "attention_share_of_copy_rate": "of the copy rate",
-}
-MIXED_COLUMNS = {
-    "step_ms": "step, ms",
-    "parts_ms": "its parts apart, ms",
-    "over_sum_of_parts": "over their sum",
-}
+LOAD, STEP = Column("load", "load"), Column("step_ms", "step, ms")
+COLUMNS = (
+    *(LOAD, STEP),
+    Column("tokens_per_s", "tokens/s"),
+    Column("share_of_copy_rate", "of the copy rate"),
+    Column("share_of_product_rate", "of the product rate"),
+    Column("attention_ms", "attention, ms"),
+    Column("attention_share_of_copy_rate", "of the copy rate"),
+)
+MIXED_COLUMNS = (
+    *(LOAD, STEP),
+    Column("parts_ms", "its parts apart, ms", "{0[0]}, {0[1]}"),
+    Column("over_sum_of_parts", "over their sum"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,7 @@ def loads_of(options: argparse.Namespace) -> tuple[list[StepLoad], list[StepLoad
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure each load against its floor, and each mixed one against its decodes and prompts alone."""
     (loads, mixed), repeats = loads_of(options), options.repeats
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    recipe = recipe_of(options)
     try:
         device = start(recipe.device)
     except RecipeError as error:
@@ -334,8 +334,7 @@ def print_table(result: Mapping[str, Any]) -> None:
     alone = [step for step in result["steps"] if not step.get("is_mixed")]
     for steps, columns in ((alone, COLUMNS), (mixed, MIXED_COLUMNS)):
         if steps:
-            rows = [(step["load"], *(cell(step.get(name)) for name in columns)) for step in steps]
-            print(f"\n{markdown(('load', *columns.values()), rows)}")
+            print(f"\n{table(columns, steps, NOT_MEASURED)}")
     reasons = dict.fromkeys(
         str(why) for step in result["steps"] for name, why in step.items() if name.endswith("not_measured")
     )
@@ -349,10 +348,3 @@ def print_machine(result: Mapping[str, Any]) -> None:
     """Print what was measured, and where."""
     print(" ".join((result["recipe"], *result["overrides"])))
     print("machine:", ", ".join(f"{name} {value}" for name, value in result["machine"].items()))
-
-
-def cell(value: Any) -> str:
-    """Format a figure, or several, or the words for a figure that was not measured."""
-    if value is None:
-        return NOT_MEASURED
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -8,10 +8,6 @@ step admits and ends a request. Work that proposers do every few steps shows in 
 many consecutive steps. The same decodes are measured with recurrent states, of which there is room for those
 that prompts and answers leave, in turns with steps without: the median of the ratios of both counts.
 
-With --waiting it is measured under each policy and queue order, while many requests wait. Every slot is busy
-and requests come and go: about one decode of each step is its request's last, and a new request is added for
-each that is admitted (outside the measured time, as hashing is off the step).
-
 With --followed it is measured what a follower costs. Two engines decode in all slots and are recorded into
 files. The second is also followed by a process that makes the same decisions; another thread sends to it.
 Their steps are timed in turns of many. The result is meaningful only on a machine with two free cores.
@@ -27,7 +23,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +56,6 @@ CONTEXT_TOKENS = (1000, 1300)
 CHUNKS_PER_PROMPT = 16
 PROPOSERS: dict[str, Callable[[SlotPool], Proposer]] = {"ngram": NGram, "suffix": Suffix}
 MOST_DRAFTS = 4
-SHORT_PROMPTS = (16, 112)  # lengths of requests that come and go while others wait
-STEP_S = 0.02  # seconds of virtual time
-BASE = "stall_free, fcfs"
 FOLLOWED_PROMPT = 1000  # tokens
 ROUNDS = 9  # rounds in turns of an engine alone and one that is followed, whose median counts
 PATIENCE_S = 60.0
@@ -111,26 +104,20 @@ def full_scheduler(
     return scheduler
 
 
-def step_us(
-    scheduler: Scheduler, random: np.random.Generator, start_s: float | None = None, end_s: float = 0.0
-) -> float:
+def step_us(scheduler: Scheduler, random: np.random.Generator) -> float:
     """Return the microseconds of one step's schedule, batch inputs and commit.
 
-    They are of the processor, whose time other work on the machine disturbs least. The scheduler's clock is
-    this thread's own or, where they are given, the step's start and end; then requests that waited too long
-    are looked for as well.
+    They are of the processor, whose time other work on the machine disturbs least.
     """
     start = time.thread_time()
-    if start_s is not None:
-        scheduler.expire(start_s)
-    batch = scheduler.schedule(start if start_s is None else start_s)
+    batch = scheduler.schedule(start)
     scheduler.slots.inputs(batch)
     if scheduler.slots.state_pages is not None:
         scheduler.slots.state_pages[batch.slots].astype(np.int64)  # models/step/inputs.py reads them so
     scheduled = time.thread_time()
     sampled = Sampled(random.integers(0, VOCAB_SIZE, len(batch.sampled)))  # the device's work
     computed = time.thread_time()
-    scheduler.commit(batch, sampled, computed if start_s is None else end_s)
+    scheduler.commit(batch, sampled, computed)
     return 1e6 * (time.thread_time() - computed + scheduled - start)
 
 
@@ -178,89 +165,10 @@ def measure_states(num_slots: int, page_size: int, num_steps: int) -> dict[str, 
     return {**percentiles([kept_us for _, kept_us in pairs]), "times_the_plain": ratio}
 
 
-def variants(num_slots: int) -> dict[str, dict[str, Any]]:
-    """Return the scheduler's keys for each row; the others are compared with the first."""
-    chunks = {"min_chunk_tokens": 32, "max_chunk_tokens": 512}
-    return {
-        BASE: {},
-        "stall_free, sjf": {"queue": "sjf"},
-        "stall_free, priority": {"queue": "priority"},
-        "stall_free, priority, outrank": {"queue": "priority", "outrank": True},
-        "stall_free, deadline": {"queue": "deadline", "deadline_s": 60.0},
-        "stall_free, fcfs, tenants": {"fair_tenants": True},
-        "stall_free, priority, tenants": {"queue": "priority", "fair_tenants": True},
-        "stall_free, fcfs, long prompts": {"max_long_prefills": 2, "long_prompt_tokens": 96},
-        "stall_free, dynamic": {"chunk": "dynamic", **chunks, "chunk_stages": 4, "staged_tokens": 512},
-        "stall_free, adaptive": {"chunk": "adaptive", **chunks, "target_itl_ms": 50.0},
-        "split, fcfs": {"policy": "split", "prompt_share": 0.5},
-        "prefill_first, fcfs": {"policy": "prefill_first"},
-        "orca, fcfs": {"policy": "orca"},
-        "static, fcfs": {"policy": "static", "batch_size": num_slots, "max_wait_ms": 0.0},
-    }
-
-
-def scheduler_for(num_slots: int, longest: int, max_batch_tokens: int, **keys: Any) -> Scheduler:
-    """Return a scheduler as a recipe with these keys makes it, whose pages hold `longest` tokens a slot."""
-    pages = 1 + num_slots * -(-longest // PAGE_SIZE)
-    asked = SchedulerSection(num_slots=num_slots, max_batch_tokens=max_batch_tokens, **keys)
-    limits = SchedulerLimits(pages, 0, longest, VOCAB_SIZE, (), None)
-    return scheduler_of(asked, CacheSection(page_size=PAGE_SIZE, num_pages=pages), limits)
-
-
-class KeptFull:
-    """A scheduler that is kept full."""
-
-    def __init__(self, num_slots: int, num_waiting: int, keys: dict[str, Any]) -> None:
-        self._random = np.random.default_rng(0)
-        # This mean lets one request of num_slots end in each step.
-        self._answer = (num_slots // 2, num_slots + num_slots // 2)
-        longest = SHORT_PROMPTS[1] + self._answer[1]
-        self.scheduler = scheduler_for(num_slots, longest, max(2 * num_slots, longest) + 512, **keys)
-        self._num_waiting = num_waiting
-        self._number = 0
-        self._now_s = 0.0
-
-    def fill(self) -> None:
-        """Fill the queue to its length."""
-        random = self._random
-        while len(self.scheduler.waiting) < self._num_waiting:
-            self._number += 1
-            params = SamplingParams(max_tokens=int(random.integers(*self._answer)), temperature=0.0)
-            prompt = random.integers(0, VOCAB_SIZE, int(random.integers(*SHORT_PROMPTS))).astype(np.int32)
-            request = Request(str(self._number), prompt, params, arrival_s=self._now_s)
-            request.tenant, request.priority = f"tenant {random.integers(100)}", int(random.integers(-2, 3))
-            self.scheduler.add(request)
-
-    def step_us(self) -> float:
-        """Return the microseconds of one step, at virtual times."""
-        self.fill()
-        self._now_s += 2 * STEP_S
-        return step_us(self.scheduler, self._random, self._now_s - STEP_S, self._now_s)
-
-
-def measure_waiting(num_slots: int, num_waiting: int, num_steps: int) -> Iterator[dict[str, Any]]:
-    """Yield one row for each variant: microseconds of a step, also relative to the first variant."""
-    base_us = 0.0
-    for name, keys in variants(num_slots).items():
-        bench = KeptFull(num_slots, num_waiting, keys)
-        for _ in range(2 * num_slots):  # runs until requests end at every step
-            bench.step_us()
-        gc.collect()
-        found = percentiles([bench.step_us() for _ in range(num_steps)])
-        mean_us = float(np.mean(found["times_us"]))
-        base_us = base_us or mean_us
-        ratio = round(mean_us / base_us, 2)
-        yield {"variant": name, "mean_us": round(mean_us, 1), **found, "times_the_first": ratio}
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return a row for each number of slots and page size, or for each policy and order while many wait."""
-    slots, num_steps, chunk = options.slots, options.steps, options.chunk
-    if options.waiting is not None:
-        waited = {str(each): list(measure_waiting(each, options.waiting, num_steps)) for each in slots}
-        return {"waiting": options.waiting, "slots": waited}
-    rows = []
-    for num_slots, page_size in itertools.product(slots, options.page_sizes):
+    """Return a row for each number of slots and page size."""
+    num_steps, chunk, rows = options.steps, options.chunk, []
+    for num_slots, page_size in itertools.product(options.slots, options.page_sizes):
         row: dict[str, Any] = {"slots": num_slots, "page_size": page_size}
         row["decode"] = measure(num_slots, page_size, 0, num_steps)
         for name in PROPOSERS:
@@ -272,22 +180,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """Print a row for each number of slots and page size, or for each policy and order."""
-    if "host" in result:
-        columns = [name for name in result["host"][0] if name not in ("slots", "page_size")]
-        titles = "".join(name.replace("_", " ").rjust(34) for name in columns)
-        print("µs, p50 / p99 / runs".ljust(24) + titles)
-        for row in result["host"]:
-            parts = [[str(row[name][part]) for part in ("p50_us", "p99_us", "runs_us")] for name in columns]
-            cells = "".join(" / ".join(each).rjust(34) for each in parts)
-            print(f"{row['slots']:>6} slots, page {row['page_size']}".ljust(24) + cells)
-            print(f"{'':>24}with states: {row['decode_with_states']['times_the_plain']} times without")
-    for num_slots, rows in result["slots"].items() if "waiting" in result else ():
-        head = f"{num_slots} slots, {result['waiting']} waiting"
-        print(head.ljust(36) + "µs a step: mean, p50, p99; times the first")
-        for row in rows:
-            figures = (row[part] for part in ("mean_us", "p50_us", "p99_us", "times_the_first"))
-            print(f"  {row['variant']}".ljust(36) + "".join(f"{figure:>10}" for figure in figures))
+    """Print a row for each number of slots and page size."""
+    columns = [name for name in result["host"][0] if name not in ("slots", "page_size")]
+    titles = "".join(name.replace("_", " ").rjust(34) for name in columns)
+    print("µs, p50 / p99 / runs".ljust(24) + titles)
+    for row in result["host"]:
+        parts = [[str(row[name][part]) for part in ("p50_us", "p99_us", "runs_us")] for name in columns]
+        cells = "".join(" / ".join(each).rjust(34) for each in parts)
+        print(f"{row['slots']:>6} slots, page {row['page_size']}".ljust(24) + cells)
+        print(f"{'':>24}with states: {row['decode_with_states']['times_the_plain']} times without")
     print(verdict_line(result["verdict"]))
 
 
@@ -311,8 +212,12 @@ class AtOnce:
 
 
 def empty_scheduler(num_slots: int, num_steps: int) -> Scheduler:
-    """Return an empty scheduler with room for all contexts."""
-    return scheduler_for(num_slots, FOLLOWED_PROMPT + num_steps + 8, num_slots * FOLLOWED_PROMPT)
+    """Return an empty scheduler as a recipe makes it, with room for all contexts."""
+    longest = FOLLOWED_PROMPT + num_steps + 8
+    pages = 1 + num_slots * -(-longest // PAGE_SIZE)
+    section = SchedulerSection(num_slots=num_slots, max_batch_tokens=num_slots * FOLLOWED_PROMPT)
+    limits = SchedulerLimits(pages, 0, longest, VOCAB_SIZE, (), None)
+    return scheduler_of(section, CacheSection(page_size=PAGE_SIZE, num_pages=pages), limits)
 
 
 def follow(address: tuple[str, int], num_slots: int, num_steps: int) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.nn import Module
 
-from benchmark.options import markdown
+from benchmark.options import Column, recipe_of, table
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from devices.ascend_limits import PROLOG_HIDDEN, fuses_gate
@@ -41,7 +41,6 @@ from recipes.assembly.engine import BuiltEngine, build
 from recipes.assembly.families import draft_config, model_config, read
 from recipes.machine import Npu, start
 from recipes.schema.parallel_section import ParallelSection
-from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.speculation_section import SpeculationSection
@@ -58,17 +57,17 @@ SAMPLING: Mapping[str, dict[str, Any]] = {
     "top-k and top-p": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
     "temperature": {"temperature": 0.8},
 }
-COLUMNS = {
-    "a_layer": "launches a layer",
-    "in_graph": "in the graph",
-    "drawing": "in the graph that draws",
-    "outside_graph": "outside the graph",
-    "to_device": "copies to the device",
-    "to_host": "copies to the host",
-    "waits": "waits of the host",
-    "updates": "updates of tasks",
-    "prefetches": "prefetches",
-}
+COLUMNS = (
+    Column("a_layer", "launches a layer"),
+    Column("in_graph", "in the graph"),
+    Column("drawing", "in the graph that draws"),
+    Column("outside_graph", "outside the graph"),
+    Column("to_device", "copies to the device"),
+    Column("to_host", "copies to the host"),
+    Column("waits", "waits of the host"),
+    Column("updates", "updates of tasks"),
+    Column("prefetches", "prefetches"),
+)
 
 
 def measure(recipe: Recipe, samplings: Iterable[str] = SAMPLING) -> dict[str, object]:
@@ -280,14 +279,13 @@ def draft_steps(drafter: Drafter, built: BuiltEngine, machine: Npu) -> Iterator[
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Count the steps of the recipe that the options name."""
-    recipe = load(options.recipe, options.overrides, options.profile)
-    return measure(recipe)
+    return measure(recipe_of(options))
 
 
 def print_table(result: Mapping[str, Any]) -> None:
     """Print a row for each way of stepping, followed by the operators of each."""
-    heads = (f"{result['num_layers']} layers, counted over the stand-in", *COLUMNS.values())
-    print(markdown(heads, [(step["step"], *(step[name] for name in COLUMNS)) for step in result["steps"]]))
+    steps = Column("step", f"{result['num_layers']} layers, counted over the stand-in")
+    print(table((steps, *COLUMNS), result["steps"]))
     for step in result["steps"]:
         print(f"\n{step['step']}:")
         for place, names in step["operators"].items():

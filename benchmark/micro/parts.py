@@ -18,11 +18,10 @@ import torch
 
 from benchmark.micro.cpu import check_cpu
 from benchmark.offline.offline import at_once, load_trace, serve
-from benchmark.options import markdown
+from benchmark.options import markdown, recipe_of
 from continuous_batching.batch import Batch
 from models.layers.linear import Linear
 from recipes.assembly.engine import BuiltEngine, build
-from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 from serving.text.tokenizer import Text
 
@@ -167,7 +166,7 @@ def figures(times: PartTimes) -> dict[str, object]:
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Time the recipe and the trace that the options name."""
-    recipe = load(options.recipe, options.overrides, options.profile)
+    recipe = recipe_of(options)
     return measure(recipe, options.trace)
 
 

@@ -19,10 +19,10 @@ import torch
 
 from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
+from benchmark.options import recipe_of
 from models.layers.dtypes import TORCH_DTYPES
 from recipes.assembly.families import model_config
 from recipes.machine import start
-from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
 from serving.answers.jobs import Job
 from serving.text.tokenizer import Text
@@ -31,12 +31,12 @@ PATIENCE_S = 600.0  # most seconds to wait for the next answer
 _PAGE_TOKENS = 256  # tokens in a page of transformers' cache, which is its own default
 
 
-def run(options: argparse.Namespace) -> dict[str, object]:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return output tokens a second and processor seconds of both, and how many times ours are better.
 
     `static` is the size of a batch.
     """
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    recipe = recipe_of(options)
     ours = offline.run(options)
     _give_back(recipe)
     text = Text.load(recipe.model.path) if recipe.model.path else None
@@ -50,14 +50,12 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         rate = _serve(model, jobs, recipe) if static is None else _serve_batches(model, jobs, static)
         runs.append((rate, time.process_time() - began_s))
     theirs, cpu_s = sorted(runs[1:])[options.runs // 2]  # the first is left out, because it is cold
-    clock = ours["clock"]
-    assert isinstance(clock, dict), "a result says what its run took"
     beside = {
         "transformers_batch_size": static,
         "transformers_output_tokens_per_s": round(theirs, 2),
         "transformers_cpu_s": round(cpu_s, 6),
-        "times_transformers": round(float(str(ours["output_tokens_per_s"])) / theirs, 3),
-        "times_transformers_cpu": round(cpu_s / clock["cpu_s"], 3),
+        "times_transformers": round(ours["output_tokens_per_s"] / theirs, 3),
+        "times_transformers_cpu": round(cpu_s / ours["clock"]["cpu_s"], 3),
     }
     return with_verdict({**ours, **beside})
 

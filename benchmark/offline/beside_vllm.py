@@ -24,17 +24,17 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmark.options import markdown
+from benchmark.options import in_turns, markdown, recipe_of
 from benchmark.processes import ServerProcess, serving
 from benchmark.run_clock import OtherLoad
 from benchmark.serve.client import digest, read_requests
 from benchmark.serve.measure import ServePlan, measure
 from benchmark.workloads.synthetic import Line, SyntheticLoad, draw_requests, lengths, shared_prompts
 from recipes.assembly.families import model_config
-from recipes.schema.reader import read
 from recipes.schema.recipe import ROOT, Recipe
 
 ENVIRONMENT = ".venv/vllm"  # scripts/setup.sh puts vLLM there
@@ -248,10 +248,9 @@ def turn(side: BesideSide, load: Load, rate_per_s: float) -> dict[str, Any]:
     if load.row.served:
         with side.server(load) as server:
             found = measure(plan(load, server.url, rate_per_s))
-        duration_s, num_tokens = float(str(found["duration"])), int(str(found["total_output_tokens"]))
+        duration_s, num_tokens = found["duration"], found["total_output_tokens"]
         figures = {each: found[_client_name(each)] for each in SERVED}
-        verdict: Any = found["verdict"]
-        late = verdict["refused"].get("client on time", "")
+        late = found["verdict"]["refused"].get("client on time", "")
     else:
         (duration_s, num_tokens), figures = side.at_once(load), {}
     if num_tokens != load.output_tokens:
@@ -388,7 +387,7 @@ def versions_of(python: str) -> str:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Compare both in each row that is asked for; raises ValueError for what cannot be compared."""
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    recipe = recipe_of(options)
     rows = [each for each in ROWS if each.name in (options.row or [each.name])]
     python = options.python or str(ROOT / ENVIRONMENT / "bin/python")
     check(recipe, python, rows, options.rate)
@@ -421,12 +420,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def compared(sides: Mapping[str, BesideSide], load: Load, rate_per_s: float, rounds: int) -> dict[str, Any]:
     """Serve a load by both in turns, and sum it up."""
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-    for number in range(rounds):
-        for name, side in sides.items():
-            runs[name].append(turn(side, load, rate_per_s))
-            told = runs[name][-1]["output_tokens_per_s"]
-            print(f"{load.row.name} {number + 1}/{rounds} {name}: {told} tokens/s", file=sys.stderr)
+
+    def taken(name: str, number: int) -> dict[str, Any]:
+        found = turn(sides[name], load, rate_per_s)
+        told = found["output_tokens_per_s"]
+        print(f"{load.row.name} {number + 1}/{rounds} {name}: {told} tokens/s", file=sys.stderr)
+        return found
+
+    runs = in_turns({name: partial(taken, name) for name in sides}, rounds, warm_ups=0)
     sent = {"sent_per_s": round(rate_per_s, 4)} if load.row.steady else {}
     return {"what": load.row.title, **sent, **summary(runs)}
 

@@ -3,36 +3,28 @@
 Random requests that all come at once are measured in the terms of `vllm bench throughput`, tokens a second of
 many requests, and of `vllm bench latency`, the seconds until the last request of a batch of one size has
 ended.
-
-A stall is how long running answers wait while long prompts come in. All slots but a few are kept answering,
-and a long prompt arrives at a fixed interval. The same requests are served twice: with whole prompts beside
-the decodes (orca), and in chunks (stall_free).
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from benchmark.gate.gate import with_verdict
+from benchmark.options import recipe_of
 from benchmark.run_clock import RunClock
-from benchmark.run_record import Timeline, accounts, hardware, percentiles, readings, summarise
+from benchmark.run_record import Result, Timeline, accounts, hardware, readings, summarise
 from benchmark.workloads.synthetic import SyntheticLoad, draw_requests, lengths
 from borders.files import check_rereadable
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import usage
-from continuous_batching.request import Request, SamplingParams
 from recipes.assembly import versions
 from recipes.assembly.engine import BuiltEngine, build
-from recipes.machine import start
-from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
 from serving.answers.jobs import Job
 from serving.offline import Record, lines_in, read_jobs, run_jobs
@@ -73,7 +65,7 @@ def check_answered(name: str, records: Sequence[Record]) -> None:
         raise ValueError(f"{name}: {len(refused)} of {len(records)} requests failed: {refused[0]}")
 
 
-def cache_figures(built: BuiltEngine) -> dict[str, object]:
+def cache_figures(built: BuiltEngine) -> Result:
     """Return what the pools hold now, and what was moved in them since the engine was built."""
     memory = built.memory
     figures = asdict(usage(built.engine.scheduler, memory.page_bytes, memory.further_page_bytes))
@@ -83,19 +75,19 @@ def cache_figures(built: BuiltEngine) -> dict[str, object]:
 
 
 def measure(
-    described: dict[str, object],
+    described: Result,
     recipe: Recipe,
     text: Text | None,
     load: Callable[[BuiltEngine], list[Job | Record]],
     num_runs: int,
-) -> dict[str, object]:
+) -> Result:
     """Return the run of median throughput, after one uncounted run, so that no figure includes a compilation.
 
     The versions and the machine are added to the figures, with what `described` says of the run.
     """
     built = build(recipe)
     engine = built.engine
-    results: list[tuple[dict[str, object], Timeline, float]] = []
+    results: list[tuple[Result, Timeline, float]] = []
     for number in range(1 + num_runs):
         jobs = load(built)
         clock = RunClock()
@@ -107,10 +99,10 @@ def measure(
         if number:
             requests = [job.request for job in jobs if isinstance(job, Job)]
             figures = summarise(engine, requests, timeline)
-            duration_s = float(str(figures["duration_s"]))
+            duration_s = figures["duration_s"]
             figures |= {"clock": passed, **accounts(engine, requests, timeline, duration_s)}
             results.append((figures, timeline, min(request.arrival_s for request in requests)))
-    results.sort(key=lambda result: float(str(result[0]["output_tokens_per_s"])))
+    results.sort(key=lambda result: result[0]["output_tokens_per_s"])
     figures, timeline, origin_s = results[num_runs // 2]
     num_pages = engine.scheduler.pool.num_pages - 1
     where = versions.describe(built.device_name)
@@ -132,16 +124,16 @@ def measure(
     return with_verdict(result)
 
 
-def run(options: argparse.Namespace) -> dict[str, object]:
+def run(options: argparse.Namespace) -> Result:
     """Serve a trace and return its figures."""
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    recipe = recipe_of(options)
     text = Text.load(recipe.model.path) if recipe.model.path else None
     load_trace(options.trace, text)  # read before the model is built, so that a bad file fails at once
     described = {**_asked(options), "profile": options.profile, "trace": Path(options.trace).name}
     return measure(described, recipe, text, lambda _: load_trace(options.trace, text), options.runs)
 
 
-def _asked(options: argparse.Namespace) -> dict[str, object]:
+def _asked(options: argparse.Namespace) -> Result:
     return {"recipe": options.recipe, "overrides": list(options.overrides)}
 
 
@@ -163,12 +155,12 @@ def at_once(found: list[Job | Record]) -> list[Job | Record]:
     return found
 
 
-def run_at_once(options: argparse.Namespace) -> dict[str, object]:
+def run_at_once(options: argparse.Namespace) -> Result:
     """Serve a trace without its times, or random requests; returns figures under vLLM's names too."""
     sizes = (options.num_prompts, options.input_len, options.output_len)
     if options.trace is not None and any(sizes):
         raise ValueError("--trace says what is asked for; leave out --num-prompts, --input-len, --output-len")
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    recipe = recipe_of(options)
     text = Text.load(recipe.model.path) if recipe.model.path else None
     if options.trace is not None:
         load_trace(options.trace, text)  # read before the model is built, so that a bad file fails at once
@@ -186,20 +178,20 @@ def run_at_once(options: argparse.Namespace) -> dict[str, object]:
     named = {
         "elapsed_time": result["duration_s"],
         "num_requests": result["requests"],
-        "total_num_tokens": int(str(result["prompt_tokens"])) + int(str(result["output_tokens"])),
+        "total_num_tokens": result["prompt_tokens"] + result["output_tokens"],
         "requests_per_second": result["requests_per_s"],
         "tokens_per_second": result["total_tokens_per_s"],
     }
     return with_verdict({**named, **result})
 
 
-def run_one_batch(options: argparse.Namespace) -> dict[str, object]:
+def run_one_batch(options: argparse.Namespace) -> Result:
     """Serve one batch of requests again and again."""
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    recipe = recipe_of(options)
     built = build(recipe)
     engine = built.engine
     sizes = {name: getattr(options, name) for name in ("batch_size", "input_len", "output_len")}
-    runs: list[dict[str, Any]] = []
+    runs: list[Result] = []
     clock = RunClock()
     for number in range(options.num_iters_warmup + options.num_iters):
         if number == options.num_iters_warmup:
@@ -227,7 +219,7 @@ def run_one_batch(options: argparse.Namespace) -> dict[str, object]:
     )
 
 
-def batch_figures(runs: list[dict[str, Any]]) -> dict[str, object]:
+def batch_figures(runs: list[Result]) -> Result:
     """Return the latencies of the batches, and their summary."""
     latencies = [run["duration_s"] for run in runs]
     names = ("requests", "completed", "failed", "prompt_tokens", "output_tokens")
@@ -242,72 +234,4 @@ def batch_figures(runs: list[dict[str, Any]]) -> dict[str, object]:
         "duration_s": round(sum(latencies), 4),
         "output_tokens_per_s": round(sums["output_tokens"] / sum(latencies), 2),
         **({"tpot_ms": {"mean": round(float(np.mean(spent_ms)), 3)}} if spent_ms else {}),
-    }
-
-
-def stall_requests(options: argparse.Namespace, vocab_size: int) -> Iterator[Request]:
-    """Yield the answers that run, then the long prompts beside them; the same at every call."""
-
-    def request(name: str, num_prompt: int, max_tokens: int, at_s: float = 0.0) -> Request:
-        prompt = random.integers(0, vocab_size, num_prompt).astype(np.int32)
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        return Request(name, prompt, params, arrival_s=at_s)
-
-    random = np.random.default_rng(0)
-    for number in range(options.answers):
-        yield request(f"answer {number}", 16, options.answer_tokens)
-    for number in range(1, options.prompts + 1):
-        yield request(f"prompt {number}", options.prompt_tokens, 2, number * options.every)
-
-
-def stall_ways(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the recipe's keys for both ways."""
-    num_slots, longest = options.answers + 2, max(options.prompt_tokens + 2, options.answer_tokens + 16)
-    budget = max(num_slots, options.chunk + options.answers)
-    both = [f"scheduler.num_slots={num_slots}", f"scheduler.max_request_tokens={longest}"]
-    whole = ["scheduler.policy=orca", f"scheduler.max_batch_tokens={longest + num_slots}"]
-    chunked = ["scheduler.policy=stall_free", f"scheduler.max_batch_tokens={budget}"]
-    return {"whole": [*both, *whole], "chunked": [*both, *chunked]}
-
-
-def _stalled(options: argparse.Namespace, keys: Sequence[str]) -> dict[str, Any]:
-    built = build(read(options.recipe, [*options.overrides, *keys], options.profile).recipe)
-    gc.collect()
-    requests = list(stall_requests(options, built.config.vocab_size))
-    timeline, records = serve(built.engine, None, [Job(request) for request in requests])
-    check_answered(options.recipe, records)
-    gaps_s = [
-        gap_s
-        for request in requests[: options.answers]
-        for gap_s in np.diff(timeline.token_times_s[request.id]).tolist()
-    ]
-    first_s, last_s = timeline.steps[0].start_s, timeline.steps[-1].end_s
-    tokens = sum(sum(step.num_tokens) for step in timeline.steps)
-    prompts = requests[options.answers :]
-    waits_s = [each.first_token_s - each.arrival_s for each in prompts if each.first_token_s is not None]
-    return {
-        "worst_itl_ms": round(1e3 * max(gaps_s), 3),
-        "itl_ms": percentiles(gaps_s),
-        "ttft_of_long_prompts_ms": percentiles(waits_s),
-        "total_tokens_per_s": round(tokens / (last_s - first_s), 2),
-        "computed_tokens": tokens,
-        "steps": len(timeline.steps),
-    }
-
-
-def run_stall(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of both ways, and the ratios of chunks to whole prompts."""
-    figures = {name: _stalled(options, keys) for name, keys in stall_ways(options).items()}
-    whole, chunked = figures["whole"], figures["chunked"]
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
-    load = {
-        "prompt_tokens": options.prompt_tokens, "every_s": options.every, "num_prompts": options.prompts,
-        "num_answers": options.answers, "answer_tokens": options.answer_tokens, "chunk_tokens": options.chunk,
-    }  # fmt: skip
-    return {
-        "load": load,
-        "machine": versions.describe(start(recipe.device).name),
-        **figures,
-        "worst_itl_times_lower": round(whole["worst_itl_ms"] / chunked["worst_itl_ms"], 2),
-        "throughput_times": round(chunked["total_tokens_per_s"] / whole["total_tokens_per_s"], 4),
     }

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmark.options import verdict_line
+from benchmark.options import Column, recipe_of, table, verdict_line
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
@@ -44,6 +44,22 @@ TEXTS = ("quoting", "ordinary", "random")
 # Rounds of as many requests as run at once: the first warms up, two are measured, the last fills up.
 ROUNDS = 4
 WAYS = ("throughput", "source", "fixed")
+COLUMNS = (
+    Column("text", "text"),
+    Column("slots", "slots"),
+    Column("kind", "kind"),
+    Column("tokens_per_s", "tokens/s", "{:.1f}"),
+    Column("times_plain", "x plain", "{:.2f}"),
+    Column("share", "accepted", "{:.0%}"),
+    Column("a_step", "tokens a step", "{:.2f}"),
+)
+SIMULATED_COLUMNS = (
+    Column("rows", "rows"),
+    Column("context", "context", "{:,}"),
+    Column("times_plain", "x plain", "{:.2f}"),
+    Column("best_drafts", "best number"),
+    Column("best_times_plain", "x plain", "{:.2f}"),
+)
 KINDS = ("plain", *(f"{name}, {way}" for name in PROPOSERS for way in WAYS))
 
 
@@ -237,14 +253,15 @@ def _serve(engine: Engine, requests: list[Request]) -> tuple[Window, dict[str, l
 
 def print_table(result: dict[str, Any]) -> None:
     """Print a row for each text, load and kind."""
-    print(f"{'text':10}{'slots':>6}  {'kind':22}{'tokens/s':>10}{'x plain':>9}{'accepted':>10}{'a step':>8}")
-    for row in result["rows"]:
-        share = f"{row['accepted'] / row['drafted']:.0%}" if row["drafted"] else "-"
-        per_step = sum(row["window_tokens"]) / row["steps"] / row["slots"]
-        print(
-            f"{row['text']:10}{row['slots']:>6}  {row['kind']:22}{row['tokens_per_s']:>10.1f}"
-            f"{row['times_plain']:>9.2f}{share:>10}{per_step:>8.2f}"
-        )
+    rows = [
+        {
+            **row,
+            "share": row["accepted"] / row["drafted"] if row["drafted"] else None,
+            "a_step": sum(row["window_tokens"]) / row["steps"] / row["slots"],
+        }
+        for row in result["rows"]
+    ]
+    print(table(COLUMNS, rows, "-"))
     for name in result["left_out"]:
         print(f"{name}: left out, since {_not_named(name)}")
     print(verdict_line(result["verdict"]))
@@ -274,7 +291,7 @@ def gain(
 
 def run_simulated(options: argparse.Namespace) -> dict[str, Any]:
     """Return a row for each number of rows and context: with all drafts, and with the best number of them."""
-    config = model_config(read(options.recipe, options.overrides, options.profile).recipe)
+    config = model_config(recipe_of(options))
     device = DeviceRates.load(options.device)
     graphs = max(options.rows) * (1 + options.drafts)
     target, drafter = Roofline(config, device, graphs=graphs, hides_host=True), None
@@ -299,9 +316,4 @@ def print_simulated(result: dict[str, Any]) -> None:
     print(
         f"{result['device']} ({result['basis']}), {result['drafts']} drafts, {result['acceptance']:g} right"
     )
-    print(f"{'rows':>6}{'context':>9}{'x plain':>9}{'best number':>13}{'x plain':>9}")
-    for row in result["rows"]:
-        print(
-            f"{row['rows']:>6}{row['context']:>9}{row['times_plain']:>9.2f}{row['best_drafts']:>13}"
-            f"{row['best_times_plain']:>9.2f}"
-        )
+    print(table(SIMULATED_COLUMNS, result["rows"]))

@@ -1,4 +1,4 @@
-"""Read a recording, tell what happened to one of its requests, and simulate what else could have happened.
+"""Read a recording: tell what happened to one request, fit costs, and simulate what else could have happened.
 
 Another policy, or drafts, are simulated with the arrivals and answers of the recording; costs come from a fit
 to the recorded steps. Drafts are guessed from the same tokens as on a device, and are accepted where the
@@ -7,6 +7,7 @@ recorded answer agrees.
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections import Counter
@@ -17,6 +18,7 @@ from typing import IO, Any
 import numpy as np
 import yaml
 
+from borders.files import opened, whole_file
 from borders.framing import CutShort, DamagedRecording
 from continuous_batching.engine import Engine, Step
 from continuous_batching.recording.format import FORMAT, Added, Ended, Entry, Header, read_entries
@@ -24,8 +26,9 @@ from continuous_batching.recording.replay import Event, Replayed, request_of
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
 from recipes.assembly.scheduler import changed, scheduler_from
+from recipes.schema.command_line import keep_apart
 from recipes.schema.speculation_section import DRAFTERS, SpeculationSection, speculation_contradictions
-from simulation.fitted import Timed, fit, in_words, timed
+from simulation.fitted import NAMES, Timed, fit, in_words, learn, timed
 from simulation.replica import CostModel, Replica, Speaker, in_order
 from simulation.run_totals import RunTotals
 
@@ -307,3 +310,20 @@ def _drafted(section: dict[str, Any], changes: Sequence[tuple[str, str, Any]]) -
     for problem in speculation_contradictions(SpeculationSection(**drafted), "cpu"):
         raise problem
     return drafted
+
+
+def run_fit(options: argparse.Namespace) -> None:
+    """Fit costs to a recording, write them, and print those that are not 0.
+
+    Raises ValueError for a recording that is damaged, or cut short.
+    """
+    keep_apart(options.output, options.recording)
+    with opened(options.recording) as file:
+        recording = Recording(file, options.recording, needs_all=True)
+        fitted = learn(recording, scheduler_from(recording.facts))
+    with whole_file(options.output) as output:
+        output.write(fitted.in_json())
+    for name, cost_s in zip(NAMES, fitted.costs_s.tolist()):
+        if cost_s:
+            print(f"{name:22} {1e6 * cost_s:.4g} us")
+    print(f"{'the fit':22} {in_words(fitted.trust.describe())}")

@@ -42,6 +42,30 @@ def counts(at_us: float, **values: int) -> Iterator[TraceEvent]:
         yield {"ph": "C", "name": said, "pid": ENGINE, "ts": at_us, "args": {said: value}}
 
 
+class SlotStays:
+    """Follows who is in each slot, since when (in microseconds); a stay becomes one box when it is over."""
+
+    def __init__(self) -> None:
+        self._stays: dict[int, tuple[str, float, float]] = {}  # slot -> name, since and until when
+
+    def seen(self, slot: int, name: str, since_us: float, until_us: float) -> Iterator[TraceEvent]:
+        """Note that a step computed what a slot holds; yields the stay before, if that was another's."""
+        before = self._stays.get(slot)
+        if before is not None and before[0] != name:
+            yield self._box(slot)
+            before = None
+        self._stays[slot] = name, since_us if before is None else before[1], until_us
+
+    def over(self) -> Iterator[TraceEvent]:
+        """Yield all stays that last."""
+        for slot in list(self._stays):
+            yield self._box(slot)
+
+    def _box(self, slot: int) -> TraceEvent:
+        name, since_us, until_us = self._stays.pop(slot)
+        return box(SLOTS, slot, name, since_us, until_us - since_us)
+
+
 class Tracer:
     """Turns the events of a replay on `scheduler` into trace events; times are since the first arrival."""
 
@@ -49,7 +73,7 @@ class Tracer:
         self._scheduler = scheduler
         self._origin_s: float | None = None
         self._idle_s = -math.inf
-        self._stays: dict[int, tuple[str, float, float]] = {}  # slot -> request, since and until when
+        self._stays = SlotStays()
 
     def events(self, replayed: Iterable[Event]) -> Iterator[TraceEvent]:
         """Yield all trace events, in no particular order."""
@@ -63,8 +87,7 @@ class Tracer:
                 yield self._instant(f"{event.id} ended: {event.reason}", event.now_s)
             elif isinstance(event, Replayed):
                 yield from self._step(event)
-        for slot in list(self._stays):
-            yield self._leave(slot)
+        yield from self._stays.over()
 
     def damaged(self, why: str) -> TraceEvent:
         """Return a mark over all tracks at the end of what could be read."""
@@ -86,11 +109,7 @@ class Tracer:
         if batch.num_drafts:
             yield from self._drafts(step, at_us, lasted_us)
         for slot, request_id in zip(batch.slots.tolist(), step.ids):
-            stay = self._stays.get(slot)
-            if stay is not None and stay[0] != request_id:
-                yield self._leave(slot)
-                stay = None
-            self._stays[slot] = request_id, step.start_s if stay is None else stay[1], step.end_s
+            yield from self._stays.seen(slot, request_id, self._us(step.start_s), self._us(step.end_s))
 
     def _drafts(self, step: Replayed, at_us: float, lasted_us: float) -> Iterator[TraceEvent]:
         """Yield the spans with drafts, within the stays of their requests: how many drafts were accepted."""
@@ -100,10 +119,6 @@ class Tracer:
             said = {"drafts": int(num_drafts[span]), "right": right}
             name, slot = f"{right} of {num_drafts[span]} drafts right", int(step.batch.slots[span])
             yield box(SLOTS, slot, name, at_us, lasted_us, **said)
-
-    def _leave(self, slot: int) -> TraceEvent:
-        request_id, since_s, until_s = self._stays.pop(slot)
-        return box(SLOTS, slot, request_id, self._us(since_s), 1e6 * (until_s - since_s))
 
     def _instant(self, name: str, now_s: float) -> TraceEvent:
         return {"ph": "i", "s": "p", "name": name, "pid": REQUESTS, "tid": 0, "ts": self._us(now_s)}
@@ -152,7 +167,7 @@ class SimulatedTrace:
 
     def __init__(self, file: IO[str]) -> None:
         self._output = TraceEventFile(file, SIMULATED="not measured")
-        self._stays: dict[int, tuple[str, float, float]] = {}  # row -> request and phase, since, until
+        self._stays = SlotStays()
         for number, name in ((ENGINE, "SIMULATED steps"), (SLOTS, "SIMULATED slots")):
             self._output.write(process(number, name))
 
@@ -168,17 +183,11 @@ class SimulatedTrace:
             "spans of prompts": int(is_prompt.sum()),
         }
         self.lane("step", 0, step.start_s, step.end_s, said)
-        for event in counts(
-            1e6 * step.start_s, tokens=batch.num_tokens, waiting=len(engine.scheduler.waiting)
-        ):
-            self._output.write(event)
+        waiting = len(engine.scheduler.waiting)
+        self._write_all(counts(1e6 * step.start_s, tokens=batch.num_tokens, waiting=waiting))
         for row, prompt in zip(batch.slots.tolist(), is_prompt.tolist()):
             name = f"{slots.requests[row].id}: {'prompt' if prompt else 'answer'}"
-            stay = self._stays.get(row)
-            if stay is not None and stay[0] != name:
-                self._leave(row)
-                stay = None
-            self._stays[row] = name, step.start_s if stay is None else stay[1], step.end_s
+            self._write_all(self._stays.seen(row, name, 1e6 * step.start_s, 1e6 * step.end_s))
 
     def lane(self, name: str, lane: int, start_s: float, end_s: float, said: dict[str, Any]) -> None:
         """Write something that took time, in one of the lanes above the slots."""
@@ -186,10 +195,9 @@ class SimulatedTrace:
 
     def close(self) -> None:
         """Write the requests that are still in a slot, and the end."""
-        for row in list(self._stays):
-            self._leave(row)
+        self._write_all(self._stays.over())
         self._output.close()
 
-    def _leave(self, row: int) -> None:
-        name, since_s, until_s = self._stays.pop(row)
-        self._output.write(box(SLOTS, row, name, 1e6 * since_s, 1e6 * (until_s - since_s)))
+    def _write_all(self, events: Iterable[TraceEvent]) -> None:
+        for event in events:
+            self._output.write(event)

@@ -14,12 +14,13 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import aiohttp
 import numpy as np
 
-from benchmark.options import markdown
+from benchmark.options import Column, in_turns, medians, named_rows, table
 from benchmark.processes import ServerProcess, started
 from benchmark.serve.client import StreamedAnswer, read_stream
 
@@ -33,6 +34,15 @@ Messages = list[dict[str, str]]
 Answer = tuple[StreamedAnswer, float]  # The second is the seconds until its first part
 WAYS = ("prefix", "round_robin")
 READY_S = 300.0
+COLUMNS = (
+    Column("name", "route"),
+    Column("found", "tokens found", "{:.2f}"),
+    Column("of_best", "of the best known", "{:.3f}"),
+    Column("sent_max_over_mean", "requests", "{:.2f}"),
+    Column("computed_max_over_mean", "computed", "{:.2f}"),
+    Column("ttft_p50_ms", "TTFT p50", "{:.0f} ms"),
+    Column("ttft_p99_ms", "p99", "{:.0f} ms"),
+)
 
 
 @contextmanager
@@ -119,13 +129,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             ).url
             for number in range(options.replicas)
         ]  # fmt: skip
-        rounds: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-        for number in range(1 + options.rounds):
-            for way in WAYS:
-                with routed(urls, "--recipe", options.recipe, *options.overrides, "--route", way) as router:
-                    found = asyncio.run(serve(router.url, options, seed=2 * number + WAYS.index(way)))
-                    rounds[way].append(figures(found, asyncio.run(fleet(router.url))))
-        return {"fleet": {way: medians(each[1:]) for way, each in rounds.items()}}
+        ways = {way: partial(one_round, way, urls, options) for way in WAYS}
+        return {"fleet": {way: medians(each) for way, each in in_turns(ways, options.rounds).items()}}
+
+
+def one_round(way: str, urls: Sequence[str], options: argparse.Namespace, number: int) -> dict[str, float]:
+    """Return the figures of one round by one route, whose conversations no other round has."""
+    with routed(urls, "--recipe", options.recipe, *options.overrides, "--route", way) as router:
+        found = asyncio.run(serve(router.url, options, seed=2 * number + WAYS.index(way)))
+        return figures(found, asyncio.run(fleet(router.url)))
 
 
 def figures(found: Sequence[Answer], reported: Mapping[str, Any]) -> dict[str, float]:
@@ -151,23 +163,7 @@ def figures(found: Sequence[Answer], reported: Mapping[str, Any]) -> dict[str, f
     }
 
 
-def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the median of each figure over rounds."""
-    return {name: round(statistics.median(each[name] for each in rounds), 4) for name in rounds[0]}
-
-
 def print_table(result: Mapping[str, Any]) -> None:
-    """Print a Markdown row for each route."""
-    heads = ("route", "tokens found", "of the best known", "requests", "computed", "TTFT p50", "p99")
-    rows = [
-        (
-            way,
-            f"{row['found']:.2f}",
-            f"{row['of_best']:.3f}" if "of_best" in row else "",
-            *(f"{row[name]:.2f}" for name in ("sent_max_over_mean", "computed_max_over_mean")),
-            *(f"{row[name]:.0f} ms" for name in ("ttft_p50_ms", "ttft_p99_ms")),
-        )
-        for way, row in result["fleet"].items()
-    ]
-    print(markdown(heads, rows))
+    """Print a row for each route."""
+    print(table(COLUMNS, named_rows(result["fleet"])))
     print("\nrequests, and prompt tokens that were computed: the most of a replica / the mean")

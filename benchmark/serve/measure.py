@@ -192,7 +192,7 @@ class ServePlan:
         }
 
 
-def measure(plan: ServePlan) -> dict[str, object]:
+def measure(plan: ServePlan) -> dict[str, Any]:
     """Return the result of one measure; raises ValueError if no server answers, or the warm-up fails."""
     few, many = resource.getrlimit(resource.RLIMIT_NOFILE)
     if few < many:
@@ -200,7 +200,7 @@ def measure(plan: ServePlan) -> dict[str, object]:
     return asyncio.run(_measure(plan))
 
 
-async def _measure(plan: ServePlan) -> dict[str, object]:
+async def _measure(plan: ServePlan) -> dict[str, Any]:
     timeout = aiohttp.ClientTimeout(total=plan.request_timeout_s, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_OPEN_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:

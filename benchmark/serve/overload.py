@@ -22,7 +22,7 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmark.options import markdown
+from benchmark.options import Column, table
 from benchmark.processes import ServerProcess, started
 from benchmark.run_record import percentiles
 from benchmark.serve.client import read_stream
@@ -35,6 +35,18 @@ _SAMPLE_S = 1.0  # seconds between two readings of memory
 _SEVERAL = 8  # every so many requests, one asks for two samples
 _IDLE_S = 60.0  # seconds in which pages are given back after the last answer
 _LONG_S = 3600.0  # seconds that an answer may take
+COLUMNS = (
+    *(Column(each, each) for each in ("clients", "accepted", "whole", "refused", "failed")),
+    Column("refusal_p50_ms", "refusal p50", "{:.1f} ms"),
+    Column("refusal_p99_ms", "p99", "{:.1f} ms"),
+    Column("refusal_most_ms", "most", "{:.1f} ms"),
+    Column("refusal_client_p99_ms", "p99 for clients", "{:.1f} ms"),
+    Column("server_mib", "server", "{:.0f} MiB"),
+    Column("server_growth_mib_per_min", "it grows a minute", "{:+.2f} MiB"),
+    Column("engine_mib", "engine", "{:.0f} MiB"),
+    Column("engine_growth_mib_per_min", "it grows a minute", "{:+.2f} MiB"),
+    Column("left", "pages and samples left"),
+)
 _LEFT = re.compile(r"^cb_(?:kv_pages_used|kv_page_leak_total|samples_open)\S* (\S+)$", re.MULTILINE)
 
 
@@ -173,17 +185,5 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """Print the figures as a Markdown row."""
-    found = result["overload"]
-    heads = (
-        "clients", "accepted", "whole", "refused", "failed", "refusal p50", "p99", "most", "p99 for clients",
-        "server", "engine", "pages and samples left",
-    )  # fmt: skip
-    counts = (str(found[each]) for each in ("clients", "accepted", "whole", "refused", "failed"))
-    names = ("refusal_p50_ms", "refusal_p99_ms", "refusal_most_ms", "refusal_client_p99_ms")
-    sizes = (
-        f"{found[f'{each}_mib']:.0f} MiB, {found[f'{each}_growth_mib_per_min']:+.2f} a minute"
-        for each in ("server", "engine")
-    )
-    row = (*counts, *(f"{found[each]:.1f} ms" for each in names), *sizes, str(found["left"]))
-    print(markdown(heads, [row]))
+    """Print the figures as one row."""
+    print(table(COLUMNS, [result["overload"]]))

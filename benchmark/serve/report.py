@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib import pyplot as plt
-from matplotlib.ticker import MaxNLocator
+from matplotlib.axis import Axis
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from benchmark.charts import show_plain_numbers
 from benchmark.gate.gate import audit
 from benchmark.gate.result import read_result
 from benchmark.gate.table import parts_of, under_ours
@@ -254,6 +254,19 @@ class Line:
         if len(name) > LONGEST_LABEL:  # names of settings may differ at either end
             name = f"{name[: LONGEST_LABEL // 2]}…{name[1 - LONGEST_LABEL // 2 :]}"
         return f" {name}" if name.startswith("_") else name
+
+
+class PlainLogFormatter(LogFormatter):
+    """The ticks that matplotlib labels at a logarithmic axis, as 0.1 and 10,000, not as powers of ten."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:,g}" if super().__call__(x, pos) else ""
+
+
+def show_plain_numbers(axis: Axis) -> None:
+    """Label a logarithmic axis by numbers, also between powers of ten where it is short."""
+    axis.set_major_formatter(PlainLogFormatter())
+    axis.set_minor_formatter(PlainLogFormatter(minor_thresholds=(1.5, 0.5)))
 
 
 def svg(

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import socket
-import statistics
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.options import markdown
+from benchmark.options import markdown, medians
 from benchmark.processes import ServerProcess, started
 from benchmark.serve.bare_servers import DONE, END
 from benchmark.serve.fleet import routed
@@ -166,7 +165,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         ways = {"server": servers[0], **proxies, "router": router}
         turns = [turn(ways, options, backwards=number % 2 == 0) for number in range(1 + options.turns)][1:]
         kib = asyncio.run(held_kib(router, options.streams))
-    figures = {name: round(statistics.median(each[name] for each in turns), 4) for name in turns[0]}
     spreads = {
         name: [round(pick(each[name] for each in turns), 2) for pick in (min, max)]
         for name in turns[0]
@@ -174,7 +172,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     slope, base = np.polyfit(options.streams, kib, 1).tolist()
     return {
-        **figures,
+        **medians(turns),
         "spreads": spreads,
         "streams": dict(zip(map(str, options.streams), kib)),
         "kib_a_stream": round(slope, 2),

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmark.options import markdown
+from benchmark.options import Column, named_rows, table
 from benchmark.processes import started
 from kv_cache.tier.disk import DiskStore
 from kv_cache.tier.store import PageStore
@@ -30,6 +30,13 @@ TIER_BYTES = 2**32
 AT_ONCE = 16  # entries that are read together
 NUM_ENTRIES = 256
 FIRST_ID = 10  # least id of a prompt's tokens; smaller ids may be special
+COLUMNS = (
+    Column("tier", "tier"),
+    Column("name", "prompt tokens"),
+    Column("first_ms", "first server", "{:.1f} ms"),
+    Column("again_ms", "started again", "{:.1f} ms"),
+    Column("found", "tokens found"),
+)
 
 
 def prompts_of(lengths: Sequence[int], count: int, vocabulary: int) -> list[list[int]]:
@@ -134,14 +141,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """Print the results in Markdown."""
+    """Print a row for each tier and length, and the speed of each store."""
     found = result["tier"]
-    rows = [
-        (way, length, f"{row['first_ms']:.1f} ms", f"{row['again_ms']:.1f} ms", row["found"])
-        for way, of_way in found["ways"].items()
-        for length, row in of_way.items()
-    ]
-    print(markdown(("tier", "prompt tokens", "first server", "started again", "tokens found"), rows))
+    rows = [{"tier": way} | row for way, of_way in found["ways"].items() for row in named_rows(of_way)]
+    print(table(COLUMNS, rows))
     for name, row in found["stores"].items():
         print(f"\n{name}: {row['write_mb_s']:.0f} MB/s written, {row['read_mb_s']:.0f} MB/s read", end="")
     print()

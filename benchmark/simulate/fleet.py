@@ -25,12 +25,12 @@ from functools import lru_cache
 import numpy as np
 
 from benchmark.gate.gate import with_verdict
+from benchmark.options import recipe_of
 from benchmark.processes import process_pool
 from benchmark.simulate.deployment import SIMULATED, place
 from benchmark.workloads.synthetic import lengths
 from continuous_batching.request import Request, SamplingParams
 from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
-from recipes.schema.reader import read
 from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
 from simulation.replica import CostModel, serve
@@ -104,7 +104,7 @@ def params(max_tokens: int) -> SamplingParams:
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Simulate a fleet and return its figures; raises ValueError for what is not possible."""
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    recipe = recipe_of(options)
     planned = place(recipe, options.device, options.tp)
     drawn = Drawn(options.requests, options.rate, options.prompt_tokens, options.output_tokens, options.seed)
     cache, limits = replace(recipe.cache, prefix_sharing=False), planned.limits()

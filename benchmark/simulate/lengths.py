@@ -15,22 +15,26 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.options import markdown
+from benchmark.options import Column, recipe_of, table
 from benchmark.simulate.deployment import SIMULATED, Placement, Result, place
 from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
 from models.config import DecoderConfig
-from recipes.schema.reader import read
 from recipes.schema.scheduler_defaults import completed
 from simulation.roofline import Roofline
 
-COLUMNS = ("prompt, tokens", "tokens read", "TTFT, ms", "TPOT, ms")
+COLUMNS = (
+    Column("prompt_tokens", "prompt, tokens", "{:,}"),
+    Column("read", "tokens read"),
+    Column("ttft_ms", "TTFT, ms", "{:,.0f}"),
+    Column("tpot_ms", "TPOT, ms", "{:.2f}"),
+)
 ALL = "all"
 
 
 def run(options: argparse.Namespace) -> Result:
     """Return the times of each length; raises ValueError where the recipe does not fit the device."""
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    recipe = recipe_of(options)
     placed = place(recipe, options.device, options.tp or recipe.parallel.tensor)
     chunk = completed(recipe.scheduler, placed.memory.longest_tokens).section.max_batch_tokens
     assert chunk is not None, "a completed section has a budget"
@@ -47,16 +51,7 @@ def print_table(result: Mapping[str, Any]) -> None:
     """Print a row for each length and way."""
     print(f"SIMULATED ({result['simulated']}); {result['costs']}")
     print(f"{result['num_devices']} x {result['device_profile']}, chunks of {result['chunk']:,} tokens\n")
-    rows = [
-        (
-            f"{each['prompt_tokens']:,}",
-            each["read"],
-            f"{each['ttft_ms']:,.0f}",
-            f"{each['tpot_ms']:.2f}",
-        )
-        for each in result["lengths"]
-    ]
-    print(markdown(COLUMNS, rows))
+    print(table(COLUMNS, result["lengths"]))
 
 
 def _ways(config: DecoderConfig) -> list[tuple[int | None, DecoderConfig]]:

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmark.gate.gate import with_verdict
-from benchmark.options import figure, markdown, verdict_line
+from benchmark.options import Column, named_rows, recipe_of, table, verdict_line
 from benchmark.recordings.trace_events import SimulatedTrace
-from benchmark.simulate.deployment import SIMULATED, Deployment, Result, device_name, place
+from benchmark.simulate.deployment import SIMULATED, Deployment, Placement, Result, device_name, place
 from borders.files import MOST_JSON_BYTES, check_rereadable, lines_of, read_bounded, whole_file
 from continuous_batching.request import Request
 from continuous_batching.routing.routing import ROUTES, Route
@@ -31,30 +31,35 @@ from continuous_batching.routing.splitting import Split, SplitWeights
 from recipes.assembly.families import model_config
 from recipes.schema.command_line import keep_apart
 from recipes.schema.reader import read
-from recipes.schema.recipe import Recipe
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
 from simulation import trace
 from simulation.fitted import Fitted, in_words
 
 MOST_RECORDS = 20_000  # most records that a result keeps, for the gate to recount
-PANELS = (  # a figure, its heading and its format, for each panel of the picture of routes
-    ("prefix_hit_rate", "prompt tokens found", "{:.2f}"),
-    ("routed_most_of_mean", "most loaded engine / mean", "{:.2f}"),
-    ("ttft_ms.p50", "TTFT p50, ms", "{:,.0f}"),
-    ("ttft_ms.p99", "TTFT p99, ms", "{:,.0f}"),
-)
 FACTORS = (0.5, 2.0)  # factors by which a weight of a split is varied
+WAY = Column("name", "way")
+ROUTED = (
+    Column("prefix_hit_rate", "tokens found", "{:.3f}"),
+    Column("routed_hits_of_best", "of the best known", "{:.3f}"),
+    Column("routed_most_of_mean", "most loaded / mean", "{:.2f}"),
+)
+SPLIT = (Column("prompts_apart", "prompts apart", "{:,}"),)
+SERVED = (
+    Column("ttft_ms.p50", "TTFT p50", "{:,.0f} ms"),
+    Column("ttft_ms.p99", "p99", "{:,.0f} ms"),
+    Column("tpot_ms.p50", "TPOT p50", "{:.1f} ms"),
+    Column("tpot_ms.p99", "p99", "{:.1f} ms"),
+    Column("requests_per_s", "requests/s", "{:.2f}"),
+    Column("busy_share", "busy", "{:.2f}"),
+)
 WANTED = ("requests_per_s", "output_tokens_per_s", "busy_share", "prompts_apart", "ttft_ms", "tpot_ms")
-ROUTED = ("prefix_hit_rate", "routed_hits_of_best", "routed_most_of_mean")
 
 
-def requests_of(
-    path: str, recipe: Recipe, vocab_size: int, *, skip_bad: bool
-) -> Callable[[], Iterator[Request]]:
-    """Return a function that reads the trace from its start at every call."""
-    model = recipe.model.path
-    text = Text.load(model) if model is not None else None
+def requests_of(options: argparse.Namespace, placement: Placement) -> Callable[[], Iterator[Request]]:
+    """Return a function that reads the trace that the options name from its start at every call."""
+    path, model = options.trace, placement.recipe.model.path
+    text, vocab_size = Text.load(model) if model is not None else None, placement.config.vocab_size
 
     def skip(reason: str) -> None:
         print(f"skipped {path}: {reason}", file=sys.stderr)
@@ -66,7 +71,7 @@ def requests_of(
         request = None
         lines = lines_of(path)
         try:
-            for request in trace.read(lines, vocab_size, parse, skip if skip_bad else None):
+            for request in trace.read(lines, vocab_size, parse, skip if options.skip_bad else None):
                 yield request
         except trace.BadLine as error:
             raise ValueError(f"{path}: {error}; --skip-bad leaves such lines out") from error
@@ -78,7 +83,7 @@ def requests_of(
 
 def deployment_of(options: argparse.Namespace) -> Deployment:
     """Return the deployment that the options name."""
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    recipe = recipe_of(options)
     if options.costs is not None and (options.tp > 1 or options.pp > 1):
         raise ValueError("--costs are of the devices that were recorded; leave out --tp and --pp")
     if options.split is not None and (options.dp > 1 or options.pp > 1):
@@ -134,13 +139,7 @@ def run(options: argparse.Namespace) -> Result:
         raise ValueError("--timeline shows one engine or the stages of one; leave out --split")
     if options.timeline is not None:
         keep_apart(options.timeline, options.recipe, options.trace, *filter(None, [options.costs]))
-    placement = deployment.placement
-    requests = requests_of(
-        options.trace,
-        placement.recipe,
-        placement.config.vocab_size,
-        skip_bad=options.skip_bad,
-    )
+    requests = requests_of(options, deployment.placement)
     if options.timeline is None:
         figures = figures_of(deployment, requests())
     else:
@@ -166,54 +165,32 @@ def splits(whole: Deployment, split: tuple[int, int]) -> Iterator[tuple[str, Dep
 
 def compare(options: argparse.Namespace, split: tuple[int, int] | None) -> Result:
     """Return the figures of each route or split; raises ValueError for one that the gate refuses."""
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
-    placement = place(recipe, options.device, options.tp)
+    placement = place(recipe_of(options), options.device, options.tp)
     whole = Deployment(placement, options.dp if split is None else sum(split), "prefix")
-    requests = requests_of(options.trace, recipe, placement.config.vocab_size, skip_bad=options.skip_bad)
+    requests = requests_of(options, placement)
     routes = ((route, replace(whole, route=route)) for route in ROUTES)
     rows: dict[str, Result] = {}
     for name, deployment in routes if split is None else splits(whole, split):
         found = with_verdict({"SIMULATED": SIMULATED, **figures_of(deployment, requests())})
         verdict = found["verdict"]
-        assert isinstance(verdict, dict), "a verdict is described by an object"
         if verdict["outcome"] != "pass":
             raise ValueError(f"{name} does not pass the gate: {verdict_line(verdict)}")
-        wanted = (*WANTED, *(ROUTED if split is None else ()))
+        wanted = (*WANTED, *(each.name for each in ROUTED if split is None))
         rows[name] = {figure: found[figure] for figure in wanted if figure in found}
     return {"SIMULATED": SIMULATED, **placement.facts(), "devices": whole.num_devices, "ways": rows}
 
 
 def print_ways(result: Result) -> None:
-    """Print a Markdown row for each way."""
-    ways = result["ways"]
-    is_routed = all("routed_most_of_mean" in each for each in ways.values())
-    own = ("tokens found", "of the best known", "most loaded / mean") if is_routed else ("prompts apart",)
-    rows = []
-    for name, each in ways.items():
-        if is_routed:
-            best = f"{each['routed_hits_of_best'] or '':.5}"
-            cells = [f"{each['prefix_hit_rate']:.3f}", best, f"{each['routed_most_of_mean']:.2f}"]
-        else:
-            cells = [f"{each.get('prompts_apart', 0):,}"]
-        cells += [f"{each['ttft_ms'][part]:,.0f} ms" for part in ("p50", "p99")]
-        cells += [f"{each['tpot_ms'][part]:.1f} ms" for part in ("p50", "p99")]
-        rows.append((name, *cells, *(f"{each[part]:.2f}" for part in ("requests_per_s", "busy_share"))))
+    """Print a row for each way."""
+    rows = named_rows(result["ways"])
+    is_routed = all("routed_most_of_mean" in each for each in rows)
     print(f"SIMULATED: {SIMULATED}\n")
-    print(markdown(("way", *own, "TTFT p50", "p99", "TPOT p50", "p99", "requests/s", "busy"), rows))
+    print(table((WAY, *(ROUTED if is_routed else SPLIT), *SERVED), rows, "" if is_routed else "0"))
 
 
 def run_routes(options: argparse.Namespace) -> Result:
-    """Compare the routes, and draw them where that is asked for."""
-    result = compare(options, None)
-    if options.plot is not None:
-        from benchmark.charts import save_bars  # matplotlib takes a second to load
-
-        ways = result["ways"]
-        panels = [
-            (heading, [figure(each, name) for each in ways.values()], form) for name, heading, form in PANELS
-        ]
-        save_bars(options.plot, [*ways], panels)
-    return result
+    """Compare the routes."""
+    return compare(options, None)
 
 
 def run_splits(options: argparse.Namespace) -> Result:
@@ -258,17 +235,13 @@ def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
         placement.scheduler()
     except ValueError as error:
         return {**named, "meets": False, "cannot_be": str(error)}
-    requests: Iterator[Request] = requests_of(
-        options.trace, recipe, placement.config.vocab_size, skip_bad=options.skip_bad
-    )()
-    totals, own = deployment.serve(requests, None, records=False)
+    totals, own = deployment.serve(requests_of(options, placement)(), None, records=False)
     figures = deployment.figures(totals, own)
     shares = (
         totals.ttft.share_within(options.ttft_ms / 1e3),
         totals.itl.share_within(options.itl_ms / 1e3),
     )
     verdict = with_verdict(figures)["verdict"]
-    assert isinstance(verdict, dict), "a verdict is described by an object"
     meets = all(100 * each >= options.percent for each in shares) and not figures["failed"]
     return {
         **named,
@@ -286,7 +259,7 @@ def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
 def search(options: argparse.Namespace) -> list[Result]:
     """Return each setting that was tried; those that meet the objectives come last, the best at the end."""
     # The parts that no setting changes are checked before any setting is tried.
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    recipe = recipe_of(options)
     check_rereadable(Path(options.trace))
     device_name(recipe, options.device)
     model_config(recipe)

@@ -185,22 +185,19 @@ def alone(
     layer: int,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The last len(query) positions of one request, in float64, each position and head by itself."""
+    """The last len(query) positions of a request, in float64; what one does not see weighs nothing."""
     group, window = shape.num_heads // shape.num_kv_heads, shape.windows[layer] or len(keys)
-    query = query.double()
-    keys, values = (tensor.double().repeat_interleave(group, 1).transpose(0, 1) for tensor in (keys, values))
-    output = torch.empty_like(query)
-    for index in range(len(query)):
-        position = keys.shape[1] - len(query) + index
-        seen = slice(max(min(position, shape.first_key), position - window + 1), position + 1)
-        scores = keys[:, seen] @ query[index, :, :, None] * shape.scale
-        if shape.score_cap is not None:
-            scores = shape.score_cap * torch.tanh(scores / shape.score_cap)
-        weights = scores.exp() / scores.exp().sum(1, keepdim=True)
-        if sinks is not None:
-            weights = scores.exp() / (scores.exp().sum(1) + sinks.cpu().double().exp()[:, None])[:, None]
-        output[index] = (weights * values[:, seen]).sum(1)
-    return output
+    keys, values = (tensor.double().repeat_interleave(group, 1) for tensor in (keys, values))
+    at, place = torch.arange(len(keys) - len(query), len(keys))[:, None], torch.arange(len(keys))
+    seen = (place <= at) & (place > at - window) & ((place >= shape.first_key) | (place == at))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * shape.scale
+    if shape.score_cap is not None:
+        scores = shape.score_cap * torch.tanh(scores / shape.score_cap)
+    weights = scores.exp().masked_fill(~seen, 0)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total += sinks.cpu().double().exp()[:, None, None]
+    return torch.einsum("hqk,khd->qhd", weights / total, values)
 
 
 @pytest.fixture(params=on_each("reference", "fused"))

@@ -126,9 +126,15 @@ def test_mixed_batches_agree_with_the_definition(seed: int) -> None:
     agree(world, attention, drawn(rng, 4, 170))
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(
-    "own", [{"has_sinks": True}, {"score_cap": 0.5}, {"has_sinks": True, "score_cap": 30.0}], ids=str
+    ("own", "batch_invariant"),
+    [
+        ({"has_sinks": True}, True),
+        ({"score_cap": 0.5}, False),
+        ({"has_sinks": True, "score_cap": 30.0}, False),
+        pytest.param({"has_sinks": True, "score_cap": 30.0}, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_sinks_and_caps_of_scores(
     own: dict[str, object], batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
@@ -140,7 +146,10 @@ def test_sinks_and_caps_of_scores(
     agree(World(own_shape, 3, 200, seed=5), attention, spans)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    "head_dim",
+    [80, 192, *(pytest.param(each, marks=pytest.mark.slow) for each in cases([256], [64, 96, 128, 256]))],
+)
 def test_head_dims(head_dim: int) -> None:
     sized = shape(head_dim=head_dim, scale=head_dim**-0.5, num_kv_heads=1)
     agree(

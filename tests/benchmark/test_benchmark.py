@@ -41,31 +41,12 @@ def test_the_host_benchmark_runs_what_it_says() -> None:
     assert (batch.starts >= host.CONTEXT_TOKENS[0]).all()
 
 
-@pytest.mark.slow
-def test_the_host_benchmark_measures_every_policy_and_order_while_many_wait(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    main(["host", "--slots", "4", "--waiting", "12", "--steps", "30", "--json"])
-    rows = json.loads(capsys.readouterr().out)["slots"]["4"]
-    assert [row["variant"] for row in rows] == list(host.variants(4))
-    assert rows[0]["times_the_first"] == 1
-    assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows)
-
-
 def test_a_followed_engine_is_timed_beside_one_that_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     main(["host", "--followed", "--slots", "8", "--steps", "10", "--json"])
     row = json.loads(capsys.readouterr().out)["followed"]
     assert row["slots"] == 8
     assert row["ratio"] == sorted(row["ratios"])[len(row["ratios"]) // 2]
     assert row["alone_us"] > 0
-
-
-def test_requests_come_and_go_while_many_wait() -> None:
-    bench = host.KeptFull(8, 20, {"queue": "sjf"})
-    for _ in range(100):
-        bench.step_us()
-    admitted = bench.scheduler.waiting.num_removed
-    assert 50 < admitted - 8 < 150, "about one at each step"
 
 
 def test_the_kv_benchmark_measures_pages(
@@ -296,19 +277,3 @@ def test_transformers_does_not_fill_the_memory_of_a_cpu(tmp_path: Path) -> None:
     assert (bounds.max_batch_tokens, bounds.max_requests_per_batch, bounds.num_blocks) == (256, 32, 2 * 32)
     free = beside._bounds(read("recipes/bench/qwen3_8b_cuda.yaml").recipe, jobs)
     assert (free.max_batch_tokens, free.num_blocks) == (None, None)
-
-
-def test_the_stall_benchmark_serves_the_same_in_two_ways(capsys: pytest.CaptureFixture[str]) -> None:
-    quick = ["device.compile=false", "device.threads=1", "cache.prefix_sharing=false"]
-    sizes = ["--prompt-tokens", "300", "--every", "0.05", "--prompts", "3", "--answers", "4"]
-    main(["offline", "--stall", RECIPE, *quick, *sizes, "--answer-tokens", "40", "--chunk", "16", "--json"])
-    result = json.loads(capsys.readouterr().out)
-    whole, chunked = result["whole"], result["chunked"]
-    assert whole["worst_itl_ms"] >= whole["itl_ms"]["p99"] > 0
-    assert chunked["steps"] >= 3 * 300 / 20, "a chunk at each step"
-    assert whole["steps"] < 100
-    assert result["worst_itl_times_lower"] == pytest.approx(
-        whole["worst_itl_ms"] / chunked["worst_itl_ms"], abs=0.01
-    )
-    rates = chunked["total_tokens_per_s"] / whole["total_tokens_per_s"]
-    assert result["throughput_times"] == pytest.approx(rates, abs=0.001)

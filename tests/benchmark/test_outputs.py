@@ -30,7 +30,6 @@ URL, RECIPE = "http://127.0.0.1:1", "recipes/tiny/cpu.yaml"
         ("demo", ["--output", "{}/none/a.png"], "make the folder .*/none first"),
         ("reproduce", ["--output", "{}/file/a"], "cannot be a folder: .*/file is a file"),
         ("reproduce", ["--output", "{}/b", "--json", "{}/b"], "/b is a folder; name a file in it"),
-        ("simulate", ["routes", RECIPE, "--plot", "{}/none/a.png"], "make the folder .*/none"),
         ("benchmark", ["serve", "--base-url", URL, "--result-dir", "{}/file"], "/file is a file"),
         ("benchmark", ["sweep", "--base-url", URL, "--result-dir", "{}/file/a"], "/file is a file"),
     ],

@@ -57,20 +57,12 @@ def of_a_report(_: Path) -> None:
 
 
 def of_runs(folder: Path) -> None:
-    from benchmark import charts
+    from benchmark import demo
 
-    charts.save_slots(folder / "slots.png", [(name, timeline(16), 0.0) for name in ("static", "continuous")])
-
-
-def of_simulations(folder: Path) -> None:
-    from benchmark.charts import save_bars
-
-    names = ["whole beside decodes, 8/s", "chunks of 128, all at once"]
-    headings = ("ITL max, ms", "pages moved", "TTFT p50, ms", "TTFT p99, ms")
-    save_bars(folder / "bars.png", names, [(heading, [3.0, 4521.0], "{:,.1f}") for heading in headings])
+    demo.save_slots(folder / "slots.png", [(name, timeline(16), 0.0) for name in ("static", "continuous")])
 
 
-@pytest.mark.parametrize("draw", [of_a_report, of_runs, of_simulations])
+@pytest.mark.parametrize("draw", [of_a_report, of_runs])
 def test_every_picture_can_be_read(
     draw: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +72,7 @@ def test_every_picture_can_be_read(
     monkeypatch.setattr(plt, "close", figures.append)
     try:
         draw(tmp_path)
-        assert len(figures) == {of_a_report: 9, of_runs: 1, of_simulations: 1}[draw]
+        assert len(figures) == {of_a_report: 9, of_runs: 1}[draw]
         for figure in figures:
             figure.canvas.draw()
             for axes in figure.axes:

@@ -78,10 +78,8 @@ def small(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Result, Callable[
     "name",
     [
         "host",
-        "host, waiting",
         "kv",
         pytest.param("device", marks=pytest.mark.slow),
-        pytest.param("offline, stall", marks=pytest.mark.slow),
     ],
 )
 def test_small_verbs_print_what_they_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,8 +37,8 @@ def test_the_manuals_name_no_verb_or_mode_that_is_not_there() -> None:
 def test_help_names_every_way_of_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["--help"], [each.help for each in BENCHMARKS]),
-        (["kv", "--help"], ["--types", "--page-sizes", "(default: 25)"]),
-        (["kv", "--types", "--help"], ["Hugging Face"]),
+        (["host", "--help"], ["--followed", "--page-sizes", "(default: 300)"]),
+        (["host", "--followed", "--help"], ["of a turn"]),
     ):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
@@ -52,8 +52,8 @@ def test_help_names_every_way_of_a_verb(capsys: pytest.CaptureFixture[str]) -> N
     [
         (["nothing"], "invalid choice: 'nothing'"),
         ([], "name a VERB"),
-        (["offline", "--stall", "--masks", "recipes/tiny/cpu.yaml"], "unrecognized arguments: --masks"),
-        (["kv", "--types", "--repeats", "2"], "unrecognized arguments: --repeats 2"),
+        (["offline", "--at-once", "--one-batch", "recipes/tiny/cpu.yaml"], "arguments: --one-batch"),
+        (["host", "--followed", "--chunk", "2"], "unrecognized arguments: --chunk 2"),
     ],
 )
 def test_a_way_takes_its_own_options_alone(

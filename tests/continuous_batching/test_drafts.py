@@ -18,7 +18,6 @@ from kv_cache.pages import Index, PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone, searched
 from tests.continuous_batching.recount import recount
 
-NO_SPANS = np.empty(0, dtype=np.int64)
 EOS = 7
 
 

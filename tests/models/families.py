@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -60,6 +61,7 @@ CLASSES = {
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
     "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM"),
 }
+_KEPT: WeakKeyDictionary[Any, dict[tuple[int, ...], Tensor]] = WeakKeyDictionary()
 ADD_ONE = ("gemma", "qwen3_next", "qwen3_5")  # how families begin whose norms add one to their weights
 
 
@@ -168,6 +170,17 @@ def expected_logprobs(model: Any, tokens: list[int]) -> Tensor:
     fresh_rope(model)
     logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
     return logits.float().log_softmax(-1)
+
+
+def logprobs_behind(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
+    """Transformers' log-probabilities [len(answer), V] behind each beginning of an answer.
+
+    They are kept as long as the model, whose weights nothing may change: many engines give the same answers.
+    """
+    kept, tokens = _KEPT.setdefault(model, {}), (*prompt, *answer[:-1])
+    if tokens not in kept:
+        kept[tokens] = expected_logprobs(model, [*tokens])
+    return kept[tokens][len(prompt) - 1 :].clone()
 
 
 @torch.no_grad()

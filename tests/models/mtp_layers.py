@@ -147,21 +147,29 @@ class Further:
 
     def __init__(self, model: Any, layer: Any, tensors: dict[str, Tensor]) -> None:
         self._model, self._layer, self._tensors = model, layer, tensors
+        self._read: dict[tuple[int, ...], Tensor] = {}  # features by sequence, since each is asked for often
         self.join: Callable[[Tensor], Tensor] = lambda joined: joined @ tensors["eh_proj"].T
 
     @torch.no_grad()
     def drafts(self, tokens: Sequence[int], known: int, count: int) -> list[Tensor]:
         """The logits of what follows the known tokens, each guess after the other."""
-        fresh_rope(self._model)
         # The target has not computed the last known token yet
-        found = self._model.model(torch.tensor([list(tokens[: known - 1])]), use_cache=False)
-        features, shifted, made = found.last_hidden_state[0], list(tokens[1:known]), []
+        features = self._features(tuple(tokens))[: known - 1]
+        shifted, made = list(tokens[1:known]), []
         for _ in range(count):
             out = self._computed(features, torch.tensor(shifted))
             made.append(self._model.lm_head(out[-1]))
             shifted.append(int(made[-1].argmax()))
             features = torch.cat((features, out[-1:]))
         return made
+
+    def _features(self, tokens: tuple[int, ...]) -> Tensor:
+        """The target's hidden states at each token, which no later token changes."""
+        if tokens not in self._read:
+            fresh_rope(self._model)
+            found = self._model.model(torch.tensor([tokens]), use_cache=False)
+            self._read[tokens] = found.last_hidden_state[0]
+        return self._read[tokens]
 
     def _computed(self, features: Tensor, tokens: Tensor) -> Tensor:
         """Pairs of a feature and the token after it, at positions 0, 1, ..."""

@@ -109,6 +109,7 @@ def test_captured_and_overlapped_steps_give_the_same(
     assert calls == dict.fromkeys((SPANS, WRITES), NUM_LAYERS * (steps - decodes))
 
 
+@pytest.mark.slow
 def test_a_model_in_static_w8a8_gives_the_tokens_of_its_arithmetic(tmp_path: Path) -> None:
     """In float16, by decisive tokens; a model whose tokens have scales of their own is refused."""
     name, more = "llama_biased", dict[str, Any](is_wide=True, dtype=torch.float16)

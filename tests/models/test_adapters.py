@@ -39,6 +39,7 @@ NUM_NEW = cases(12, 24)
 NAMES = ("llama_biased", "qwen2_yarn", "phi3_part", "glm4", "gemma3_layer_types", "qwen3_moe")
 # Ways to begin that change the base weights, in peft 0.21, and any that a later peft may add
 CHANGING_STARTS = ("pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga", "unheard_of")
+QUICK = ("phi3_part", "qwen3_moe")  # joined linears, and experts beside which attention alone is adapted
 JOINED = {"phi3_part": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
 JOINED["glm4"] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -102,7 +103,9 @@ def prompts_of(adapters: int, seed: int = 5) -> list[tuple[list[int], int]]:
     return [(prompt, adapter) for prompt in prompts for adapter in range(adapters + 1)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in NAMES]
+)
 def test_tokens_are_those_of_merged_weights(name: str, tmp_path: Path) -> None:
     variant = next(each for each in VARIANTS if each.name == name)
     model, path = make(variant, tmp_path)
@@ -181,6 +184,7 @@ def test_beams_scores_and_guesses_are_those_of_merged_weights(tmp_path: Path) ->
     assert ours.scheduler.counters.accepted_tokens, "no guess was right"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", cases([6], [0, 6]))  # steps with prompts are eager in both
 def test_so_they_are_on_a_virtual_npu(graphs: int, tmp_path: Path) -> None:
     model, path = make(wide(next(each for each in VARIANTS if each.name == "qwen2_yarn")), tmp_path)
@@ -190,6 +194,7 @@ def test_so_they_are_on_a_virtual_npu(graphs: int, tmp_path: Path) -> None:
     check(serve(engine, asked := prompts_of(2)), asked, models)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("name", cases(["phi3_part"], ["phi3_part", "llama_biased"]))
 def test_ranks_hold_their_parts_of_an_adapter(name: str, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def num_right(expected: Answers) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-@pytest.mark.parametrize("width", [1, 1 + MOST])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 1 + MOST])
 def test_drafts_are_made_and_checked_in_captured_steps(
     width: int, expected: Answers, num_right: tuple[int, int]
 ) -> None:

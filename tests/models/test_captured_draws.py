@@ -70,7 +70,7 @@ def serve(engine: Engine, ways: list[str]) -> list[tuple[list[int], str | None]]
     return [(request.answer.tolist(), request.finish_reason) for request in made]
 
 
-@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_drafts_are_checked_in_captured_steps(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = ["top-p", "greedy", "temperature", "greedy", "penalty", "top-k", "log-probabilities"]
     expected = serve(engine_of(graphs=0, overlap=False), ways)

@@ -13,7 +13,7 @@ from tests.models.families import wide
 from tests.models.test_draft_model import Watched, serve, tokens_of
 from tests.models.test_eagle3 import LLAMA, engine_of
 
-pytestmark = [pytest.mark.npu, stand_in_alone]
+pytestmark = [pytest.mark.npu, pytest.mark.slow, stand_in_alone]
 
 MOST = 3
 NUM_SERVED = 7  # requests, of which some fork

@@ -92,9 +92,11 @@ def fitting(variant: Variant, pair: Pair) -> Variant:
     return replace(wide(variant), saved_as=torch.bfloat16) if variant.family == "gpt_oss" else wide(variant)
 
 
-# One of each family, since all would take minutes
 WIDE_ANGLES = ("ernie4_5", "olmo3")  # whose angles transformers keeps in float32
-SOME = cases([*{each.family: each for each in VARIANTS}.values()], VARIANTS)
+# One of each family, since all would take minutes
+ONE_A_FAMILY = [*{each.family: each for each in VARIANTS}.values()]
+SOME = cases(ONE_A_FAMILY, VARIANTS)
+QUICK_ON_NPU = ("llama_biased", "gemma3_pattern", "qwen3_moe_tied", "gpt_oss_unbiased", "deepseek_v2")
 
 
 def is_taken(variant: Variant, pair: Pair) -> bool:
@@ -112,15 +114,29 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def each_on_each() -> list[Any]:
-    """All checkpoints in plain torch on a CPU and by the operators of other devices; of the two other ways, a
-    CPU's own has all of them in test_identity.py, and plain torch is the same on an NPU.
+    """All checkpoints in plain torch on a CPU, and one of each family by the operators of other devices.
+
+    Of the two other ways, a CPU's own has all of them in test_identity.py, and plain torch is the same on an
+    NPU. A run without slow tests has one of each family in plain torch, and one of each kind of attention
+    and of experts by an NPU's operators.
     """
-    some = {"cpu-fused", "npu-reference", *cases(["npu-fused"], [])}
+    thorough = cases({"cpu-fused", "npu-reference"}, set())
     return [
-        pytest.param(variant, *pair.values, id=f"{pair.id}-{variant.name}", marks=pair.marks)
+        pytest.param(
+            variant,
+            *pair.values,
+            id=f"{pair.id}-{variant.name}",
+            marks=[*pair.marks, *([] if is_quick(variant, pair.id) else [pytest.mark.slow])],
+        )
         for pair in on_each("reference", "fused")
-        for variant in (SOME if pair.id in some else VARIANTS)
+        if pair.id not in thorough
+        for variant in (VARIANTS if pair.id == "cpu-reference" else SOME)
     ]
+
+
+def is_quick(variant: Variant, pair: str) -> bool:
+    """Whether a checkpoint is of those that every run has."""
+    return variant in ONE_A_FAMILY if pair == "cpu-reference" else variant.name in QUICK_ON_NPU
 
 
 @pytest.mark.parametrize(("variant", "pair"), each_on_each())
@@ -138,31 +154,35 @@ def test_logprobs_are_those_of_transformers(variant: Variant, pair: Pair, checkp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", on_each("reference", "fused")[:2])  # of the CPU, which rounds as it does
-def test_bfloat16_is_as_near_to_transformers_as_its_own_float32(pair: Pair, checkpoints: Path) -> None:
+def test_bfloat16_is_as_near_to_transformers_as_its_own_float32(checkpoints: Path) -> None:
     """Of mixtures a rounding may choose other experts, and Gemma rounds norms with their 1, as NPUs take
     them: twice as far from its float32 at most, together.
     """
-    ours: dict[str, list[Tensor]] = {"dense": [], "other": []}  # mean distances, one a variant
-    own: dict[str, list[Tensor]] = {"dense": [], "other": []}
+    pairs: list[Pair] = [("cpu", "reference"), ("cpu", "fused")]  # a CPU rounds as transformers does
+    ours: dict[Pair, dict[str, list[Tensor]]] = {pair: {"dense": [], "other": []} for pair in pairs}
+    own: dict[str, list[Tensor]] = {"dense": [], "other": []}  # mean distances, one a variant
     for variant in SOME:
-        exact_model, path = make(replace(fitting(variant, pair), saved_as=torch.bfloat16), checkpoints)
+        exact_model, path = make(replace(variant, saved_as=torch.bfloat16), checkpoints)
         prompts = prompts_of(np.random.default_rng(8))
-        decoder = make_decoder(path, "bfloat16", 16, pair)
-        seen = run_in_chunks(decoder, prompts, seed=4)
         exact = [expected_logprobs(exact_model, prompt) for prompt in prompts]
         model = exact_model.to(torch.bfloat16)
         theirs = [expected_logprobs(model, prompt) for prompt in prompts]
-        rounds_alike = not decoder.config.norms_add_one and variant.family not in WIDE_ANGLES
-        is_dense = decoder.config.mixture is None and rounds_alike
-        kind, near = ("dense", theirs) if is_dense else ("other", exact)
-        apart = [logprobs - near[row][at] for (row, at), logprobs in seen.items()]
-        ours[kind].append(torch.stack(apart).abs().mean())
-        own[kind].append(torch.stack([exact[row][at] - theirs[row][at] for row, at in seen]).abs().mean())
-        is_near = kind == "other" or ours[kind][-1] <= 1.15 * own[kind][-1]
-        assert is_near, f"{variant.name}: {ours[kind][-1]:.4f} against {own[kind][-1]:.4f}"
-    assert sum(ours["dense"]) <= sum(own["dense"])
-    assert sum(ours["other"]) <= 2 * sum(own["other"])
+        for pair in pairs:
+            decoder = make_decoder(path, "bfloat16", 16, pair)
+            seen = run_in_chunks(decoder, prompts, seed=4)
+            rounds_alike = not decoder.config.norms_add_one and variant.family not in WIDE_ANGLES
+            is_dense = decoder.config.mixture is None and rounds_alike
+            kind, near = ("dense", theirs) if is_dense else ("other", exact)
+            apart = torch.stack([logprobs - near[row][at] for (row, at), logprobs in seen.items()])
+            far = torch.stack([exact[row][at] - theirs[row][at] for row, at in seen]).abs().mean()
+            ours[pair][kind].append(apart.abs().mean())
+            if pair == pairs[0]:
+                own[kind].append(far)
+            is_near = kind == "other" or apart.abs().mean() <= 1.15 * far
+            assert is_near, f"{variant.name}, {pair}: {apart.abs().mean():.4f} against {far:.4f}"
+    for pair in pairs:
+        assert sum(ours[pair]["dense"]) <= sum(own["dense"])
+        assert sum(ours[pair]["other"]) <= 2 * sum(own["other"])
 
 
 @pytest.mark.slow
@@ -170,7 +190,8 @@ def test_bfloat16_is_as_near_to_transformers_as_its_own_float32(pair: Pair, chec
 def test_bfloat16_is_within_two_hundredths_of_the_exact_on_other_devices(
     pair: Pair, checkpoints: Path
 ) -> None:
-    for variant in (each for each in SOME if is_taken(each, pair)):
+    of_each_kind = [each for each in ONE_A_FAMILY if each.name in QUICK_ON_NPU]
+    for variant in cases(of_each_kind, [each for each in VARIANTS if is_taken(each, pair)]):
         model, path = make(replace(fitting(variant, pair), saved_as=torch.bfloat16), checkpoints)
         prompts = prompts_of(np.random.default_rng(8))
         exact = [expected_logprobs(model, prompt) for prompt in prompts]

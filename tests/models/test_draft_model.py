@@ -308,7 +308,9 @@ GRAPHS = pytest.param(
 )
 
 
-@pytest.mark.parametrize("more", [CPU, [*CPU, "scheduler.overlap=true"], GRAPHS])
+@pytest.mark.parametrize(
+    "more", [pytest.param(CPU, marks=pytest.mark.slow), [*CPU, "scheduler.overlap=true"], GRAPHS]
+)
 def test_rows_without_drafts_fall_behind_and_catch_up_in_pieces(more: list[str]) -> None:
     recipe = ROOT / "recipes/tiny/cpu.yaml"
     limits = ["scheduler.max_batch_tokens=64", "scheduler.max_request_tokens=120"]

@@ -73,7 +73,7 @@ FEW = {
     "910B": ("llama_dynamic", "llama_biased", "qwen3_layer_types", "gemma3_layer_types"),
     "310P": ("llama_biased", "qwen2_yarn"),
     "910C": (),
-    "950": ("qwen3_layer_types", "internlm3_biased"),
+    "950": ("qwen3_layer_types",),
 }
 # These run in the product's own type as well: dense, with windows, mixtures, sinks and latents; and some run
 # eagerly. A disturbed run of any has eager steps, which hold prompts, and captured ones
@@ -84,13 +84,10 @@ OWN_TYPES = {
 }
 EAGER = ("llama_biased", "deepseek_v3")
 OTHERS_ON_910B = cases(("mixtral", "glm4_moe", "gpt_oss_half", "deepseek_v3"), (*MIXTURES, *LATENTS))
-OTHERS_ON_950 = cases(("qwen3_moe_window", "mixtral", "glm4_moe", "gpt_oss_half"), tuple(MIXTURES))
-ON_910 = ("llama_dynamic", "gemma3_layer_types", "mixtral")
+OTHERS_ON_950 = cases(("mixtral", "gpt_oss_half"), tuple(MIXTURES))
+ON_910 = ("gemma3_layer_types", "mixtral")
 WITH_WINDOWS = ("mistral_window", "qwen2_layer_types", "qwen3_layer_types", "gemma3_layer_types")
-QUICK = {  # the two whose contracts are least like a 910B's
-    "310P": "llama_biased",
-    "950": "qwen3_layer_types",
-}
+QUICK = {"950": "qwen3_layer_types"}  # whose contract is least like a 910B's, which other tests have
 NO_WINDOW = r"layer \d of the model has a sliding window of \d+; attention of the 310P has none"
 NO_LATENTS = "the model has latent attention, whose operators the {} lacks, and 910B, 910C have"
 NO_CAP = "attn_logit_softcapping is 2; attention of the {} has no cap of scores"
@@ -160,7 +157,7 @@ REFUSED = [
 
 
 def each_of(cells: list[Cell]) -> Any:
-    """Parametrised by these; all are slow but the disturbed runs of one checkpoint of two products."""
+    """Parametrised by these; all are slow but the disturbed runs of one checkpoint of one product."""
     quick = [cell for cell in cells if QUICK.get(cell.product) == cell.name and "p" in HAPPENED[cell.way]]
     marked = [pytest.param(cell, marks=() if cell in quick else pytest.mark.slow) for cell in cells]
     return pytest.mark.parametrize("cell", marked, ids=str)

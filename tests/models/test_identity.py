@@ -48,6 +48,18 @@ FAST += (
 # Plain attention meets the same steps, and has every checkpoint's log-probabilities in test_decoder.py
 IN_PLAIN_TORCH = ("llama_dynamic", "mistral_window", "gpt_oss", "deepseek_v3")
 ALL = {each.name: each for each in [*VARIANTS, *LATENT_VARIANTS]}
+# One of each family, those of this file's own steps, and each kind of rope that turns by length: further
+# options of a family reach attention in the same ways, and have their log-probabilities in test_decoder.py
+NAMES = cases(
+    sorted(
+        {
+            *FAST,
+            *(variant.name for variant in {each.family: each for each in ALL.values()}.values()),
+            *(name for name, each in ALL.items() if any(kind in repr(each.rope) for kind in BY_LENGTH)),
+        }
+    ),
+    [*ALL],
+)
 ELSEWHERE = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen3_layer_types")  # for other devices
 
 
@@ -159,7 +171,7 @@ def wide_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     ("name", "attention"),
     [
         pytest.param(name, way, marks=() if name in FAST else pytest.mark.slow)
-        for name in ALL
+        for name in NAMES
         for way in (get_args(Way) if name in IN_PLAIN_TORCH or THOROUGH else ("fused",))
     ],
 )

@@ -106,12 +106,19 @@ ON_NPU: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
         GRAPHS | {"model.dtype": "bfloat16"},
     ),
 }
+QUICK = ("cpu-tied", "cpu-experts", "cpu-w8a8", "cpu-w4a16")
 CASES = [
-    *(pytest.param(name, "cpu", id=f"cpu-{name}") for name in ON_CPU),
-    *(
-        pytest.param(name, "npu", id=f"npu-{name}", marks=[pytest.mark.npu, stand_in_alone])
-        for name in ON_NPU
-    ),
+    pytest.param(
+        name,
+        kind,
+        id=f"{kind}-{name}",
+        marks=[
+            *([pytest.mark.npu, stand_in_alone] if kind == "npu" else []),
+            *([] if f"{kind}-{name}" in QUICK else [pytest.mark.slow]),
+        ],
+    )
+    for kind, names in (("cpu", ON_CPU), ("npu", ON_NPU))
+    for name in names
 ]
 
 
@@ -157,6 +164,7 @@ def test_recurrent_layers_are_rewritten_whole(name: str, tmp_path: Path) -> None
     assert torch.equal(after, Steps(fresh, prompts).run(spans))
 
 
+@pytest.mark.slow
 def test_a_head_of_its_own_checkpoint_stays_and_changes_no_token(tmp_path: Path) -> None:
     model, old = eagle3_heads.target_of(wide(VARIANT), tmp_path / "old")
     new = changed(old, tmp_path / "new")
@@ -384,7 +392,7 @@ def test_weights_come_from_shared_memory_once_all_have_arrived(old: Path, tmp_pa
     ("kind", "more"),
     [
         ("cpu", {"cache.host_gib": 0.002}),
-        pytest.param("npu", GRAPHS, marks=[pytest.mark.npu, stand_in_alone]),
+        pytest.param("npu", GRAPHS, marks=[pytest.mark.npu, pytest.mark.slow, stand_in_alone]),
     ],
 )
 def test_sleep_gives_all_pages_back_and_wake_brings_the_same_tokens(

@@ -183,6 +183,7 @@ def assert_near(found: Tensor, right: Tensor) -> None:
     assert torch.equal(made.argmax(-1)[is_decisive], right.argmax(-1)[is_decisive])
 
 
+@pytest.mark.slow
 @pytest.mark.npu
 @pytest.mark.parametrize(("experts", "divided"), [(1, 2), (2, 1)])
 def test_ranks_of_npus_answer_so_too(experts: int, divided: int, tmp_path: Path) -> None:
@@ -310,15 +311,17 @@ def test_an_engine_keeps_keys_and_values_by_the_scales_of_the_checkpoint(tmp_pat
 @pytest.mark.parametrize(
     "more",
     [
-        (),  # the prompt is one span, which is long
-        ("scheduler.max_batch_tokens=11", "scheduler.num_slots=4"),  # whose chunks are short ones
+        pytest.param((), marks=pytest.mark.slow),  # the prompt is one span, which is long
+        pytest.param(  # whose chunks are short ones
+            ("scheduler.max_batch_tokens=11", "scheduler.num_slots=4"), marks=pytest.mark.slow
+        ),
         (
             "device.graphs=8",
             "scheduler.max_batch_tokens=19",
             "scheduler.num_slots=4",
             "scheduler.overlap=true",
         ),
-        ("device.attention=reference", "cache.page_size=16"),
+        pytest.param(("device.attention=reference", "cache.page_size=16"), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -38,7 +38,7 @@ def in_layer(of_layer: str) -> Types:
     return types
 
 
-@pytest.mark.parametrize("of_layer", ["W8A8_DYNAMIC", "none"])
+@pytest.mark.parametrize("of_layer", [pytest.param("W8A8_DYNAMIC", marks=pytest.mark.slow), "none"])
 def test_a_further_layer_says_what_its_arithmetic_says(of_layer: str, tmp_path: Path) -> None:
     """It may be unquantised, and older descriptions do not name its tensors."""
     model, path = target_of("deepseek_v3", tmp_path, moe_intermediate_size=32)
@@ -59,7 +59,12 @@ def test_a_further_layer_says_what_its_arithmetic_says(of_layer: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("name", "of_layer"), [("qwen3_next", "W8A8_DYNAMIC"), ("qwen3_5", "W8A8"), ("qwen3_5", "none")]
+    ("name", "of_layer"),
+    [
+        pytest.param("qwen3_next", "W8A8_DYNAMIC", marks=pytest.mark.slow),
+        ("qwen3_5", "W8A8"),
+        pytest.param("qwen3_5", "none", marks=pytest.mark.slow),
+    ],
 )
 def test_a_layer_beside_layers_with_states_says_what_its_arithmetic_says(
     name: str, of_layer: str, tmp_path: Path
@@ -128,7 +133,7 @@ def rotation() -> Tensor:
 
 @pytest.mark.parametrize(
     ("variant", "form"),
-    [(LLAMA, {}), (QWEN3, {"owns_embedding": True, "head_dim": 20})],
+    [pytest.param(LLAMA, {}, marks=pytest.mark.slow), (QWEN3, {"owns_embedding": True, "head_dim": 20})],
     ids=["shared", "own"],
 )
 def test_a_head_reads_rotated_hidden_states_as_the_published_one_reads_plain_ones(

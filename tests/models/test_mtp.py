@@ -28,6 +28,7 @@ from tests.models.eagle3_heads import check_head_drafts
 from tests.models.mtp_layers import target_of
 from tests.models.test_captured_heads import ROOMY
 from tests.models.test_draft_model import Watched, serve, settings_of, tokens_of
+from tests.models.test_eagle3 import OVERLAP, SMALL_PAGES
 from tests.thorough import cases
 
 
@@ -43,12 +44,12 @@ def engine_of(target: Path, kind: Kind, most: int = 0, **more: Any) -> Engine:
 @pytest.mark.parametrize(
     ("name", "most", "more"),
     [
-        ("deepseek_v3", 1, {}),
-        ("deepseek_v3", 4, {"scheduler.overlap": "true"}),
-        ("glm4_moe", 3, {"cache.page_size": 8, "cache.num_pages": 28}),
-        ("glm4_moe", 20, {"scheduler.overlap": "true"}),  # more than a page of 16
-        ("v32", 2, {}),
-        ("glm_5_shared", 3, {"scheduler.overlap": "true"}),
+        pytest.param("deepseek_v3", 1, {}, marks=pytest.mark.slow),
+        ("deepseek_v3", 4, OVERLAP),
+        pytest.param("glm4_moe", 3, SMALL_PAGES, marks=pytest.mark.slow),
+        ("glm4_moe", 20, OVERLAP),  # more than a page of 16
+        pytest.param("v32", 2, {}, marks=pytest.mark.slow),
+        pytest.param("glm_5_shared", 3, OVERLAP, marks=pytest.mark.slow),
     ],
 )
 def test_a_layer_changes_no_token_and_says_what_the_published_one_does(
@@ -68,6 +69,7 @@ def test_a_layer_changes_no_token_and_says_what_the_published_one_does(
     assert num_right < num_made
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("name", "tensors", "parts", "stages"),
@@ -97,6 +99,7 @@ def test_ranks_share_the_layer_and_say_what_one_says(
     assert num_right > 10
 
 
+@pytest.mark.slow
 @pytest.mark.npu
 @stand_in_alone
 @pytest.mark.parametrize("name", cases(["deepseek_v3"], ["deepseek_v3", "glm4_moe"]))
@@ -159,6 +162,7 @@ def test_what_is_planned_is_what_the_layer_has(name: str, tmp_path: Path) -> Non
     assert layer.weight_bytes == of_layer
 
 
+@pytest.mark.slow
 def test_a_layer_in_int8_guesses_and_changes_no_token(tmp_path: Path) -> None:
     _, path = target_of("deepseek_v3", tmp_path)
     quantize(path, tmp_path / "int8")

@@ -532,6 +532,7 @@ def test_angles_that_a_model_scales_are_turned_in_plain_torch() -> None:
     serve(engine)
 
 
+@pytest.mark.slow
 @stand_in_alone
 def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     start(section("npu"))

@@ -17,7 +17,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.continuous_batching.recount import recount
 from tests.device_kinds import Kind, Way, on_each, settings
-from tests.thorough import cases
+from tests.thorough import THOROUGH, cases
 
 Pair = tuple[Kind, Way]
 
@@ -71,7 +71,7 @@ def undisturbed() -> list[list[int]]:
 @pytest.mark.parametrize(
     ("host_gib", "victim"),
     cases(
-        [(0.001, "youngest"), (0.01, "fewest_lost"), (0, "lowest_priority")],
+        [(0.001, "youngest"), pytest.param(0, "lowest_priority", marks=pytest.mark.slow)],
         [*product((0.001, 0.01, 0), ("youngest", "fewest_lost", "lowest_priority"))],
     ),
 )
@@ -81,17 +81,20 @@ def test_resizes_compactions_and_swaps_change_no_token(
     disturbed("cpu", PAGE_SIZE, undisturbed, host_gib, victim)
 
 
-@pytest.mark.parametrize("graphs", [0, pytest.param(3, marks=pytest.mark.slow)])  # of six rows
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", cases([3], [0, 3]))  # of six rows, so that larger steps are eager
 @pytest.mark.parametrize("pair", on_each("fused")[1:])
 def test_nor_do_they_on_another_device(undisturbed: list[list[int]], pair: Pair, graphs: int) -> None:
     disturbed(pair[0], 2 * PAGE_SIZE, undisturbed, 0.01, "youngest", f"device.graphs={graphs}")
 
 
+@pytest.mark.skipif(not THOROUGH, reason="the plan of pages is the same, and plain torch is slow there")
 @pytest.mark.parametrize("pair", on_each("reference")[1:])
 def test_nor_in_plain_torch_there(undisturbed: list[list[int]], pair: Pair) -> None:
     disturbed(pair[0], PAGE_SIZE, undisturbed, 0, "fewest_lost", "device.attention=reference")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", on_each("fused")[1:])
 def test_capturing_anew_writes_no_page_however_many_rows_a_step_has(
     undisturbed: list[list[int]], pair: Pair

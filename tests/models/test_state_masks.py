@@ -29,7 +29,7 @@ from kv_cache.pages import Index
 from recipes.assembly.engine import BuiltEngine
 from recipes.assembly.scheduler import scheduler_from
 from tests.device_kinds import settings, stand_in_alone
-from tests.models.families import VOCABULARY, expected_logprobs, make, wide
+from tests.models.families import VOCABULARY, logprobs_behind, make, wide
 from tests.models.mtp_layers import target_beside
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.models.test_state_mtp import DRAFTS
@@ -38,6 +38,7 @@ from tests.patience import PATIENCE_S
 
 VARIANTS = {each.name: each for each in RECURRENT_VARIANTS}
 NGRAM = {"speculation.kind": "ngram", "speculation.adaptive": "fixed", "speculation.max_tokens": 3}
+SWAPPED = WAYS["swapped"] | WAYS["overlapped"] | {"cache.num_pages": 22}
 TOKENS = np.arange(VOCABULARY)
 Case = tuple[Any, Path]
 
@@ -190,7 +191,7 @@ def check(model: Any, answered: list[Request], near: float = NEAR) -> None:
     for request in answered:
         prompt, answer = request.prompt.tolist(), request.answer.tolist()
         assert len(answer) == NUM_NEW, f"request {request.id} ended with {request.finish_reason}"
-        logprobs = expected_logprobs(model, prompt + answer[:-1])[len(prompt) - 1 :]
+        logprobs = logprobs_behind(model, prompt, answer)
         for at in range(NUM_NEW if request.constraint is not None else 0):
             logprobs[at, ~torch.from_numpy(allowed(answer[:at]))] = -torch.inf
         best, taken = logprobs.max(-1).values, logprobs[np.arange(NUM_NEW), answer]
@@ -227,8 +228,8 @@ def check_slow(model: Any, path: Path, changes: dict[str, Any], recording: Path)
     ("name", "changes"),
     [
         ("qwen3_5", {}),
-        ("qwen3_next", NGRAM),
-        ("kimi_linear", WAYS["swapped"] | WAYS["overlapped"] | {"cache.num_pages": 22}),
+        pytest.param("qwen3_next", NGRAM, marks=pytest.mark.slow),
+        pytest.param("kimi_linear", SWAPPED, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_quick_masks(
@@ -241,6 +242,7 @@ def test_tokens_are_those_of_quick_masks(
     assert counters.preemptions or "cache.host_gib" not in changes
 
 
+@pytest.mark.slow
 def test_a_layer_guesses_beside_them(tmp_path: Path) -> None:
     model, path = target_beside("qwen3_5", tmp_path)
     one = check_slow(model, path, DRAFTS, tmp_path / "recording")

@@ -33,8 +33,12 @@ DRAFTS = {"speculation.kind": "mtp", "speculation.adaptive": "fixed", "speculati
     ("name", "changes"),
     [
         ("qwen3_5", WAYS["swapped"]),
-        ("qwen3_5_moe", WAYS["overlapped"] | {"speculation.max_tokens": 7}),
-        ("qwen3_next", WAYS["preempted"] | {"speculation.max_tokens": 1}),
+        pytest.param(
+            *("qwen3_5_moe", WAYS["overlapped"] | {"speculation.max_tokens": 7}), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *("qwen3_next", WAYS["preempted"] | {"speculation.max_tokens": 1}), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_layer_changes_no_token_and_says_what_the_published_one_does(
@@ -54,6 +58,7 @@ def test_a_layer_changes_no_token_and_says_what_the_published_one_does(
     assert num_right < num_made
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
 def test_ranks_share_the_layer_and_say_what_one_says(tmp_path: Path) -> None:
     model, path = target_beside("qwen3_next", tmp_path)

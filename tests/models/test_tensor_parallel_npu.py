@@ -19,7 +19,7 @@ from tests.models.test_tensor_parallel import SIZES, Cases, alone_of, check_coll
 from tests.thorough import THOROUGH, cases
 from tests.virtual_npu.test_hccl import left_behind
 
-pytestmark = [pytest.mark.npu, stand_in_alone]
+pytestmark = [pytest.mark.npu, pytest.mark.slow, stand_in_alone]
 MODELS: dict[str, dict[str, Any]] = {
     "llama_biased": {"vocab_size": 509},
     "qwen3_layer_types": {"num_key_value_heads": 1},

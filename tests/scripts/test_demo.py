@@ -16,7 +16,7 @@ from continuous_batching.counters import Counters
 def test_the_legend_lies_outside_of_the_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib import pyplot as plt
 
-    from benchmark.charts import save_slots
+    from benchmark.demo import save_slots
 
     drawn: list[plt.Figure] = []
     monkeypatch.setattr(plt, "close", drawn.append)
@@ -33,7 +33,7 @@ def test_the_legend_lies_outside_of_the_bars(tmp_path: Path, monkeypatch: pytest
 
 
 def test_bars_join_steps_that_follow_each_other_and_part_prompts_from_answers() -> None:
-    from benchmark.charts import bars
+    from benchmark.demo import bars
 
     timeline = Timeline(Counters())
     for at, decode in [(0, False), (1, True), (2, True), (5, True)]:

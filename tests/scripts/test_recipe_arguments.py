@@ -27,7 +27,6 @@ NEEDED = {  # what else a verb must be given
     "routes": ["--trace", "a", "--dp", "2"],
     "splits": ["--trace", "a", "--split", "1:1"],
     "fleet": ["--requests", "1", "--rate", "1", "--prompt-tokens", "1", "--output-tokens", "1", "--dp", "2"],
-    "held-out": ["--train", "a", "--held", "b"],
 }
 PARSERS = {
     f"{prog} {each.title}": (partial(parser_of, each, prog), NEEDED.get(each.title, []))

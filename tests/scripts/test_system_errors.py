@@ -34,7 +34,6 @@ READERS = {
     "fit": ("scripts.simulate", ["fit", "FILE", "--output", "OUT"]),
     "simulate": ("scripts.simulate", [TINY, "--trace", "FILE", "--device", "h200"]),
     "costs": ("scripts.simulate", [TINY, "--trace", "TRACE", "--costs", "FILE"]),
-    "held-out": ("scripts.simulate", ["held-out", TINY, "--train", "FILE", "--held", "FILE"]),
     "mooncake": (
         "scripts.trace",
         ["--from", "mooncake:FILE", "--vocab-size", "100", "--output", "OUT"],

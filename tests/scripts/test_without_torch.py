@@ -41,14 +41,14 @@ HELP = [
     *("scripts.audit", "scripts.doctor", "scripts.follow", "scripts.mutants", "scripts.on_ray"),
     *("scripts.place", "scripts.replay", "scripts.route", "scripts.serve", "scripts.top", "scripts.verify"),
     *(f"scripts.benchmark {verb.title}" for verb in BENCHMARKS),
-    *(f"scripts.simulate {verb}" for verb in ("search", "routes", "splits", "fleet", "lengths", "held-out")),
+    *(f"scripts.simulate {verb}" for verb in ("search", "routes", "splits", "fleet", "lengths")),
     "scripts.simulate fit",
     "tests.mutation.__main__",
 ]
 # Modules of verbs that need no tensors, which their --help does not import
 VERBS = [
-    *("micro.host", "offline.speculation", "simulate.held_out"),
-    *(f"serve.{name}" for name in ("fleet", "measure", "report", "router", "schemas", "sweep", "tier")),
+    *("micro.host", "offline.speculation", "recordings.recorded"),
+    *(f"serve.{name}" for name in ("fleet", "measure", "report", "router", "sweep", "tier")),
 ]
 
 

@@ -216,21 +216,6 @@ def test_the_same_seed_gives_the_same_times() -> None:
     assert once == again != other
 
 
-def test_what_was_recorded_together_is_slow_together_again_from_its_beginning() -> None:
-    """Two stages of a machine that was busy for the first 64 steps, and then was not."""
-    random, rows = np.random.default_rng(2), np.arange(8)
-    load = np.where(np.arange(320) < 64, 3.0, 1.0)
-    batch, slots = Batch(rows, rows * 0, rows * 0 + 1, rows, rows, rows * 0 + 1), SlotPool(8, 4, 4)
-    stages = [
-        fit([Timed(features(batch), 0.01 * each * float(random.lognormal(0, 0.02))) for each in load])
-        for _ in range(2)
-    ]
-    for stage in stages:
-        stage.rewound()
-        said = [stage.step_s(batch, slots) for _ in load]
-        assert said == pytest.approx((0.01 * load).tolist(), rel=0.15)
-
-
 def judged(taken_s: Vector, modelled_s: Vector) -> list[str]:
     return trust(taken_s, modelled_s).doubts()
 

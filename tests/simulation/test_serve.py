@@ -124,6 +124,7 @@ def test_who_waits_for_a_fuller_batch_is_in_the_system() -> None:
     assert totals.running_s + totals.waiting_s == pytest.approx(waited_s, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_trace() -> None:
     def peak_bytes(count: int) -> int:
         tracemalloc.start()

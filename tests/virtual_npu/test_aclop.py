@@ -59,6 +59,7 @@ print(bool((ops.linear(x, tiled).cpu() - wide).abs().max() < 0.02))
 """
 
 
+@pytest.mark.slow
 def test_before_the_910b_nothing_is_captured_online_and_no_sum_takes_tiles() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ON_310P], cwd=ROOT, capture_output=True, text=True, check=False

@@ -55,6 +55,7 @@ def ranks(folder: Path, size: int, mode: str, **environment: str) -> list[tuple[
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", cases([3], [2, 3]))
 def test_every_collective_does_what_torch_says(tmp_path: Path, size: int) -> None:
     before = left_behind()
