@@ -271,11 +271,18 @@ class DecoderLayer(nn.Module):
             self.mlp = Mixture(config, layer, name, ops, attention.device, group, sharing)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, step: StepInputs
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        step: StepInputs,
+        read: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the output of the last block and the residual it will be added to.
 
-        The first layer gets no residual. If rows are divided, these are the rows of this rank.
+        The first layer gets no residual. If rows are divided, these are the rows of this rank; if `read` [R]
+        is given, they are these rows alone.
         """
         normed: Tensor | Int8Rows
         if residual is None:
@@ -287,6 +294,8 @@ class DecoderLayer(nn.Module):
         x = self.attention(normed if divided is None else divided.whole_input(normed), cos, sin, step)
         if self.attention_post_norm is not None:
             x = self.ops.rms_norm(x, self.attention_post_norm, self.eps)
+        if read is not None:
+            x, residual = x[read], residual[read]
         if isinstance(self.mlp, Mixture):
             return self._mixed(x, residual, step, self.mlp)
         weights = self.mlp_norm, self.mlp_norm_bias
@@ -426,6 +435,16 @@ class Decoder(nn.Module):
             return None
         return DividedRows(self.group, self.ops.padded(num_tokens))
 
+    @property
+    def skips_rows(self) -> bool:
+        """Whether the last layer computes its MLP only for the tokens of a step that `StepInputs.read` names.
+
+        The other layers leave keys, values and states of every token, of which later steps read. Of a prompt,
+        nobody reads more of the last one than its last token.
+        """
+        is_plain = self.share.is_last and self.adapters is None and not self._taps
+        return self.ops.skips_rows and is_plain and isinstance(self.layers[-1].mlp, MLP)
+
     def tap(self, layers: tuple[int, ...], take: Callable[[Tensor, StepInputs], None] | None = None) -> None:
         """In each step, pass the inputs of these layers, [T, layers * hidden] in rising order, to `take`.
 
@@ -437,6 +456,7 @@ class Decoder(nn.Module):
     def forward(self, step: StepInputs) -> Tensor:
         """Return the hidden states [T, hidden] of the step's tokens, before the last norm.
 
+        They are [R, hidden] if `step.read` says whose are read, which takes a decoder that `skips_rows`.
         In a stage that is not the last, which sends them on, they are any numbers.
         """
         num_tokens, divided = len(step.token_ids), step.divided
@@ -460,7 +480,8 @@ class Decoder(nn.Module):
             if self._first + number in self._taps:
                 tapped.append(x if residual is None else x + residual)
             cos, sin = turns[0 if self.part.layers[number].window is None else -1]
-            x, residual = layer(x, residual, cos, sin, step)
+            is_last = number == len(self.layers) - 1
+            x, residual = layer(x, residual, cos, sin, step, step.read if is_last else None)
             if self.after_layer is not None:
                 self.after_layer(number)
         if not self.share.is_last:
@@ -469,7 +490,10 @@ class Decoder(nn.Module):
             self._send_choice(step, num_rows)
             # Nothing reads these numbers
             return x[:num_tokens] if divided is None else x[:1].expand(num_tokens, -1)
-        x = _whole(x if residual is None else x + residual, divided)[:num_tokens]
+        x = _whole(x if residual is None else x + residual, divided)
+        if step.read is not None:  # no padding is; a token that several requests fork from is read by each
+            return x
+        x = x[:num_tokens]
         if self._take is not None:
             features = [_whole(each, divided)[:num_tokens] for each in tapped]
             features += [x] if self.config.num_layers in self._taps else []

@@ -33,6 +33,8 @@ class StepInputs:
     # Which states spans go on from and leave; None if no layer has one
     states: StateMetadata | DraftRows | None = None
     divided: DividedRows | None = None  # how ranks divide the rows between products; None: they do not
+    # int64 [R], the only tokens whose hidden states are read (see Decoder.skips_rows); None: all of them
+    read: Tensor | None = None
 
     def metadata_of(self, group: int) -> AttentionMetadata:
         """Return what the layers of a group share (see kv_cache/groups.py)."""

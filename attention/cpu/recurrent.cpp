@@ -1,9 +1,9 @@
 // The gated delta rule over rows of states, and the convolution before it, as attention/recurrent.py defines them.
 //
-// A state [V, K] of a head is advanced token by token, or by a piece of up to GRID tokens at once. For the latter it is
-// turned into panels of NR values, [V / NR, K, NR]. The values of a state do not depend on each other, so each panel is
-// advanced by itself, and stays in the first cache meanwhile. Queries, keys and values are stored in float32, bfloat16
-// or float16 and computed in float32.
+// A state [V, K] of a head is advanced token by token, or by a piece of up to PIECE tokens at once. For the latter it
+// is turned into panels of NR values, [V / NR, K, NR]. The values of a state do not depend on each other, so each panel
+// is advanced by itself, and stays in the first cache meanwhile. Queries, keys and values are stored in float32,
+// bfloat16 or float16 and computed in float32.
 //
 // Each number is one chain of operations, whose order depends on the number's place in its piece and on nothing else:
 // not on what lies beside it, on the number of threads or on the heads that a rank has.
@@ -24,12 +24,14 @@ constexpr int ROWS = 4;  // 8 sums, 2 vectors and 4 factors in 16 registers
 constexpr int ROWS = 8;  // 16 sums, 2 vectors and 8 factors in 32 registers
 #endif
 constexpr int VECTORS = 2, NR = LANES * VECTORS;
-constexpr long GRID = 64;  // tokens of the longest piece: GRID of kv_cache/states.py
+// Tokens of the longest piece. It divides GRID of kv_cache/states.py, at whose multiples states are the same however a
+// prompt is cut. Half of it takes a seventh less time: work between tokens of a piece grows with its length.
+constexpr long PIECE = 32;
 constexpr long SHORT = 8;  // tokens of the longest piece that advances token by token: SHORT of attention/recurrent.py
 constexpr long TILE = 16;  // tokens whose decays by channel are computed pair by pair: TILE of the same
 constexpr long NULL_PAGE = 0;  // NULL_PAGE of kv_cache/pages.py
 constexpr float LEAST_SQUARE = 1e-6f;
-constexpr long COLUMNS = (GRID + NR - 1) / NR;  // panels of a piece's tokens
+constexpr long COLUMNS = (PIECE + NR - 1) / NR;  // panels of a piece's tokens
 
 inline long rounded(long count, long step) { return (count + step - 1) / step * step; }
 
@@ -145,32 +147,33 @@ struct Room {
 
 // What one thread computes with. Rows of K numbers have zeros up to a whole vector behind them.
 struct Work {
-    float *query, *key;          // [GRID, K]
-    float *decayed, *lasting;    // keys, then queries, decayed since the piece's start [2 GRID, K]; keys until its end
-    float *total, *last;         // sums of logarithms [GRID, K], decay of the whole piece [K]
+    float *query, *key;          // [PIECE, K]
+    float *decayed, *lasting;    // keys, then queries, decayed since the piece's start [2 PIECE, K]; keys until its end
+    float *total, *last;         // sums of logarithms [PIECE, K], decay of the whole piece [K]
     float *turned, *turned_total;  // keys and sums of logarithms [COLUMNS, K, NR]
     float *columns;              // keys decayed until a tile [COLUMNS, K, NR]
-    float *raw, *products;       // of keys, then queries, with keys [2 GRID, COLUMNS NR]: plain, and decayed
-    float *reads, *written;      // [2 GRID, NR], [GRID, NR]
-    float *beta, *row;           // [GRID], a row of values
+    float *raw, *products;       // of keys, then queries, with keys [2 PIECE, COLUMNS NR]: plain, and decayed
+    float *reads, *written;      // [2 PIECE, NR], [PIECE, NR]
+    float *beta, *row, *values;  // [PIECE], a row of values, [PIECE, V / NR, NR]
     float *rows, *panels;        // states of the value heads of a key head: [V, K], [V / NR, K, NR]
 
     static long size(const Rule& of) {
         const long keys = of.key_room(), turned = COLUMNS * keys * NR, values = rounded(of.value_dim, NR);
-        return GRID * keys * 6 + keys + turned * 3 + 4 * GRID * COLUMNS * NR + 3 * GRID * NR + GRID + values +
-               of.shared() * (of.value_dim * of.key_dim + of.panels_room()) + 17 * 16;
+        return PIECE * keys * 6 + keys + turned * 3 + 4 * PIECE * COLUMNS * NR + 3 * PIECE * NR + PIECE +
+               values * (1 + PIECE) + of.shared() * (of.value_dim * of.key_dim + of.panels_room()) + 18 * 16;
     }
 
     Work(const Rule& of, float* all) {
         const long keys = of.key_room(), turned_size = COLUMNS * keys * NR;
         Room room = {all};
-        query = room.take(GRID * keys), key = room.take(GRID * keys);
-        decayed = room.take(2 * GRID * keys), lasting = room.take(GRID * keys);
-        total = room.take(GRID * keys), last = room.take(keys);
+        query = room.take(PIECE * keys), key = room.take(PIECE * keys);
+        decayed = room.take(2 * PIECE * keys), lasting = room.take(PIECE * keys);
+        total = room.take(PIECE * keys), last = room.take(keys);
         turned = room.take(turned_size), turned_total = room.take(turned_size), columns = room.take(turned_size);
-        raw = room.take(2 * GRID * COLUMNS * NR), products = room.take(2 * GRID * COLUMNS * NR);
-        reads = room.take(2 * GRID * NR), written = room.take(GRID * NR);
-        beta = room.take(GRID), row = room.take(rounded(of.value_dim, NR));
+        raw = room.take(2 * PIECE * COLUMNS * NR), products = room.take(2 * PIECE * COLUMNS * NR);
+        reads = room.take(2 * PIECE * NR), written = room.take(PIECE * NR);
+        beta = room.take(PIECE), row = room.take(rounded(of.value_dim, NR));
+        values = room.take(PIECE * rounded(of.value_dim, NR));
         rows = room.take(of.shared() * of.value_dim * of.key_dim);
         panels = room.take(of.shared() * of.panels_room());
     }
@@ -239,23 +242,56 @@ void step(const Rule& of, long token, long i, long head, float* state, Work& wor
     narrow_row(work.row, of.value_dim, of.output, (token * of.heads + head) * of.value_dim, of.kind);
 }
 
+// Exchange the rows and columns of a square of vectors. For each bit STEP of a place, the upper one of two rows that
+// are STEP apart gives its numbers at places without the bit for those of the lower one with it.
+template <int STEP = LANES / 2>
+inline void transpose(Vec* rows) {
+    Ints low, high;
+    for (int lane = 0; lane < LANES; lane++) {
+        low[lane] = lane & STEP ? LANES + lane - STEP : lane;
+        high[lane] = lane & STEP ? LANES + lane : lane + STEP;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        if (i & STEP) continue;
+        const Vec first = rows[i], second = rows[i + STEP];
+        rows[i] = __builtin_shuffle(first, second, low);
+        rows[i + STEP] = __builtin_shuffle(first, second, high);
+    }
+    if constexpr (STEP > 1) transpose<STEP / 2>(rows);
+}
+
+// Write the columns of `from` [count, width] to rows `to` [width, room], with zeros behind `count`.
+void write_columns(const float* from, long stride, long count, long width, float* to, long to_stride, long room) {
+    for (long i = 0; i < room; i += LANES)
+        for (long k = 0; k < width; k += LANES) {
+            Vec square[LANES];
+#pragma GCC unroll 16
+            for (int r = 0; r < LANES; r++)
+                square[r] = i + r < count ? widen_some<FLOAT32>(from + (i + r) * stride + k, width - k) : Vec{};
+            transpose(square);
+#pragma GCC unroll 16
+            for (int c = 0; c < LANES; c++)
+                if (k + c < width) narrow_some<FLOAT32>(to + (k + c) * to_stride + i, square[c], room - i);
+        }
+}
+
 // Turn n rows of K numbers into panels of their columns [COLUMNS, K, NR], with zeros behind the last row.
 void turn(const Rule& of, const float* rows, long count, float* turned) {
     const long keys = of.key_room();
-    std::memset(turned, 0, sizeof(float) * COLUMNS * keys * NR);
-    for (long i = 0; i < count; i++)
-        for (long k = 0; k < of.key_dim; k++) turned[(i / NR * keys + k) * NR + i % NR] = rows[i * keys + k];
+    for (long first = 0; first < PIECE; first += NR)
+        write_columns(rows + first * keys, keys, count - first, keys, turned + first * keys, NR, NR);
 }
 
 // Products of the piece's keys and queries with its keys up to them, which all value heads of a key head share.
 void plain_products(const Rule& of, long count, Work& work) {
     const long keys = of.key_room();
     turn(of, work.key, count, work.turned);
-    std::memset(work.raw, 0, sizeof(float) * 2 * GRID * WIDE);
+    std::memset(work.raw, 0, sizeof(float) * 2 * PIECE * WIDE);
     for (long first = 0; first < count; first += NR)
         for (long half = 0; half < 2; half++)
             multiply(count - first, (half ? work.query : work.key) + first * keys, keys, 1, work.turned + first * keys,
-                     of.key_dim, work.raw + (half * GRID + first) * WIDE + first, WIDE);
+                     of.key_dim, work.raw + (half * PIECE + first) * WIDE + first, WIDE);
 }
 
 // Decay of tokens by one factor for each: products, keys and queries.
@@ -272,7 +308,7 @@ void decay_by_head(const Rule& of, long token, long head, long count, Work& work
         for (long j = 0; j <= i; j += LANES) {
             const Vec between = exponential(total[i] - load(total + j));
             for (long half = 0; half < 2; half++) {
-                const long place = (half * GRID + i) * WIDE + j;
+                const long place = (half * PIECE + i) * WIDE + j;
                 store(work.products + place, load(work.raw + place) * between);
             }
         }
@@ -307,7 +343,7 @@ void products_between_tiles(const Rule& of, long first, long count, Work& work) 
             }
         for (long c = 0; c * NR < first; c++)
             multiply(rows, work.lasting, keys, 1, work.columns + c * keys * NR, of.key_dim,
-                     work.products + (half * GRID + first) * WIDE + c * NR, WIDE);
+                     work.products + (half * PIECE + first) * WIDE + c * NR, WIDE);
     }
 }
 
@@ -320,7 +356,7 @@ void decay_by_channel(const Rule& of, long token, long head, long count, Work& w
         for (long k = 0; i && k < keys; k += LANES) store(total + k, load(total + k) + load(total + k - keys));
     }
     turn(of, work.total, count, work.turned_total);
-    std::memset(work.products, 0, sizeof(float) * 2 * GRID * WIDE);
+    std::memset(work.products, 0, sizeof(float) * 2 * PIECE * WIDE);
     for (long first = 0; first < count; first += TILE) {
         if (first) products_between_tiles(of, first, count, work);
         for (long i = first; i < std::min(first + TILE, count); i++)
@@ -332,7 +368,7 @@ void decay_by_channel(const Rule& of, long token, long head, long count, Work& w
                     found += load(work.key + i * keys + k) * key;
                     seen += load(work.query + i * keys + k) * key;
                 }
-                work.products[i * WIDE + j] = folded(found), work.products[(GRID + i) * WIDE + j] = folded(seen);
+                work.products[i * WIDE + j] = folded(found), work.products[(PIECE + i) * WIDE + j] = folded(seen);
             }
     }
     const float* end = work.total + (count - 1) * keys;
@@ -347,36 +383,39 @@ void decay_by_channel(const Rule& of, long token, long head, long count, Work& w
         }
 }
 
-// What the tokens write solves a triangular system: each subtracts what its key finds of those before it.
+// What the tokens write solves a triangular system: each subtracts what its key finds of those before it. Rows of the
+// last tile that are behind the last token get any numbers, and their rows are nobody's.
 void solve(long count, const float* below, float* written) {
     for (long first = 0; first < count; first += ROWS) {
-        const long rows = std::min<long>(ROWS, count - first);
+        const float* factors = below + first * WIDE;
         float* own = written + first * NR;
-        tile_of(rows, below + first * WIDE, WIDE, 1, written, first, own, NR);
-        for (long i = 1; i < rows; i++)
-            for (long j = 0; j < i; j++) {
-                const float factor = below[(first + i) * WIDE + first + j];
-                for (int v = 0; v < NR; v += LANES)
-                    store(own + i * NR + v, load(own + i * NR + v) + factor * load(own + j * NR + v));
-            }
+        tile_of(std::min<long>(ROWS, count - first), factors, WIDE, 1, written, first, own, NR);
+        Vec rows[ROWS][VECTORS];  // in registers
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; i++) {
+            for (int v = 0; v < VECTORS; v++) rows[i][v] = load(own + i * NR + v * LANES);
+#pragma GCC unroll 8
+            for (int j = 0; j < i; j++)
+                for (int v = 0; v < VECTORS; v++) rows[i][v] += factors[i * WIDE + first + j] * rows[j][v];
+            for (int v = 0; v < VECTORS; v++) store(own + i * NR + v * LANES, rows[i][v]);
+        }
     }
 }
 
 // Advance one panel [K, NR] of a state by the piece's tokens, of whose values it has those from `first` on.
 void advance_panel(const Rule& of, long token, long head, long count, long first, float* panel, Work& work) {
-    const long keys = of.key_room(), width = std::min<long>(NR, of.value_dim - first);
+    const long keys = of.key_room(), width = std::min<long>(NR, of.value_dim - first), values = of.panels() * NR;
     std::memset(work.reads, 0, sizeof(float) * 2 * count * NR);
     multiply(2 * count, work.decayed, keys, 1, panel, of.key_dim, work.reads, NR);
-    for (long i = 0; i < count; i++) {
-        float value[NR] = {};
-        widen_row(of.value, (token + i) * of.value_stride + head * of.value_dim + first, of.kind, width, value);
-        for (int v = 0; v < NR; v += LANES)
-            store(work.written + i * NR + v, work.beta[i] * (load(value + v) - load(work.reads + i * NR + v)));
-    }
+    for (long i = 0; i < count; i++)
+        for (int v = 0; v < NR; v += LANES) {
+            const Vec value = load(work.values + i * values + first + v);
+            store(work.written + i * NR + v, work.beta[i] * (value - load(work.reads + i * NR + v)));
+        }
     solve(count, work.products, work.written);
     for (long i = 0; i < count; i += ROWS) {
         const long rows = std::min<long>(ROWS, count - i);
-        tile_of(rows, work.products + (GRID + i) * WIDE, WIDE, 1, work.written, i + rows,
+        tile_of(rows, work.products + (PIECE + i) * WIDE, WIDE, 1, work.written, i + rows,
                 work.reads + (count + i) * NR, NR);
     }
     for (long i = 0; i < count; i++)
@@ -397,10 +436,14 @@ void block(const Rule& of, long token, long key_head, long count, Work& work) {
     for (long each = 0; each < of.shared(); each++) {
         const long head = key_head * of.shared() + each;
         (of.by_channel ? decay_by_channel : decay_by_head)(of, token, head, count, work);
+        const long values = of.panels() * NR;
         for (long i = 0; i < count; i++) {
-            work.beta[i] = beta_of(of, token + i, head);
-            float *found = work.products + i * WIDE, *seen = work.products + (GRID + i) * WIDE;
-            for (long j = 0; j < i; j++) found[j] *= -work.beta[i];
+            const float beta = beta_of(of, token + i, head);
+            work.beta[i] = beta;
+            widen_row(of.value, (token + i) * of.value_stride + head * of.value_dim, of.kind, of.value_dim,
+                      work.values + i * values);
+            float *found = work.products + i * WIDE, *seen = work.products + (PIECE + i) * WIDE;
+            for (long j = 0; j < i; j += LANES) store(found + j, load(found + j) * -beta);
             std::memset(found + i, 0, sizeof(float) * (WIDE - i));
             std::memset(seen + i + 1, 0, sizeof(float) * (WIDE - i - 1));
         }
@@ -411,18 +454,16 @@ void block(const Rule& of, long token, long key_head, long count, Work& work) {
 }
 
 void to_panels(const Rule& of, const float* rows, float* panels) {
-    std::memset(panels, 0, sizeof(float) * of.panels_room());
-    for (long v = 0; v < of.value_dim; v++) {
-        float* panel = panels + v / NR * of.key_dim * NR + v % NR;
-        for (long k = 0; k < of.key_dim; k++) panel[k * NR] = rows[v * of.key_dim + k];
-    }
+    const long width = of.key_dim;
+    for (long v = 0; v < of.value_dim; v += NR)
+        write_columns(rows + v * width, width, of.value_dim - v, width, panels + v * width, NR, NR);
 }
 
 void to_rows(const Rule& of, const float* panels, float* rows) {
-    for (long v = 0; v < of.value_dim; v++) {
-        const float* panel = panels + v / NR * of.key_dim * NR + v % NR;
-        for (long k = 0; k < of.key_dim; k++) rows[v * of.key_dim + k] = panel[k * NR];
-    }
+    const long width = of.key_dim;
+    for (long v = 0; v < of.value_dim; v += NR)
+        write_columns(panels + v * width, NR, width, std::min<long>(NR, of.value_dim - v), rows + v * width, width,
+                      width);
 }
 
 // Advance the states of all value heads of a key head by a span. They are in rows while single tokens advance them,
@@ -446,7 +487,7 @@ void advance_span(const Rule& of, const Span& span, long key_head, Work& work) {
         in_panels = into_panels;
     };
     for (long position = span.start, end; position < span.stop; position = end) {
-        end = std::min<long>(span.stop, position / GRID * GRID + GRID);
+        end = std::min<long>(span.stop, position / PIECE * PIECE + PIECE);
         const long token = span.first_row + position - span.start, count = end - position;
         const bool is_block = count > SHORT && !of.by_token;
         turn_each(is_block);

@@ -44,6 +44,7 @@ class Ops:
     captures_draws = False  # whether captured steps may end in a draw by top-k and top-p
     # A decoder multiplies cosines and sines by more than 1, which some operators do not take
     scales_angles = False
+    skips_rows = False  # whether the last layer computes only rows that are read, see Decoder.skips_rows
     divides_rows = True  # whether large steps divide their rows between products, see DividedRows
 
     def padded(self, num_rows: int) -> int:

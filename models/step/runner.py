@@ -134,10 +134,10 @@ class ModelRunner:
         wanted = of_prompts.wanted_of(batch, self.slots)
         if self.graphs is not None and wanted is None and self.graphs.takes(batch):
             return self._replayed(self.graphs, self.graphs.filled(batch), drafts)
-        return self._finished(batch, self._hidden(batch, self._inputs(batch, drafts)), wanted, drafts)
+        return self._finished(batch, self._inputs(batch, drafts, wanted), wanted, drafts)
 
     def _hidden(self, batch: Batch, inputs: StepInputs) -> Tensor:
-        """Compute the hidden states [T, hidden] of a batch, and then what later drafts need of them."""
+        """Compute the hidden states of a batch, and then what later drafts need of them."""
         hidden: Tensor = self.decoder(inputs)
         self._finish_drafts(batch)
         return hidden
@@ -149,14 +149,15 @@ class ModelRunner:
     def _finished(
         self,
         batch: Batch,
-        hidden: Tensor,
+        inputs: StepInputs,
         wanted: of_prompts.PromptWants | None,
         drafts: Tensor | None = None,
     ) -> Chosen:
-        """Sample from the hidden states [T, hidden] of a batch."""
+        """Compute a batch, and sample from its hidden states."""
+        hidden = self._hidden(batch, inputs)
         arrived = None if drafts is None else self._arriving(batch, drafts)
         found = None if wanted is None else of_prompts.find(wanted, hidden, self.decoder)
-        chosen = self._chosen(batch, self._sampled(batch, hidden))
+        chosen = self._chosen(batch, hidden if inputs.read is not None else self._sampled(batch, hidden))
         if arrived is not None:
             chosen = _with_drafts(chosen, arrived)
         if found is None:
@@ -208,7 +209,9 @@ class ModelRunner:
             return step[:0]
         return step if batch.yields_all else step[self._to_device(batch.yielding)]
 
-    def _inputs(self, batch: Batch, drafts: Tensor | None) -> StepInputs:
+    def _inputs(
+        self, batch: Batch, drafts: Tensor | None, wanted: of_prompts.PromptWants | None
+    ) -> StepInputs:
         """Return the inputs for all tokens of the batch, including those that only the device knows."""
         inputs = step_inputs(batch, self.slots, self.decoder, self.cache)
         token_ids, ends = inputs.token_ids, np.cumsum(batch.stops - batch.starts)
@@ -220,7 +223,10 @@ class ModelRunner:
             spans, targets = batch.sampled[batch.is_draft], batch.targets[batch.is_draft]
             places = ends[spans] - batch.stops[spans] + targets
             token_ids[self._to_device(places)] = drafts.to(token_ids.dtype)
-        return inputs
+        is_whole = inputs.divided is None and wanted is None
+        if not is_whole or not self.decoder.skips_rows or batch.yields_all:
+            return inputs
+        return replace(inputs, read=self._to_device(batch.yielding))
 
     def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         """Make the copies, then change the number of pages; pages that remain keep their content."""

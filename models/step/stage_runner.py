@@ -114,8 +114,8 @@ class StageRunner(ModelRunner):
         if graphs is not None and wanted is None and graphs.takes(batch):
             filled = graphs.filled(batch)
             return lambda: self._computed(batch, lambda: self._replayed(graphs, filled, None))
-        inputs, here = self._inputs(batch, None), wanted if self.decoder.share.is_last else None
-        return lambda: self._computed(batch, lambda: self._finished(batch, self._hidden(batch, inputs), here))
+        inputs, here = self._inputs(batch, None, wanted), wanted if self.decoder.share.is_last else None
+        return lambda: self._computed(batch, lambda: self._finished(batch, inputs, here))
 
     @torch.inference_mode()
     def _computed(self, batch: Batch, compute: Callable[[], Chosen]) -> Chosen:

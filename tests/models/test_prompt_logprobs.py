@@ -18,6 +18,7 @@ from continuous_batching.recording.format import Header, read_entries
 from continuous_batching.recording.replay import Replayed, replay
 from continuous_batching.request import Request, SamplingParams
 from models.sampling import prompt_logprobs
+from models.step.runner import ModelRunner
 from recipes.assembly.engine import build
 from recipes.assembly.scheduler import scheduler_from
 from recipes.schema.reader import load
@@ -135,6 +136,17 @@ def test_every_schedule_tells_what_transformers_finds(name: str, monkeypatch: py
             each.params = replace(each.params, prompt_logprobs=None)
     serve(engine_of(SETTINGS[name]), plain)
     assert [each.answer.tolist() for each in made] == [each.answer.tolist() for each in plain]
+
+
+@pytest.mark.parametrize(("is_scored", "rows"), [(False, [0, 1]), (True, [24, 16])])
+def test_the_last_layer_computes_only_tokens_that_are_read(is_scored: bool, rows: list[int]) -> None:
+    engine, counts = engine_of(SETTINGS["chunks"]), []
+    assert isinstance(engine.runner, ModelRunner)
+    mlp = engine.runner.decoder.layers[-1].mlp
+    mlp.register_forward_pre_hook(lambda _, given: counts.append(len(given[0])))
+    params = SamplingParams(max_tokens=3, prompt_logprobs=0 if is_scored else None)
+    serve(engine, [Request("a", np.arange(5, 45), params)])
+    assert counts[:2] == rows, "of a chunk, and of the one that ends the prompt"
 
 
 @pytest.mark.parametrize("overrides", [[], ["cache.host_gib=0.01"]])

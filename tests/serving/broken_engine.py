@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import ParamSpec
 from unittest import mock
@@ -19,6 +20,7 @@ import torch
 
 import recipes.assembly.engine
 from continuous_batching.batch import Batch
+from models.sampling.of_prompts import PromptWants
 from models.step_inputs import StepInputs
 from recipes.assembly.engine import BuiltEngine
 from serving.engine import main
@@ -37,9 +39,9 @@ def broken(build: Callable[P, BuiltEngine], folder: Path) -> Callable[P, BuiltEn
         forward, inputs = decoder.forward, built.runner._inputs
         batches: list[Batch] = []
 
-        def noted(batch: Batch, drafts: torch.Tensor | None) -> StepInputs:
+        def noted(batch: Batch, drafts: torch.Tensor | None, wanted: PromptWants | None) -> StepInputs:
             batches.append(batch)
-            return inputs(batch, drafts)
+            return inputs(batch, drafts, wanted)
 
         def poisoned(step: StepInputs) -> torch.Tensor:
             batch = batches.pop()
@@ -48,12 +50,12 @@ def broken(build: Callable[P, BuiltEngine], folder: Path) -> Callable[P, BuiltEn
             if ALWAYS in held or (ONCE in held and not (folder / "broken").exists()):
                 (folder / "broken").touch()
                 raise RuntimeError("this step was to fail")
-            hidden = forward(step)
+            hidden = forward(replace(step, read=None))
             ends = (batch.stops - batch.starts).cumsum() - 1
             for end, prompt in zip(ends.tolist(), prompts):
                 if NAN in prompt:
                     hidden[end] = torch.nan
-            return hidden
+            return hidden if step.read is None else hidden[step.read]
 
         mock.patch.object(built.runner, "_inputs", noted).start()
         mock.patch.object(decoder, "forward", poisoned).start()

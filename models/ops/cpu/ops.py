@@ -78,6 +78,8 @@ class CpuOps(Ops):
     gate has the same bits in any batch; it needs both. Weights of `onednn_dtype` are oneDNN's all the same.
     """
 
+    skips_rows = True
+
     def __init__(
         self,
         *,
