@@ -28,6 +28,7 @@ FLAGS = frozenset(
         "index",
         "json",
         "kernels",
+        "kills",
         "launches",
         "laws",
         "list",
