@@ -296,6 +296,8 @@ class DecoderLayer(nn.Module):
             x = self.ops.rms_norm(x, self.attention_post_norm, self.eps)
         if read is not None:
             x, residual = x[read], residual[read]
+            if not read.shape[0]:  # a step of parts of prompts, none of which it ends
+                return x, residual
         if isinstance(self.mlp, Mixture):
             return self._mixed(x, residual, step, self.mlp)
         weights = self.mlp_norm, self.mlp_norm_bias
