@@ -5,6 +5,13 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 
 FAULTS = {
+    "other_rows_of_the_last_layer_read": Fault(
+        "models/step/runner.py::ModelRunner._inputs",
+        "self._to_device(batch.yielding)",
+        "self._to_device(batch.yielding - 1)",
+        "the last layer computes the token before a prompt's last one",
+        "tests/models/test_prompt_logprobs.py::test_every_schedule_tells_what_transformers_finds",
+    ),
     "prompt_weighs_what_nobody_wrote": Fault(
         "attention/cpu/attention.py::CpuAttention._matrices",
         "values[:, prompt.known :] = 0",
