@@ -60,14 +60,22 @@ def test_a_cell_of_many_pages_is_what_most_of_them_are() -> None:
     assert cells.tolist() == [HELD, *[FREE] * 4094, SHARED]
 
 
+def seen_running(server: Server, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The first line of an answer, and what is told while it runs; it is asked for until one is seen."""
+    with httpx.stream("GET", f"{server.url}/live", timeout=PATIENCE_S) as live:
+        assert live.headers["content-type"].startswith("text/event-stream")
+        events = (json.loads(line[6:]) for line in live.iter_lines() if line)
+        event: dict[str, Any] = {"slots": []}
+        while not any(event["slots"]):
+            with httpx.stream("POST", f"{server.url}{path}", json=body, timeout=PATIENCE_S) as answer:
+                lines = answer.iter_lines()  # kept: a response whose iterator is gone is closed
+                first, event = next(lines), next(events)
+    return first, event
+
+
 def test_what_lies_where_is_told_while_a_request_runs(shared: Server) -> None:
-    with httpx.stream("POST", f"{shared.url}/v1/completions", json=LONG, timeout=PATIENCE_S) as answer:
-        lines = answer.iter_lines()  # kept: a response whose iterator is gone is closed
-        first = json.loads(next(lines).removeprefix("data: "))
-        with httpx.stream("GET", f"{shared.url}/live", timeout=PATIENCE_S) as live:
-            assert live.headers["content-type"].startswith("text/event-stream")
-            events = (json.loads(line[6:]) for line in live.iter_lines() if line)
-            event = next(each for each in events if any(each["slots"]))
+    line, event = seen_running(shared, "/v1/completions", LONG)
+    first = json.loads(line.removeprefix("data: "))
     slot = next(each for each in event["slots"] if each)
     assert first["id"] not in json.dumps(event), "who looks may be another than who asked"
     assert slot["prompt"] < slot["tokens"]
@@ -93,13 +101,7 @@ def test_it_tells_what_kind_of_answer_is_asked_for(
 ) -> None:
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 900, "stream": True} | fields
     body |= {"temperature": 1, "logit_bias": {str(token): -100 for token in agent_ends()}, "seed": 1}
-    url = f"{agent.url}/v1/chat/completions"
-    with httpx.stream("POST", url, json=body, timeout=PATIENCE_S) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        with httpx.stream("GET", f"{agent.url}/live", timeout=PATIENCE_S) as live:
-            events = (json.loads(line[6:]) for line in live.iter_lines() if line)
-            event = next(each for each in events if any(each["slots"]))
+    _, event = seen_running(agent, "/v1/chat/completions", body)
     slot = next(each for each in event["slots"] if each)
     assert {name: slot[name] for name in ("form", "tools", "adapter") if name in slot} == shown
     assert "secret" not in json.dumps(event), "who looks may be another than who asked"
