@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +44,7 @@ from serving.router.reply import (
     MESSAGES,
     REFUSED,
     WITH_DONE,
+    Refusal,
     Reply,
     begun_with,
     has_event,
@@ -73,7 +74,7 @@ _NOT_SENT_BACK = frozenset(
 _LOOK_S = 0.25  # interval at which an answer that waits to go on looks for a replica
 _ONCE = ("/v1/files", "/v1/batches")  # requests posted to these paths are never repeated
 _ABORT = "/abort/"  # followed by a request's id, which only the replica that runs it knows
-_DONE, _UNKNOWN = 200, 404
+_DONE, _UNKNOWN, _UNAVAILABLE = 200, 404, 503
 _ELSEWHERE = (*REFUSED, 404, 409)  # statuses after which another replica may continue an answer
 _NOTHING_ASKED, _NO_PROMPT = RoutedBody(), RoutedPrompt(0)
 
@@ -223,11 +224,15 @@ class Proxy:
         return await asyncio.to_thread(read) if is_long else read()
 
     async def _send_on(self, routed: _Routed, reply: Reply, known: KnownAnswer) -> None:
-        """Send a request to one replica after the other, until one has answered it."""
+        """Send a request to one replica after the other, until one has answered it.
+
+        Who was unavailable is asked once more when another is, too: an engine that has died is soon back.
+        """
         scope, prompt = routed.scope, routed.prompt
         is_once = scope["method"] == "POST" and scope["path"].startswith(_ONCE)
         tried: list[int] = []
-        refusal: Callable[[], Awaitable[None]] | None = None  # passes on what the last replica has said
+        asked_again: set[int] = set()
+        refusal: Refusal | None = None  # the last replica's
         while (sent := await self._next(routed, tried, known)) is not None:
             replica = self._replicas[sent.replica]
             split = self._splitting.choose(prompt, sent, time.monotonic(), self._others_than(routed))
@@ -238,6 +243,10 @@ class Proxy:
                 refusal = await self._answered(routed, reply, counted, split.place, known, is_once=is_once)
                 if refusal is None:
                     return
+                if refusal.status == _UNAVAILABLE:
+                    again = set(tried[:-1]) - asked_again
+                    asked_again |= again
+                    tried = [each for each in tried if each not in again]
             except Interrupted as lost:
                 replica.num_lost += 1
                 known.interrupt()
@@ -258,7 +267,7 @@ class Proxy:
             return
         self._figures.refused()
         if refusal is not None:
-            await refusal()
+            await refusal.pass_on()
         else:
             of_model = f" of {routed.model!r}" if routed.model is not None and not self._models.is_one else ""
             why = f"no replica{of_model} can take a request now; send it again"
@@ -273,8 +282,8 @@ class Proxy:
         known: KnownAnswer,
         *,
         is_once: bool,
-    ) -> Callable[[], Awaitable[None]] | None:
-        """Ask a replica and send its answer on, or return what passes on that it refuses; raises Lost."""
+    ) -> Refusal | None:
+        """Ask a replica and send its answer on, or return that it refuses; raises Lost."""
         server = counted.replica.server
         answer = await self._ask(routed, counted.replica, place, known, is_once=is_once)
         try:
@@ -284,7 +293,8 @@ class Proxy:
                 if answer.status not in _ELSEWHERE:
                     known.be_refused(answer.status)
             if is_refused:
-                return partial(reply.whole, answer.status, _kept(answer.headers), await _whole(answer))
+                whole = partial(reply.whole, answer.status, _kept(answer.headers), await _whole(answer))
+                return Refusal(answer.status, whole)
             return await self._forward(routed, reply, answer, counted, known)
         finally:
             server.done(answer)
@@ -344,8 +354,8 @@ class Proxy:
 
     async def _forward(
         self, routed: _Routed, reply: Reply, answer: UpstreamAnswer, counted: _Counted, known: KnownAnswer
-    ) -> Callable[[], Awaitable[None]] | None:
-        """Send an answer on, or return what passes on that it is a refusal.
+    ) -> Refusal | None:
+        """Send an answer on, or return that it is a refusal.
 
         Raises Lost only where nothing of it was sent yet but signs of life.
         """
@@ -359,7 +369,8 @@ class Proxy:
         await reply.head(answer.status, _kept(answer.headers))
         unsent = await self._first_event(routed, reply, answer)
         if refuses(unsent):
-            return partial(reply.part, unsent if not wants_done else _with_done(unsent), more=False)
+            event = unsent if not wants_done else _with_done(unsent)
+            return Refusal(0, partial(reply.part, event, more=False))
         counted.begin()
         sent, held = b"", b""  # the last bytes that were sent, and the beginning of an event
         try:
@@ -382,7 +393,7 @@ class Proxy:
 
     async def _forward_told(
         self, routed: _Routed, reply: Reply, answer: UpstreamAnswer, counted: _Counted, known: KnownAnswer
-    ) -> Callable[[], Awaitable[None]] | None:
+    ) -> Refusal | None:
         """Send on an answer whose tokens are told, as `_forward` does.
 
         Raises Interrupted where it can go on elsewhere.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -34,6 +36,14 @@ _ANTHROPICS = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_
 # How the two other APIs name what REFUSED names by status
 _OVERLOADED = ("overloaded_error", "rate_limit_error")
 _FAILED = ("server_error", "rate_limit_exceeded")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a replica said that does not answer, and how that is passed on; an event tells no status: 0."""
+
+    status: int
+    pass_on: Callable[[], Awaitable[None]]
 
 
 def is_event_stream(headers: HeaderLines) -> bool:

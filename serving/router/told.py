@@ -6,14 +6,23 @@ or tokens before it has begun, is treated as lost: what it sends cannot be conti
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
 import anyio
 
 from serving.continuation import FRAMES, NOT_RESUMED_HEADER, AnswerBegun, FrameReader, Grown, Over
-from serving.router.reply import REFUSED, STREAM_HEAD, Reply, begun_with, error_event, own_error, refuses
+from serving.router.reply import (
+    REFUSED,
+    STREAM_HEAD,
+    Refusal,
+    Reply,
+    begun_with,
+    error_event,
+    own_error,
+    refuses,
+)
 from serving.router.resuming import KnownAnswer
 from serving.router.upstream import HeaderLines, Lost, UpstreamAnswer
 
@@ -120,15 +129,15 @@ class ToldAnswer:
         unsent, self._unsent, self._is_unsent_begun = self._unsent, b"", False
         return unsent
 
-    async def end(self, over: Over) -> Callable[[], Awaitable[None]] | None:
-        """Send on the end, or return what passes on that it refuses, where another replica may not."""
+    async def end(self, over: Over) -> Refusal | None:
+        """Send on the end, or return that it refuses, where another replica may not."""
         known, reply = self._known, self._reply
         if known.begun is None:
             raise Lost("the answer ended before it began")
         if known.is_stream:
             if not known.num_tokens and refuses(over.payload):
                 await self.send()  # signs of life
-                return partial(reply.part, over.payload, more=False)
+                return Refusal(0, partial(reply.part, over.payload, more=False))
             await reply.part(self._take() + over.payload, more=False)
             return None
         headers = [(b"content-type", b"application/json"), *self._headers]
@@ -139,7 +148,7 @@ class ToldAnswer:
             return None
         whole = partial(reply.whole, over.status, headers, over.payload)
         if over.status in REFUSED:
-            return whole
+            return Refusal(over.status, whole)
         await whole()
         return None
 

@@ -5,6 +5,13 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 
 FAULTS = {
+    "unavailable_replicas_asked_for_ever": Fault(
+        "serving/router/proxy.py::Proxy._send_on",
+        "set(tried[:-1]) - asked_again",
+        "set(tried[:-1])",
+        "a request goes round replicas whose engines are dead until its client gives up",
+        "tests/serving/router/test_proxy.py::test_who_was_unavailable_is_asked_once_more",
+    ),
     "own_sends_forgotten": Fault(
         "continuous_batching/routing/routing.py::Routing.send",
         "known.own_queued += sent.queued_tokens",

@@ -257,6 +257,27 @@ def test_what_has_not_begun_goes_to_another() -> None:
     run(test)
 
 
+def test_who_was_unavailable_is_asked_once_more() -> None:
+    """Both engines die while a request waits for its turn at one and then at the other: the first is back."""
+
+    def refusing(statuses: list[int]) -> Script:
+        async def script(writer: asyncio.StreamWriter) -> None:
+            await (whole(statuses.pop(0), b"{}") if statuses else stream(*WHOLE))(writer)
+
+        return script
+
+    async def test() -> None:
+        async with Fleet(refusing([503]), refusing([503])) as fleet:
+            assert await fleet.ask() == (200, b"".join(WHOLE))
+            assert sum(len(stub.bodies) for stub in fleet.stubs if stub) == 3
+        for status, times in ((503, 2), (429, 1)):
+            async with Fleet(refusing([status] * 9), refusing([status] * 9)) as fleet:
+                assert (await fleet.ask())[0] == status
+                assert [len(stub.bodies) for stub in fleet.stubs if stub] == [times, times]
+
+    run(test)
+
+
 def test_where_nobody_can_answer_the_client_is_told() -> None:
     async def test() -> None:
         async with Fleet(None, None) as fleet:

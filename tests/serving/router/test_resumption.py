@@ -103,8 +103,7 @@ def test_engines_are_killed_and_every_answer_is_as_it_would_have_been(replicas: 
     num_killed = num_resumed = 0
     while num_killed < NUM_KILLS or not num_resumed:
         wait_ready(front.url, 2)
-        # One a round: who waits unbegun while both engines die in turn is refused by both
-        killer = Killer(front, replicas, 1)
+        killer = Killer(front, replicas, max(1, NUM_KILLS - num_killed))
         found = asyncio.run(ask_all(front.url, sent, killer.grown))
         num_killed += killer.num_killed
         num_resumed += sum(each.num_resumed for each in found)
