@@ -143,6 +143,26 @@ inline Vec turned(Vec v, int places) {
     return __builtin_shuffle(v, *reinterpret_cast<const Ints*>(LANE + places));  // counted modulo LANES
 }
 
+// Turn a square of LANES vectors of 32-bit numbers: number j of vector i becomes number i of vector j. For each bit
+// DISTANCE of a place, the upper one of two vectors that are DISTANCE apart gives its numbers at places with the bit for
+// those of the lower one at places without.
+template <int DISTANCE = LANES / 2, typename Vector>
+inline void turn_square(Vector* square) {
+    Ints of_first, of_second;
+    for (int lane = 0; lane < LANES; lane++) {
+        of_first[lane] = lane & DISTANCE ? LANES + lane - DISTANCE : lane;
+        of_second[lane] = lane & DISTANCE ? LANES + lane : lane + DISTANCE;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        if (i & DISTANCE) continue;
+        const Vector first = square[i], second = square[i + DISTANCE];
+        square[i] = __builtin_shuffle(first, second, of_first);
+        square[i + DISTANCE] = __builtin_shuffle(first, second, of_second);
+    }
+    if constexpr (DISTANCE > 1) turn_square<DISTANCE / 2>(square);
+}
+
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
 inline float total_of(Vec v) {

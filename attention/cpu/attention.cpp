@@ -50,7 +50,7 @@ constexpr long STRETCH = 64;    // tokens of a prompt that are laid aside at a t
 constexpr long BLOCK = 64;      // rows, of queries and heads, that read a prompt's tiles together
 constexpr long ROOM = 1 << 23;  // numbers that rows' parts take at a time: 32 MiB
 constexpr long LINE = 64;       // bytes that a prefetch brings
-constexpr long FEW_TOKENS = 32;  // one thread writes them as soon as several do
+constexpr long FEW_TOKENS = 32;  // so many tokens are written as fast by one thread as by several
 constexpr float LEAST = -std::numeric_limits<float>::infinity();
 
 inline long thread_number() {

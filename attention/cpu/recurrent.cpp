@@ -242,25 +242,6 @@ void step(const Rule& of, long token, long i, long head, float* state, Work& wor
     narrow_row(work.row, of.value_dim, of.output, (token * of.heads + head) * of.value_dim, of.kind);
 }
 
-// Exchange the rows and columns of a square of vectors. For each bit STEP of a place, the upper one of two rows that
-// are STEP apart gives its numbers at places without the bit for those of the lower one with it.
-template <int STEP = LANES / 2>
-inline void transpose(Vec* rows) {
-    Ints low, high;
-    for (int lane = 0; lane < LANES; lane++) {
-        low[lane] = lane & STEP ? LANES + lane - STEP : lane;
-        high[lane] = lane & STEP ? LANES + lane : lane + STEP;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) {
-        if (i & STEP) continue;
-        const Vec first = rows[i], second = rows[i + STEP];
-        rows[i] = __builtin_shuffle(first, second, low);
-        rows[i + STEP] = __builtin_shuffle(first, second, high);
-    }
-    if constexpr (STEP > 1) transpose<STEP / 2>(rows);
-}
-
 // Write the columns of `from` [count, width] to rows `to` [width, room], with zeros behind `count`.
 void write_columns(const float* from, long stride, long count, long width, float* to, long to_stride, long room) {
     for (long i = 0; i < room; i += LANES)
@@ -269,7 +250,7 @@ void write_columns(const float* from, long stride, long count, long width, float
 #pragma GCC unroll 16
             for (int r = 0; r < LANES; r++)
                 square[r] = i + r < count ? widen_some<FLOAT32>(from + (i + r) * stride + k, width - k) : Vec{};
-            transpose(square);
+            turn_square(square);
 #pragma GCC unroll 16
             for (int c = 0; c < LANES; c++)
                 if (k + c < width) narrow_some<FLOAT32>(to + (k + c) * to_stride + i, square[c], room - i);
@@ -390,7 +371,7 @@ void solve(long count, const float* below, float* written) {
         const float* factors = below + first * WIDE;
         float* own = written + first * NR;
         tile_of(std::min<long>(ROWS, count - first), factors, WIDE, 1, written, first, own, NR);
-        Vec rows[ROWS][VECTORS];  // in registers
+        Vec rows[ROWS][VECTORS];
 #pragma GCC unroll 8
         for (int i = 0; i < ROWS; i++) {
             for (int v = 0; v < VECTORS; v++) rows[i][v] = load(own + i * NR + v * LANES);

@@ -188,29 +188,6 @@ constexpr long k_block() {
     return BLOCK / (Panel<KIND>::WORDS * sizeof(typename Panel<KIND>::Item));
 }
 
-// The numbers at DISTANCE lanes of two rows of a square: the second half of `a`'s is exchanged for the first of `b`'s.
-template <int DISTANCE>
-inline void exchange(Bits& a, Bits& b) {
-    Ints of_a, of_b;
-#pragma GCC unroll 16
-    for (int lane = 0; lane < LANES; lane++) {
-        of_a[lane] = lane & DISTANCE ? LANES + lane - DISTANCE : lane;
-        of_b[lane] = lane & DISTANCE ? LANES + lane : lane + DISTANCE;
-    }
-    const Bits first = __builtin_shuffle(a, b, of_a);
-    b = __builtin_shuffle(a, b, of_b);
-    a = first;
-}
-
-// Turn a square of LANES vectors: number j of vector i becomes number i of vector j.
-template <int DISTANCE = 1>
-inline void turn_square(Bits* square) {
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-        if (!(i & DISTANCE)) exchange<DISTANCE>(square[i], square[i + DISTANCE]);
-    if constexpr (DISTANCE < LANES / 2) turn_square<2 * DISTANCE>(square);
-}
-
 // Write `rows` rows of `num` numbers, which lie `stride` apart, number by number: [k, row]. Vectors are stored whole: what
 // is too much is overwritten by the next number or tile, and lies in a vector's room behind the last.
 void turn_tile(const uint32_t* x, long stride, long rows, long num, uint32_t* to) {
