@@ -296,7 +296,7 @@ class DecoderLayer(nn.Module):
             x = self.ops.rms_norm(x, self.attention_post_norm, self.eps)
         if read is not None:
             x, residual = x[read], residual[read]
-            if not read.shape[0]:  # a step of parts of prompts, none of which it ends
+            if not read.shape[0]:  # The step computes parts of prompts and ends none of them
                 return x, residual
         if isinstance(self.mlp, Mixture):
             return self._mixed(x, residual, step, self.mlp)
@@ -493,7 +493,7 @@ class Decoder(nn.Module):
             # Nothing reads these numbers
             return x[:num_tokens] if divided is None else x[:1].expand(num_tokens, -1)
         x = _whole(x if residual is None else x + residual, divided)
-        if step.read is not None:  # no padding is; a token that several requests fork from is read by each
+        if step.read is not None:  # Padding is not read, and a token from which several requests fork by each
             return x
         x = x[:num_tokens]
         if self._take is not None:

@@ -263,7 +263,8 @@ def _check_alone(environment: Environment) -> None:
             " neither torchrun (TORCHELASTIC_RUN_ID), nor an AscendJob (LOCAL_RANK={0,...}), nor SLURM",
             "name the machines by parallel.nodes, or unset WORLD_SIZE",
         )
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # which mpirun and its kin set
+    # Launchers of MPI, such as mpirun, set one of these.
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if (number := environment.get(name, "1")) not in ("", "1"):
             raise RecipeError(
                 (),
@@ -291,7 +292,8 @@ def _address(environment: Environment, name: str) -> str:
         raise RecipeError((), f"{name} is {'not set' if address is None else repr(address)}", fix)
     if re.search(r"[\s/,]", address) or re.fullmatch(r"[^:]*:\d*", address):
         raise RecipeError((), f"{name} is {abbreviate(address)}", fix)
-    in_brackets = re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\]", address)  # as URLs have addresses of IPv6
+    # URLs have addresses of IPv6 in brackets, which sockets do not take.
+    in_brackets = re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\]", address)
     return in_brackets[1] if in_brackets else address
 
 

@@ -21,7 +21,7 @@ _KNOWN = {
     "function_call_output": {"call_id", "output"},
     "reasoning": {"summary", "content", "encrypted_content"},
 }
-_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # and where their texts are
+_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # the field of each kind's text
 _OF_PARTS = {"type", "text", "refusal", "annotations", "logprobs", "parsed"}
 _VERBOSITIES = (None, "low", "medium", "high")
 

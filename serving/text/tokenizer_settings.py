@@ -31,7 +31,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if "added_tokens_decoder" in settings:
         return settings
     older = _checked(folder / "special_tokens_map.json")
-    for key in MORE_KEYS:  # in which each file names tokens of its own, and the newer one first
+    # Each file names tokens of its own there; those of the newer one come first.
+    for key in MORE_KEYS:
         both = settings.get(key), older.get(key)
         if all(isinstance(each, list) for each in both):
             older[key] = [*settings[key], *(each for each in older[key] if each not in settings[key])]
@@ -60,7 +61,8 @@ def templates_in(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     elif isinstance(said, dict):
         found = said
     files = [("default", folder / "chat_template.jinja")]
-    if is_there(files[0][1]):  # which replaces all that tokenizer_config.json has, by whatever names
+    # A chat_template.jinja replaces all templates of tokenizer_config.json, whatever their names.
+    if is_there(files[0][1]):
         found = {}
     files += [(name, folder / "additional_chat_templates" / f"{name}.jinja") for name in TEMPLATES]
     for name, file in files:

@@ -263,7 +263,7 @@ def test_a_missing_decoder_is_that_of_the_class_or_joins_tokens_by_spaces(
 def test_a_control_token_of_the_vocabulary_stays_one(folders: dict[str, Path], tmp_path: Path) -> None:
     """Whatever tokenizer_config.json says of it."""
     write(tmp_path, folders["byte_level"], {})
-    index = Text.load(tmp_path)._vocabulary.find("<|im_start|>")  # type: ignore[union-attr]
+    index = transformers.AutoTokenizer.from_pretrained(tmp_path).convert_tokens_to_ids("<|im_start|>")
     token = {"content": "<|im_start|>", **FIXED, "special": False}
     settings = CHATML | {"added_tokens_decoder": {str(index): token}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
