@@ -236,11 +236,11 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 @dataclass(slots=True)
 class MetricsReadings:
-    """Readings, each with its time on the client's clock; the first and the last frame the run."""
+    """Readings of a server's figures; the first and the last frame the run."""
 
     session: aiohttp.ClientSession
     url: str
-    readings: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+    readings: list[dict[str, float]] = field(default_factory=list)
 
     async def look(self) -> bool:
         """Take one reading; returns whether there was one. A server without metrics has none."""
@@ -250,7 +250,7 @@ class MetricsReadings:
         except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
             return False  # it may be busy; the next reading may succeed, and a run without any says so
         if figures:
-            self.readings.append((time.perf_counter(), figures))
+            self.readings.append(figures)
         return bool(figures)
 
     async def go_on(self) -> None:
@@ -263,14 +263,14 @@ class MetricsReadings:
         """Take the last reading once the server has nothing left to do, or when it does not come to rest."""
         until_s = time.perf_counter() + SETTLE_S
         while await self.look() and time.perf_counter() < until_s:
-            figures = self.readings[-1][1]
+            figures = self.readings[-1]
             if not figures.get("running") and not figures.get("waiting"):
                 return
             self.readings.pop()
             await asyncio.sleep(SETTLE_S / 10)
 
-    def describe(self, origin_s: float) -> dict[str, object] | None:
-        """Return means of gauges, counters and their growth, and the readings; None if there are none.
+    def describe(self) -> dict[str, object] | None:
+        """Return means of gauges, counters and their growth; None if there are no readings.
 
         What a client waits for its first token beyond `mean_queue_ms` and `mean_prefill_ms` is not due to the
         engine: it is spent in HTTP, in text processing, and between processes and machines.
@@ -281,9 +281,9 @@ class MetricsReadings:
         means = {
             f"mean_{name}": round(float(np.mean(values)), 4)
             for name in GAUGES
-            if (values := [figures[name] for _, figures in within if name in figures])
+            if (values := [figures[name] for figures in within if name in figures])
         }
-        first, last = self.readings[0][1], self.readings[-1][1]
+        first, last = self.readings[0], self.readings[-1]
         counted = [name for name in COUNTERS if name in first and name in last]
         grown = {name: last[name] - first[name] for name in counted}
         queries, hits = grown.pop("prefix_queries", 0), grown.pop("prefix_hits", None)
@@ -295,15 +295,9 @@ class MetricsReadings:
             taken_s, count = grown.pop(f"{name}_s", 0.0), grown.pop(f"{name}_count", 0)
             if count and name in NAMED_TIMES:
                 means[f"mean_{name}_ms"] = round(1e3 * taken_s / count, 3)
-        columns = [name for name in GAUGES if name in first]
         return {
             **means,
             **grown,
             "before": {name: round(first[name], 6) for name in counted},
             "after": {name: round(last[name], 6) for name in counted},
-            "columns": ["at_s", *columns],
-            "readings": [
-                [round(at_s - origin_s, 6), *(figures.get(name) for name in columns)]
-                for at_s, figures in self.readings
-            ],
         }

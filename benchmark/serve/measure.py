@@ -217,7 +217,6 @@ async def _measure(plan: ServePlan) -> dict[str, Any]:
         if watching is not None:
             watching.cancel()
             await watch.settle()
-    origin_s = min(each.sent_s for each in outcome.answers)
     result = {
         **plan.settings(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -229,7 +228,7 @@ async def _measure(plan: ServePlan) -> dict[str, Any]:
         "server": info,
         "server_said": described,
         **figures.summarise(outcome, plan.objectives),
-        "metrics": watch.describe(origin_s),
+        "metrics": watch.describe(),
         "warm_up_runs": plan.num_warmups or None,  # None: the server's earlier load is unknown
         "warm_up_counted": 0,
         "records": figures.records(outcome),

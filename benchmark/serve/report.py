@@ -20,10 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
-import numpy as np
 from matplotlib import pyplot as plt
-from matplotlib.axis import Axis
-from matplotlib.ticker import LogFormatter, MaxNLocator
+from matplotlib.ticker import LogFormatter
 
 from benchmark.gate.gate import audit
 from benchmark.gate.result import read_result
@@ -62,7 +60,6 @@ ROWS = {  # the gate's name of a figure -> its label, and whether more of it is 
     "metrics.preemptions": ("preemptions, by the server", False),
 }
 FACTS = ("recipe", "overrides", "profile", "base_url", "model_id", "date", "trace", "request_rate", "loop")
-GAUGES = {"running": "requests running", "waiting": "requests waiting", "kv_usage": "share of pages in use"}
 SWEPT = ("requests_per_s", "request_goodput", "output_tokens_per_s", "ttft_ms.p50", "ttft_ms.p99",
          "itl_ms.p50", "itl_ms.p99", "failed")  # fmt: skip
 
@@ -99,8 +96,7 @@ CHART_STYLE: dict[RcKeyType, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a file may have any name
 }
-MOST_POINTS = 400  # most points of a line: a percentile curve needs no more
-TOGETHER_MS = 0.1  # pieces with a shorter gap came in one packet, so that the gap tells nothing of a server
+LEAST_MS = 0.1  # pieces with a shorter gap came in one packet, and 0 has no place on a logarithmic axis
 LONGEST_LABEL = 60  # characters of a line's name that fit above a chart
 LINE_INCHES = 0.2  # height of a name above a chart
 Sweeps = Sequence[tuple[str, Sequence[Result]]]
@@ -164,14 +160,11 @@ def _parts(sides: Sequence[Side]) -> Iterator[str]:
         shown = marked("; ".join([verdict["outcome"], *reasons]), verdict["outcome"])
         yield f"<p>{marked(side.name, kind)}: {shown}</p>"
     yield figures_table(sides)
-    runs = [(side.name, [side.result]) for side in sides]
     if any(side.points for side in sides):
         sweeps = [(side.name, side.points) for side in sides]
         yield "<h2>Rates</h2>" + pictures([*curves(sweeps), goodput(sweeps)])
         for side in sides:
             yield from [f"<h3>{escape(side.name)}</h3>", points_table(side.points)] if side.points else []
-    if drawn := [*distributions(runs), *over_time(runs)]:
-        yield "<h2>Pictures</h2>" + pictures(drawn)
     for side in sides:
         yield folded(f"{side.name}: what was run, where", facts_table(side.result))
 
@@ -257,31 +250,17 @@ class Line:
 
 
 class PlainLogFormatter(LogFormatter):
-    """The ticks that matplotlib labels at a logarithmic axis, as 0.1 and 10,000, not as powers of ten."""
+    """The ticks that matplotlib labels at a logarithmic axis, as 0.1 and 10,000, not as powers of ten.
+
+    Where the axis is short, ticks between powers of ten have labels, too.
+    """
 
     def __call__(self, x: float, pos: int | None = None) -> str:
         return f"{x:,g}" if super().__call__(x, pos) else ""
 
 
-def show_plain_numbers(axis: Axis) -> None:
-    """Label a logarithmic axis by numbers, also between powers of ten where it is short."""
-    axis.set_major_formatter(PlainLogFormatter())
-    axis.set_minor_formatter(PlainLogFormatter(minor_thresholds=(1.5, 0.5)))
-
-
-def svg(
-    lines: Sequence[Line],
-    x_title: str,
-    y_title: str,
-    *,
-    log: str = "",
-    from_zero: bool = False,
-    counts: bool = False,
-) -> str:
-    """Draw lines over one pair of axes, for insertion into a page; the axis `log` is logarithmic.
-
-    Values that are `counts` have no fractions at their axis.
-    """
+def svg(lines: Sequence[Line], x_title: str, y_title: str, *, is_log: bool = False) -> str:
+    """Draw lines over one pair of axes, for insertion into a page; the vertical axis may be logarithmic."""
     with mpl.rc_context(CHART_STYLE):
         names_inches = LINE_INCHES * len(lines)
         height = 3.0 + names_inches
@@ -290,20 +269,15 @@ def svg(
             for line in lines:
                 colour = COLOURS[line.side % len(COLOURS)]
                 axes.plot(line.xs, line.ys, line.style, color=colour, marker=line.marker, label=line.label)
-            if log:
-                getattr(axes, f"set_{log}scale")("log")
-                show_plain_numbers(getattr(axes, f"{log}axis"))
-            if from_zero:
-                axes.set_ylim(bottom=0)
-            if counts:
-                axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+            if is_log:
+                axes.set_yscale("log")
+                axes.yaxis.set_major_formatter(PlainLogFormatter())
+                axes.yaxis.set_minor_formatter(PlainLogFormatter(minor_thresholds=(1.5, 0.5)))
             axes.set_xlabel(x_title)
             axes.set_ylabel(y_title)
-            if (
-                lines
-            ):  # above the axes: within them names would hide lines, and their width is not the chart's
-                legend = axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
-                legend.set_in_layout(False)
+            # Within the axes names would hide lines, and their width is not the chart's.
+            legend = axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
+            legend.set_in_layout(False)
             drawing.tight_layout(rect=(0, 0, 1, 1 - names_inches / height))
             out = io.StringIO()
             drawing.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -323,11 +297,11 @@ def curves(sweeps: Sweeps) -> Iterator[Chart]:
             known = [each for each in points if f"{latency}_ms" in each]
             served = [each["requests_per_s"] for each in known]
             for part, style in (("p50", "-"), ("p99", "--")):
-                values = [max(TOGETHER_MS, each[f"{latency}_ms"][part]) for each in known]
+                values = [max(LEAST_MS, each[f"{latency}_ms"][part]) for each in known]
                 lines += [Line(side, f"{name} {part}", served, values, style, ".")] if known else []
         if lines:
             title = f"{latency.upper()}, ms"
-            yield f"{latency.upper()} over throughput", svg(lines, "requests/s served", title, log="y")
+            yield f"{latency.upper()} over throughput", svg(lines, "requests/s served", title, is_log=True)
 
 
 def goodput(sweeps: Sweeps) -> Chart:
@@ -341,53 +315,6 @@ def goodput(sweeps: Sweeps) -> Chart:
             good = [each["request_goodput"] for each in known]
             lines.append(Line(side, f"{name} good", offered, good, "-", "."))
     return "Served, and good, over offered", svg(lines, "requests/s offered", "requests/s")
-
-
-def distributions(runs: Sweeps) -> Iterator[Chart]:
-    """Draw the share of requests (of gaps, for ITL) that took at most a time.
-
-    The line of ITL begins at the share of gaps within one packet, which has no place on a logarithmic axis.
-    """
-    for latency in ("ttft", "itl"):
-        lines = []
-        for side, (name, (result,)) in enumerate(runs):
-            values_ms = _latencies_ms(result, latency)
-            if len(values_ms):
-                together = float(np.mean(values_ms < TOGETHER_MS))
-                said = f"{name} ({together:.0%} came together)" if together >= 0.005 else name
-                shares = np.linspace(together, 1, min(len(values_ms), MOST_POINTS))
-                apart_ms = np.sort(values_ms)[int(np.sum(values_ms < TOGETHER_MS)) :]
-                if len(apart_ms):
-                    times_ms = np.quantile(apart_ms, np.linspace(0, 1, len(shares)))
-                    lines.append(Line(side, said, times_ms.tolist(), shares.tolist()))
-        if lines:
-            image = svg(lines, f"{latency.upper()}, ms", "share", log="x")
-            yield f"Share of {latency.upper()} at most so long", image
-
-
-def _latencies_ms(result: Result, latency: str) -> np.ndarray:
-    done = [each for each in result.get("records", ()) if each.get("first_token_s") is not None]
-    if latency == "ttft":
-        return 1e3 * np.array([each["first_token_s"] - each["arrival_s"] for each in done])
-    times = [each.get("piece_times_s", each.get("token_times_s")) or [] for each in done]
-    return 1e3 * np.concatenate([np.diff(each) for each in times] or [np.array([])])
-
-
-def over_time(runs: Sweeps) -> Iterator[Chart]:
-    """Draw the server's own gauges over time."""
-    for gauge, label in GAUGES.items():
-        lines = []
-        for side, (name, (result,)) in enumerate(runs):
-            metrics = result.get("metrics") or {}
-            if gauge in metrics.get("columns", ()):
-                at = metrics["columns"].index(gauge)
-                readings = [each for each in metrics["readings"] if each[at] is not None]
-                lines.append(
-                    Line(side, name, [each[0] for each in readings], [each[at] for each in readings])
-                )
-        if lines:
-            are_counts = gauge != "kv_usage"
-            yield label, svg(lines, "seconds", label, from_zero=True, counts=are_counts)
 
 
 class Markup(str):

@@ -30,30 +30,19 @@ def timeline(num_slots: int) -> Timeline:
 
 
 def swept(rate: float) -> dict[str, Any]:
-    """A result at a rate; of its pieces, nine in ten came together with the one before."""
-    times_s = np.cumsum(np.where(np.arange(200) % 10 == 0, 0.02 * (1 + rate), 1e-7)).tolist()
-    records = [
-        {"arrival_s": 0.0, "first_token_s": 0.1 * (1 + number), "piece_times_s": times_s}
-        for number in range(20)
-    ]
+    """A result at a rate."""
     part = {"p50": 1e-6, "p99": 30.0 * rate}
     latencies = {f"{name}_ms": part if name == "itl" else {"p50": 10.0 * rate, "p99": 40.0 * rate**2}
                  for name in ("ttft", "itl", "e2e")}  # fmt: skip
-    readings = [[float(at), at % 18, at % 2, at / 40] for at in range(36)]
-    metrics = {"columns": ["at_s", "running", "waiting", "kv_usage"], "readings": readings}
     rates = {"request_rate": rate, "requests_per_s": min(rate, 5.0), "request_goodput": 5.0 - rate / 3}
-    return {**rates, **latencies, "records": records, "metrics": metrics}
+    return {**rates, **latencies}
 
 
 def of_a_report(_: Path) -> None:
     from benchmark.serve import report
 
     sweeps = [(name, [swept(rate) for rate in (1.0, 4.0, 9.0)]) for name in NAMES]
-    runs = [(name, [points[0]]) for name, points in sweeps]
-    drawn = [*report.curves(sweeps), report.goodput(sweeps)]
-    drawn += [*report.distributions(runs), *report.over_time(runs)]
-    assert len(drawn) == 9
-    assert "90% came together" in "".join(image for _, image in drawn)
+    assert len([*report.curves(sweeps), report.goodput(sweeps)]) == 4
 
 
 def of_runs(folder: Path) -> None:
@@ -72,7 +61,7 @@ def test_every_picture_can_be_read(
     monkeypatch.setattr(plt, "close", figures.append)
     try:
         draw(tmp_path)
-        assert len(figures) == {of_a_report: 9, of_runs: 1}[draw]
+        assert len(figures) == {of_a_report: 4, of_runs: 1}[draw]
         for figure in figures:
             figure.canvas.draw()
             for axes in figure.axes:
@@ -96,7 +85,7 @@ def judge(figure: Any, axes: Any) -> None:
         for one, other in itertools.combinations(shown, 2):
             assert not one.get_window_extent().overlaps(other.get_window_extent()), (one, other)
         words += shown
-        is_count = axis.label.get_text() in ("requests running", "requests waiting", "slot")
+        is_count = axis.label.get_text() == "slot"
         assert not (is_count and [each for each in shown if not each.get_text().lstrip("−").isdigit()])
     for word in words:
         extent = word.get_window_extent()
