@@ -28,6 +28,7 @@ START_S = 300.0  # seconds in which a server starts, unless an option says other
 END_S = 30.0  # seconds for a server to end, beyond the time that it gives to requests
 FAREWELLS = ("Shutting down", "Finished server process")  # lines that do not say why a server ended
 LISTENS = r"listening at http://([\d.]+):(\d+)"
+READY = r"ready after .*, process (\d+)"
 
 
 @contextlib.contextmanager
@@ -100,10 +101,15 @@ class ServerProcess:
         tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
         return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
-    def resident_kib(self) -> int:
-        """Return the memory that it holds."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
-        return int(status.partition("VmRSS:")[2].split()[0])
+    def engine(self) -> int:
+        """Return the process of its engine, which is another one after each that has ended."""
+        return int(self.said(READY)[-1])
+
+    def resident_kib(self) -> tuple[int, int]:
+        """Return the memory that it and its engine hold."""
+        statuses = [Path(f"/proc/{each}/status").read_text() for each in (self._process.pid, self.engine())]
+        server_kib, engine_kib = (int(each.partition("VmRSS:")[2].split()[0]) for each in statuses)
+        return server_kib, engine_kib
 
     def _trouble(self, what: str) -> ValueError:
         lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")

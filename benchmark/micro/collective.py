@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmark.options import markdown, recipe_of
+from benchmark.options import Column, recipe_of, table
 from models.parallel.group import Group
 from recipes.cluster.in_ranks import in_ranks
 from recipes.machine import start
@@ -25,11 +25,12 @@ from recipes.schema.recipe_error import RecipeError
 
 ROUNDS = 5  # the median of the rounds counts
 WARM_UP = 3  # calls of each size before the timed ones
-
-
-def methods(group: Group) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return the collectives that a step calls, by name."""
-    return {"all_reduce": group.all_reduce, "all_gather": group.all_gather, "broadcast": group.broadcast}
+COLUMNS = (
+    Column("method", "collective"),
+    Column("bytes", "bytes of a rank", "{:,}"),
+    Column("us", "µs of a call", "{:,.1f}"),
+    Column("gb_per_s", "GB/s", "{:.3f}"),
+)
 
 
 def times_us(
@@ -37,7 +38,9 @@ def times_us(
 ) -> Iterator[tuple[str, int, float]]:
     """Yield each method's name, the bytes that a rank contributes, and the microseconds of a call."""
     wait = (lambda: None) if device.type == "cpu" else torch.get_device_module(device).synchronize
-    for name, call in methods(group).items():
+    calls: dict[str, Callable[[Tensor], Tensor]]
+    calls = {"all_reduce": group.all_reduce, "all_gather": group.all_gather, "broadcast": group.broadcast}
+    for name, call in calls.items():
         for size in sizes:
             x = torch.zeros(size // 4, dtype=torch.float32, device=device)
             for _ in range(WARM_UP):
@@ -76,12 +79,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """Print a Markdown row for each size."""
+    """Print a row for each collective and size."""
     found = result["collective"]
-    by_size: dict[int, dict[str, str]] = {}
-    for row in found["calls"]:
-        cell = f"{row['us']:,.1f} ({row['gb_per_s']:.3f})"
-        by_size.setdefault(row["bytes"], {})[row["method"]] = cell
-    print(f"{found['ranks']} ranks of {found['device']}: µs of a call (GB/s)\n")
-    heads = ("bytes of a rank", *next(iter(by_size.values())))
-    print(markdown(heads, [(f"{size:,}", *cells.values()) for size, cells in by_size.items()]))
+    print(f"{found['ranks']} ranks of {found['device']}\n")
+    print(table(COLUMNS, found["calls"]))

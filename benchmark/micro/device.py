@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,18 +23,13 @@ from numpy.typing import NDArray
 
 from attention.latent import LatentAttention
 from attention.reference import Attention
-from attention.sparse import SparseAttention
-from benchmark.micro.kv import seconds
 from benchmark.options import Column, recipe_of, table, verdict_line
 from continuous_batching.batch import Batch
 from kv_cache.pages import Index
 from models.config import DecoderConfig
 from models.cost import attention_operations
-from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
-from models.layers.latent import LatentSelfAttention
 from models.step.inputs import step_inputs
-from models.step_inputs import StepInputs
 from recipes.assembly import versions
 from recipes.assembly.engine import BuiltEngine, build
 from recipes.assembly.families import model_config
@@ -145,12 +141,14 @@ def rates(device: torch.device, dtype: torch.dtype, repeats: int) -> dict[str, f
 def median_s(act: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Return the median of repeated calls, each timed until the device is done, after uncounted warm-ups."""
 
-    def whole() -> None:
+    def whole_s() -> float:
+        start_s = time.perf_counter()
         act()
         if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)
+        return time.perf_counter() - start_s
 
-    return float(np.median([seconds(whole) for _ in range(WARM_UPS + repeats)][WARM_UPS:]))
+    return statistics.median([whole_s() for _ in range(WARM_UPS + repeats)][WARM_UPS:])
 
 
 def batch_of(built: BuiltEngine, load: StepLoad) -> Batch:
@@ -194,14 +192,16 @@ def step_s(built: BuiltEngine, load: StepLoad, repeats: int) -> float:
 
 
 @torch.inference_mode()
-def attention_s(built: BuiltEngine, load: StepLoad, repeats: int) -> float:
-    """Return the seconds that all layers take to write and read the cache, on CUDA without the host."""
+def attention_s(built: BuiltEngine, load: StepLoad, repeats: int) -> float | None:
+    """Return the seconds that all layers take to write and read the cache, on CUDA without the host.
+
+    None where a cache of latents is read, which is woven into the products of its layers.
+    """
     batch, runner = batch_of(built, load), built.runner
     attention, cache = runner.attention, runner.cache
-    inputs = step_inputs(batch, runner.slots, runner.decoder, cache)
     if isinstance(attention, LatentAttention):
-        of_latents = partial(_attend_latents, runner.decoder, attention, inputs, batch.num_tokens)
-        return median_s(of_latents, attention.device, repeats)
+        return None
+    inputs = step_inputs(batch, runner.slots, runner.decoder, cache)
     heads = (runner.config.num_heads, runner.config.num_kv_heads, runner.config.num_kv_heads)
     query, key, value = (
         torch.randn(batch.num_tokens, count, runner.config.head_dim, device=attention.device).to(
@@ -225,33 +225,6 @@ def attention_s(built: BuiltEngine, load: StepLoad, repeats: int) -> float:
     with torch.cuda.graph(graph):
         layers()
     return median_s(graph.replay, attention.device, repeats)
-
-
-def _attend_latents(decoder: Decoder, attention: LatentAttention, inputs: StepInputs, tokens: int) -> None:
-    """Let all layers write and read the cache of latents, and those with an indexer choose what is read."""
-    config, shape, latent = decoder.config, attention.shape, attention.latent
-
-    def random(*sizes: int) -> torch.Tensor:
-        return torch.randn(tokens, *sizes, dtype=shape.dtype, device=attention.device)
-
-    heads = shape.num_heads
-    for number, layer in enumerate(decoder.layers):
-        mixer, planes = layer.attention, inputs.cache.of(number)
-        latents, rope_keys = attention.pages_of(planes)
-        assert isinstance(mixer, LatentSelfAttention), "the layer has other attention"
-        assert mixer.up.packed is not None, "a decoder is packed when it is loaded"
-        attention.write(
-            random(1, config.head_dim), random(1, latent.rope_dim), latents, rope_keys, inputs.metadata
-        )
-        if mixer.indexer is not None:
-            assert isinstance(attention, SparseAttention), "other attention has no index keys"
-            index, pages = attention.index, attention.index_pages(planes)
-            attention.write_index(random(index.head_dim), pages, inputs.metadata)
-            if attention.is_sparse(inputs.metadata):
-                queries, weights = random(index.num_heads, index.head_dim), random(index.num_heads)
-                attention.choose(queries, weights, pages, inputs.metadata)
-        nope, rope = random(heads, latent.nope_dim), random(heads, latent.rope_dim)
-        attention.attend_heads(nope, rope, mixer.up.packed, latents, rope_keys, inputs.metadata, number)
 
 
 def loads_of(options: argparse.Namespace) -> tuple[list[StepLoad], list[StepLoad]]:
@@ -297,7 +270,7 @@ def _against_floor(
     multiply_s = operations(built.config, load) / (1e12 * measured["product_tflop_per_s"])
     cached_s = cached_bytes(built.config, load) / (1e9 * measured["copy_gb_per_s"])
     tokens = sum(load.lens)
-    return {
+    found: dict[str, object] = {
         "load": str(load),
         "step_ms": round(1e3 * taken, 4),
         "tokens_per_s": round(tokens / taken, 1),
@@ -305,9 +278,11 @@ def _against_floor(
         "share_of_copy_rate": round(read_s / taken, 4),
         "product_floor_ms": round(1e3 * multiply_s, 4),
         "share_of_product_rate": round(multiply_s / taken, 4),
-        "attention_ms": round(1e3 * attention, 4),
-        "attention_share_of_copy_rate": round(cached_s / attention, 4),
     }
+    if attention is None:
+        return found | {"attention_not_measured": "attention over latents is not timed by itself"}
+    attention_ms, share = round(1e3 * attention, 4), round(cached_s / attention, 4)
+    return found | {"attention_ms": attention_ms, "attention_share_of_copy_rate": share}
 
 
 def _against_parts(built: BuiltEngine, load: StepLoad, repeats: int) -> dict[str, object]:
@@ -327,7 +302,8 @@ def _against_parts(built: BuiltEngine, load: StepLoad, repeats: int) -> dict[str
 
 def print_table(result: Mapping[str, Any]) -> None:
     """Print the machine, its rates, a row for each load, and the reasons for empty cells."""
-    print_machine(result)
+    print(" ".join((result["recipe"], *result["overrides"])))
+    print("machine:", ", ".join(f"{name} {value}" for name, value in result["machine"].items()))
     rates = ", ".join(f"{name} {value}" for name, value in result["rates"].items())
     print("rates:", rates or NOT_MEASURED)
     mixed = [step for step in result["steps"] if step.get("is_mixed")]
@@ -342,9 +318,3 @@ def print_table(result: Mapping[str, Any]) -> None:
         print("", *(f"{NOT_MEASURED}: {why}" for why in reasons), sep="\n")
     if any("step_ms" in step for step in result["steps"]):
         print("", verdict_line(result["verdict"]), sep="\n")
-
-
-def print_machine(result: Mapping[str, Any]) -> None:
-    """Print what was measured, and where."""
-    print(" ".join((result["recipe"], *result["overrides"])))
-    print("machine:", ", ".join(f"{name} {value}" for name, value in result["machine"].items()))

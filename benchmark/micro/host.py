@@ -7,10 +7,6 @@ slot works on prompts of 16 chunks each, so that a step also computes and publis
 step admits and ends a request. Work that proposers do every few steps shows in the median of the means of
 many consecutive steps. The same decodes are measured with recurrent states, of which there is room for those
 that prompts and answers leave, in turns with steps without: the median of the ratios of both counts.
-
-With --followed it is measured what a follower costs. Two engines decode in all slots and are recorded into
-files. The second is also followed by a process that makes the same decisions; another thread sends to it.
-Their steps are timed in turns of many. The result is meaningful only on a machine with two free cores.
 """
 
 from __future__ import annotations
@@ -18,25 +14,17 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import multiprocessing
-import socket
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmark.options import verdict_line
-from continuous_batching.batch import Batch, Sampled
-from continuous_batching.engine import Engine
+from continuous_batching.batch import Sampled
 from continuous_batching.policies.batching import StallFree
-from continuous_batching.recording.follower import Beats, Follower
-from continuous_batching.recording.listeners import Listeners
-from continuous_batching.recording.recorder import Recorder, RecordingFile
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
@@ -45,20 +33,14 @@ from continuous_batching.speculation.proposer import NGram, Proposer
 from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.speculation.suffix import Suffix
 from continuous_batching.step_time import StepTime
-from kv_cache.pages import PageCopy, PagePool
+from kv_cache.pages import PagePool
 from kv_cache.states import StateGroup
-from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
-from recipes.schema.recipe import CacheSection
-from recipes.schema.scheduler_section import SchedulerSection
 
-VOCAB_SIZE, PAGE_SIZE = 32_000, 16
+VOCAB_SIZE = 32_000
 CONTEXT_TOKENS = (1000, 1300)
 CHUNKS_PER_PROMPT = 16
 PROPOSERS: dict[str, Callable[[SlotPool], Proposer]] = {"ngram": NGram, "suffix": Suffix}
 MOST_DRAFTS = 4
-FOLLOWED_PROMPT = 1000  # tokens
-ROUNDS = 9  # rounds in turns of an engine alone and one that is followed, whose median counts
-PATIENCE_S = 60.0
 STATES_OF_A_SLOT = 4  # the live one, that of its prompt's end, its answer's last, and one to spare
 STEPS_OF_A_RUN = 100  # more steps than proposers skip between two looks at many rows
 
@@ -190,102 +172,3 @@ def print_table(result: Mapping[str, Any]) -> None:
         print(f"{row['slots']:>6} slots, page {row['page_size']}".ljust(24) + cells)
         print(f"{'':>24}with states: {row['decode_with_states']['times_the_plain']} times without")
     print(verdict_line(result["verdict"]))
-
-
-class AtOnce:
-    """A runner whose device answers at once."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._slots = scheduler.slots
-        self._random = np.random.default_rng(1)
-
-    def run(self, batch: Batch) -> Sampled:
-        self._slots.inputs(batch)
-        return Sampled(self._random.integers(0, VOCAB_SIZE, len(batch.owners)))
-
-    def start(self, batch: Batch) -> Callable[[], Sampled]:
-        sampled = self.run(batch)
-        return lambda: sampled
-
-    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
-        raise AssertionError("nothing is resized here")
-
-
-def empty_scheduler(num_slots: int, num_steps: int) -> Scheduler:
-    """Return an empty scheduler as a recipe makes it, with room for all contexts."""
-    longest = FOLLOWED_PROMPT + num_steps + 8
-    pages = 1 + num_slots * -(-longest // PAGE_SIZE)
-    section = SchedulerSection(num_slots=num_slots, max_batch_tokens=num_slots * FOLLOWED_PROMPT)
-    limits = SchedulerLimits(pages, 0, longest, VOCAB_SIZE, (), None)
-    return scheduler_of(section, CacheSection(page_size=PAGE_SIZE, num_pages=pages), limits)
-
-
-def follow(address: tuple[str, int], num_slots: int, num_steps: int) -> None:
-    """Run a follower in its own process."""
-    made = empty_scheduler(num_slots, num_steps)
-    with socket.create_connection(address) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        Follower(Beats(connection), made, AtOnce(made), {}, apply=tuple).follow()
-
-
-def decoding(num_slots: int, num_steps: int, observer: Recorder) -> Engine:
-    """Return an engine that has computed the prompts of all its slots."""
-    made = empty_scheduler(num_slots, num_steps)
-    engine = Engine(made, AtOnce(made))
-    engine.observer = observer
-    random = np.random.default_rng(0)
-    params = SamplingParams(max_tokens=num_steps + 4, temperature=0.0, ignore_eos=True)
-    for number in range(num_slots):
-        engine.add(
-            Request(str(number), random.integers(0, VOCAB_SIZE, FOLLOWED_PROMPT).astype(np.int32), params)
-        )
-    engine.step()
-    return engine
-
-
-def turn_us(engine: Engine, num_steps: int) -> float:
-    """Return the median time of a step in microseconds."""
-    times_us = []
-    for _ in range(num_steps):
-        start_s = time.perf_counter()
-        engine.step()
-        times_us.append(1e6 * (time.perf_counter() - start_s))
-    return statistics.median(times_us)
-
-
-def run_followed(options: argparse.Namespace) -> dict[str, Any]:
-    """Time steps alone and followed; returns both, and the median of their ratios."""
-    num_slots, total = options.slots, ROUNDS * options.steps
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
-        rank = context.Process(target=follow, args=(server.getsockname(), num_slots, total), daemon=True)
-        rank.start()
-        server.settimeout(PATIENCE_S)
-        connection, _ = server.accept()
-        connection.setblocking(True)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listeners = Listeners({"the follower": connection}, PATIENCE_S)
-        files = (RecordingFile(Path(folder) / name) for name in ("alone", "followed"))
-        alone = decoding(num_slots, total, Recorder({}, next(files)))
-        followed = decoding(num_slots, total, Recorder({}, next(files), listeners))
-        gc.collect()
-        rounds = [(turn_us(alone, options.steps), turn_us(followed, options.steps)) for _ in range(ROUNDS)]
-        for engine in (alone, followed):
-            engine.observer.close()
-        rank.join(PATIENCE_S)
-        assert rank.exitcode == 0, "the follower did not end in order"
-    ratios = [round(with_one / without, 3) for without, with_one in rounds]
-    row = {"slots": num_slots, "ratio": statistics.median(ratios), "ratios": ratios}
-    for name, times_us in zip(("alone_us", "followed_us"), zip(*rounds)):
-        row[name] = round(statistics.median(times_us), 1)
-    return {"followed": row}
-
-
-def print_followed(result: Mapping[str, Any]) -> None:
-    """Print the result in one line."""
-    row = result["followed"]
-    least, most = min(row["ratios"]), max(row["ratios"])
-    print(
-        f"{row['slots']} slots, a step of decodes: {row['alone_us']} µs alone, {row['followed_us']} µs"
-        f" followed, {row['ratio']} times (median of {len(row['ratios'])}, {least} to {most})"
-    )

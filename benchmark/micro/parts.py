@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from benchmark.micro.cpu import check_cpu
-from benchmark.offline.offline import at_once, load_trace, serve
+from benchmark.offline.offline import at_once, load_trace, serve, text_of
 from benchmark.options import markdown, recipe_of
 from continuous_batching.batch import Batch
 from models.layers.linear import Linear
 from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.recipe import Recipe
-from serving.text.tokenizer import Text
+from recipes.schema.recipe_error import RecipeError
 
 LAYERS, HEAD = "products of the layers", "product of the logits"
 ATTENTION, WRITING, PLAN = "attention", "keys and values to the cache", "plan of the attention"
@@ -137,8 +136,10 @@ def watch(built: BuiltEngine, times: PartTimes) -> None:
 
 def measure(recipe: Recipe, trace_path: str) -> dict[str, object]:
     """Time the parts of the steps that serve the trace, whose requests all come at once."""
-    check_cpu(recipe)
-    text = Text.load(recipe.model.path) if recipe.model.path else None
+    if (kind := recipe.device.kind) != "cpu":
+        fix = "choose a recipe of a CPU"
+        raise RecipeError("device.kind", "no CPU, whose time is counted", fix, value=kind)
+    text = text_of(recipe)
     load_trace(trace_path, text)  # read before the model is built, so that a bad file fails at once
     built, times = build(recipe), PartTimes()
     watch(built, times)

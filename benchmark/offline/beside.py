@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
 from benchmark.options import recipe_of
 from models.layers.dtypes import TORCH_DTYPES
@@ -25,7 +24,6 @@ from recipes.assembly.families import model_config
 from recipes.machine import start
 from recipes.schema.recipe import Recipe
 from serving.answers.jobs import Job
-from serving.text.tokenizer import Text
 
 PATIENCE_S = 600.0  # most seconds to wait for the next answer
 _PAGE_TOKENS = 256  # tokens in a page of transformers' cache, which is its own default
@@ -39,8 +37,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     recipe = recipe_of(options)
     ours = offline.run(options)
     _give_back(recipe)
-    text = Text.load(recipe.model.path) if recipe.model.path else None
-    jobs = [job for job in offline.load_trace(options.trace, text) if isinstance(job, Job)]
+    jobs = offline.load_trace(options.trace, offline.text_of(recipe))
     model = _model(recipe)
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     static = options.static
@@ -57,7 +54,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "times_transformers": round(ours["output_tokens_per_s"] / theirs, 3),
         "times_transformers_cpu": round(cpu_s / ours["clock"]["cpu_s"], 3),
     }
-    return with_verdict({**ours, **beside})
+    return {**ours, **beside}
 
 
 def _give_back(recipe: Recipe) -> None:

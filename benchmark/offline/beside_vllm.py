@@ -41,15 +41,18 @@ ENVIRONMENT = ".venv/vllm"  # scripts/setup.sh puts vLLM there
 SEED = 47856  # all loads have it, as those in docs/measured
 SHARE = 0.7  # the part of the slower engine's burst that arrives in the steady row
 QUIET = 0.05  # most of the machine's processor time that others may take before a turn
-SETTLE_S, WATCH_S = (
-    1.0,
-    2.0,
-)  # seconds before a turn: for the last one's processes to be gone, and to watch others
+SETTLE_S = 1.0  # seconds before a turn, for the last one's processes to be gone
+WATCH_S = 2.0  # seconds in which others are watched then
 ROOM_TOKENS = 128  # each request is rounded up to it in both caches; the pages of vLLM on a CPU
 START_S, END_S = 1800.0, 120.0  # seconds for vLLM's server, which compiles the model when it starts first
 WARM_UPS = 3  # requests that a server is sent before
 SHORT = ("uniform:70:210", "uniform:32:96")
-SERVED = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
+SERVED = {  # figures of a row that is served, by the client's names
+    "ttft_p50_ms": "median_ttft_ms",
+    "ttft_p99_ms": "p99_ttft_ms",
+    "tpot_p50_ms": "median_tpot_ms",
+    "tpot_p99_ms": "p99_tpot_ms",
+}
 OWN_ENTRY = ("-m", "vllm.entrypoints.openai.api_server")
 
 
@@ -249,7 +252,7 @@ def turn(side: BesideSide, load: Load, rate_per_s: float) -> dict[str, Any]:
         with side.server(load) as server:
             found = measure(plan(load, server.url, rate_per_s))
         duration_s, num_tokens = found["duration"], found["total_output_tokens"]
-        figures = {each: found[_client_name(each)] for each in SERVED}
+        figures = {name: found[of_client] for name, of_client in SERVED.items()}
         late = found["verdict"]["refused"].get("client on time", "")
     else:
         (duration_s, num_tokens), figures = side.at_once(load), {}
@@ -263,11 +266,6 @@ def turn(side: BesideSide, load: Load, rate_per_s: float) -> dict[str, Any]:
         "others": round(others_share, 4),
         "late": late,
     }
-
-
-def _client_name(name: str) -> str:
-    kind, part, unit = name.split("_")
-    return f"{'median' if part == 'p50' else part}_{kind}_{unit}"
 
 
 def plan(load: Load, url: str, rate_per_s: float) -> ServePlan:

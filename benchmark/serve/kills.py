@@ -18,13 +18,19 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from benchmark.options import markdown
+from benchmark.options import Column, table
 from benchmark.processes import ServerProcess, started
 from benchmark.run_record import percentiles
 from benchmark.serve.client import StreamedAnswer, read_stream
 from benchmark.serve.fleet import fleet, replicas_ready, routed
 
-_READY = r"ready after .*, process (\d+)"
+COLUMNS = (
+    *(Column(each, each) for each in ("kills", "streams", "broken", "different")),
+    Column("resumed", "went on"),
+    Column("gap_p50_ms", "gap p50", "{:.0f} ms"),
+    Column("gap_p99_ms", "p99", "{:.0f} ms"),
+    Column("undisturbed_gap_p99_ms", "p99 without kills", "{:.0f} ms"),
+)
 _FEWEST, _MOST = 2, 8  # parts that each stream has received on average between two kills
 _LONG_S = 600.0
 
@@ -59,7 +65,7 @@ class Killer:
         self._servers = servers
         self._random = np.random.default_rng(options.engines_killed)
         self._streams, self._most = options.streams, options.engines_killed
-        self._killed: set[str] = set()  # processes that were killed
+        self._killed: set[int] = set()  # processes that were killed
         self._num_parts, self._next = 0, self._draw()
         self.num_kills = 0
 
@@ -71,11 +77,11 @@ class Killer:
         self._num_parts += 1
         if self._num_parts < self._next or self.num_kills == self._most:
             return
-        engines = [each.said(_READY)[-1] for each in self._servers]
+        engines = [each.engine() for each in self._servers]
         if self._killed.isdisjoint(engines):
             engine = engines[self.num_kills % len(engines)]
             self._killed.add(engine)
-            os.kill(int(engine), signal.SIGKILL)
+            os.kill(engine, signal.SIGKILL)
             self.num_kills += 1
             self._num_parts, self._next = 0, self._draw()
 
@@ -111,8 +117,4 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def print_table(result: Mapping[str, Any]) -> None:
     """Print the figures as a Markdown row."""
-    found = result["kills"]
-    heads = ("kills", "streams", "broken", "different", "went on", "gap p50", "p99", "p99 without kills")
-    names = ("gap_p50_ms", "gap_p99_ms", "undisturbed_gap_p99_ms")
-    counts = (str(found[each]) for each in ("kills", "streams", "broken", "different", "resumed"))
-    print(markdown(heads, [(*counts, *(f"{found[each]:.0f} ms" for each in names))]))
+    print(table(COLUMNS, [result["kills"]]))

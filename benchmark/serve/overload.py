@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -30,7 +29,9 @@ from benchmark.workloads.synthetic import lengths
 
 _PATH = "/v1/completions"
 _REFUSED = rf"POST {_PATH} 429 ([\d.]+) ms"
-_READY = r"ready after .*, process (\d+)"
+_TIMES = 10  # so many times more clients than samples are accepted
+_PROMPT_TOKENS = "lognormal:60:1"
+_VOCABULARY = 300  # below which the ids of prompts are
 _SAMPLE_S = 1.0  # seconds between two readings of memory
 _SEVERAL = 8  # every so many requests, one asks for two samples
 _IDLE_S = 60.0  # seconds in which pages are given back after the last answer
@@ -66,9 +67,8 @@ class PatientClient:
 
     def __init__(self, http: aiohttp.ClientSession, number: int, options: argparse.Namespace) -> None:
         self._http = http
-        self._random = np.random.default_rng([options.seed, number])
-        self._options = options
-        self._draws = lengths(options.prompt_tokens), lengths(options.output_tokens)
+        self._random = np.random.default_rng([0, number])
+        self._draws = lengths(_PROMPT_TOKENS), lengths(options.output_tokens)
         self._numbers = itertools.count(number)
 
     async def ask_until(self, end_s: float, most_tokens: int, found: LoadOutcome) -> None:
@@ -85,7 +85,7 @@ class PatientClient:
         num_prompt, num_output = (int(draw(self._random, 1)[0]) for draw in self._draws)
         num_prompt = min(num_prompt, most_tokens // 2)
         return {
-            "prompt": self._random.integers(0, self._options.vocabulary, num_prompt).tolist(),
+            "prompt": self._random.integers(0, _VOCABULARY, num_prompt).tolist(),
             "max_tokens": min(num_output, most_tokens - num_prompt),
             "n": 1 + (next(self._numbers) % _SEVERAL == 0),
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
@@ -113,9 +113,7 @@ class PatientClient:
 async def memory(server: ServerProcess, found: list[tuple[float, int, int]]) -> None:
     """Note the time, and the memory of the server and of its engine in KiB, for ever."""
     while True:
-        status = Path(f"/proc/{server.said(_READY)[-1]}/status").read_text()
-        engine_kib = int(status.partition("VmRSS:")[2].split()[0])
-        found.append((time.monotonic(), server.resident_kib(), engine_kib))
+        found.append((time.monotonic(), *server.resident_kib()))
         await asyncio.sleep(_SAMPLE_S)
 
 
@@ -128,7 +126,7 @@ async def load(server: ServerProcess, options: argparse.Namespace) -> dict[str, 
         async with http.get("/v1/models") as response:
             most_tokens = (await response.json())["data"][0]["max_model_len"]
         end_s = asyncio.get_running_loop().time() + 60 * options.minutes
-        clients = (PatientClient(http, number, options) for number in range(options.times * options.accepted))
+        clients = [PatientClient(http, number, options) for number in range(_TIMES * options.accepted)]
         await asyncio.gather(*(each.ask_until(end_s, most_tokens, found) for each in clients))
         reading.cancel()
         left = await _left(http)
@@ -137,7 +135,7 @@ async def load(server: ServerProcess, options: argparse.Namespace) -> dict[str, 
     later = np.array(held[len(held) // 2 :])
     growth = [steady_slope(later[:, 0] / 60, each / 2**10) for each in later[:, 1:].T]
     return {
-        "clients": options.times * options.accepted,
+        "clients": len(clients),
         "accepted": found.num_accepted,
         "whole": found.num_whole,
         "refused": found.num_refused,

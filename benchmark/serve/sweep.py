@@ -145,8 +145,8 @@ def results(
     folder, server = options.result_dir / swept.name, None
     with ExitStack() as stack:
         for rate in options.request_rates:
-            salt = {} if options.share_prefixes else {"cache_salt": f"rate {rate:g}"}
-            point = replace(plan, request_rate=rate, extra={**salt, **plan.extra}, of=swept.of)
+            salted = {"cache_salt": f"rate {rate:g}", **plan.extra}  # no rate finds what one before computed
+            point = replace(plan, request_rate=rate, extra=salted, of=swept.of)
             path = folder / f"rate-{rate:g}.json"
             result = finished(path, point.settings())
             if result is None:

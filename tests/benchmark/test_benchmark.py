@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention.reference import AttentionMetadata, Windows
 from benchmark.gate.gate import audit
-from benchmark.micro import device, host, kv
+from benchmark.micro import device, host
 from benchmark.offline import beside, offline
 from continuous_batching.batch import Batch
 from models.config import layer_specs
@@ -21,7 +21,6 @@ from recipes.assembly.engine import build
 from recipes.assembly.families import model_config
 from recipes.schema.reader import read
 from scripts.benchmark import main
-from serving.offline import Job
 
 RECIPE = "recipes/tiny/cpu.yaml"
 QUICK = ["device.compile=false", "device.threads=1"]
@@ -39,26 +38,6 @@ def test_the_host_benchmark_runs_what_it_says() -> None:
     batch = scheduler.schedule(0.0)
     assert (batch.stops - batch.starts == 1).all()
     assert (batch.starts >= host.CONTEXT_TOKENS[0]).all()
-
-
-def test_a_followed_engine_is_timed_beside_one_that_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["host", "--followed", "--slots", "8", "--steps", "10", "--json"])
-    row = json.loads(capsys.readouterr().out)["followed"]
-    assert row["slots"] == 8
-    assert row["ratio"] == sorted(row["ratios"])[len(row["ratios"]) // 2]
-    assert row["alone_us"] > 0
-
-
-def test_the_kv_benchmark_measures_pages(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(kv, "PROMPT_TOKENS", 1024)
-    main(["kv", "--page-sizes", "16,128", "--repeats", "2", "--json"])
-    result = json.loads(capsys.readouterr().out)
-    assert [row["page_size"] for row in result["prefix"]] == [16, 128]
-    assert result["take_and_release_1024_pages_us"] > 0
-    for row in result["prefix"]:
-        assert all(figure > 0 for figure in row.values())
 
 
 def test_the_offline_benchmark_counts_every_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +119,6 @@ def test_a_trace_of_no_use_is_refused_before_the_model_is_built(
     [
         ["offline", RECIPE, "--trace", "none", "--runs", "0"],
         ["device", RECIPE, "--repeats", "0"],
-        ["kv", "--repeats", "0"],
         ["host", "--steps", "0"],
     ],
 )
@@ -232,6 +210,16 @@ def test_the_device_benchmark_prints_tables(capsys: pytest.CaptureFixture[str]) 
     assert "not measured" not in mixed
 
 
+def test_attention_over_latents_is_timed_within_its_step_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = ["recipes/bench/deepseek_v3.2_4_layers.yaml", "model.config.num_hidden_layers=1"]
+    loads = ["--decode", "1x300", "--prefill", "", "--mixed", "", "--repeats", "1"]
+    main(["device", *recipe, "cache.num_pages=5", *loads])
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = (line for line in lines if " decodes at " in line)
+    assert row.split(" | ")[5:] == ["not measured", "not measured |"]
+    assert "not measured: attention over latents is not timed by itself" in lines
+
+
 def test_floors_count_what_a_step_reads_and_multiplies() -> None:
     config = replace(model_config(read(RECIPE).recipe), layers=layer_specs((None, 8)))
     load = device.StepLoad(3, 20, 1, 10)
@@ -272,7 +260,7 @@ def test_transformers_does_not_fill_the_memory_of_a_cpu(tmp_path: Path) -> None:
     """Its steps are as large as the recipe's, and each slot has room for the longest request."""
     trace = tmp_path / "trace.jsonl"
     trace.write_text(json.dumps({"id": "a", "prompt_token_ids": [7] * 250, "max_tokens": 7}) + "\n")
-    jobs = [each for each in offline.load_trace(str(trace), None) if isinstance(each, Job)]
+    jobs = offline.load_trace(str(trace), None)
     bounds = beside._bounds(read(RECIPE).recipe, jobs)
     assert (bounds.max_batch_tokens, bounds.max_requests_per_batch, bounds.num_blocks) == (256, 32, 2 * 32)
     free = beside._bounds(read("recipes/bench/qwen3_8b_cuda.yaml").recipe, jobs)

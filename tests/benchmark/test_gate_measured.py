@@ -33,7 +33,6 @@ SETTINGS = (  # of the engine, and of the trace: tokens of prompts that are the 
 SMALL_VERBS = {
     "host": ["--slots", "4", "--page-sizes", "16", "--steps", "10", "--chunk", "16"],
     "device": [*ENGINE, "--decode", "2x32", "--prefill", "1x32", "--mixed", "1x32+1x32", "--repeats", "2"],
-    "kv": ["--page-sizes", "128", "--repeats", "2"],
 }
 ASKED: tuple[tuple[list[str], dict[str, object]], ...] = (
     (["scheduler.overlap=true", "scheduler.num_slots=2"], {"ignore_eos": False}),

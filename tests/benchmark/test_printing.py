@@ -78,7 +78,6 @@ def small(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Result, Callable[
     "name",
     [
         "host",
-        "kv",
         pytest.param("device", marks=pytest.mark.slow),
     ],
 )
@@ -92,24 +91,13 @@ def test_small_verbs_print_what_they_measured(name: str, monkeypatch: pytest.Mon
     assert REFUSED in printed(print_table, {**result, "verdict": VERDICT}), "the gate's word is printed"
 
 
-@pytest.mark.parametrize("verb", ["offline", "at-once", "one-batch"])
+@pytest.mark.parametrize("verb", ["offline", "at-once"])
 def test_an_engines_figures_stand_beside_their_names(
     verb: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     arguments = {
         "offline": ["--trace", trace(tmp_path / "a.jsonl", 0, 0.0)],
         "at-once": ["--at-once", "--num-prompts", "31", "--input-len", "9", "--output-len", "5"],
-        "one-batch": [
-            "--one-batch",
-            "--batch-size",
-            "3",
-            "--input-len",
-            "9",
-            "--output-len",
-            "4",
-            "--num-iters",
-            "10",
-        ],
     }[verb]
     result, print_table = shown(monkeypatch, "offline", *ENGINE, *arguments)
     assert not refused(result)

@@ -37,8 +37,8 @@ def test_the_manuals_name_no_verb_or_mode_that_is_not_there() -> None:
 def test_help_names_every_way_of_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["--help"], [each.help for each in BENCHMARKS]),
-        (["host", "--help"], ["--followed", "--page-sizes", "(default: 300)"]),
-        (["host", "--followed", "--help"], ["of a turn"]),
+        (["device", "--help"], ["--parts", "--decode", "(default: 20)"]),
+        (["device", "--parts", "--help"], ["requests, as `generate` reads them"]),
     ):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
@@ -52,8 +52,11 @@ def test_help_names_every_way_of_a_verb(capsys: pytest.CaptureFixture[str]) -> N
     [
         (["nothing"], "invalid choice: 'nothing'"),
         ([], "name a VERB"),
-        (["offline", "--at-once", "--one-batch", "recipes/tiny/cpu.yaml"], "arguments: --one-batch"),
-        (["host", "--followed", "--chunk", "2"], "unrecognized arguments: --chunk 2"),
+        (
+            ["device", "--parts", "--launches", "recipes/tiny/cpu.yaml", "--trace", "a"],
+            "arguments: --launches",
+        ),
+        (["device", "--launches", "recipes/tiny/cpu.yaml", "--repeats", "2"], "arguments: --repeats 2"),
     ],
 )
 def test_a_way_takes_its_own_options_alone(

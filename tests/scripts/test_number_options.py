@@ -53,12 +53,7 @@ OPTIONS = {
         [RECIPE],
         ["--num-prompts", "--input-len", "--output-len", "--seed", "--runs"],
     ),
-    "benchmark offline --one-batch": (
-        [RECIPE],
-        ["--batch-size", "--input-len", "--output-len", "--num-iters", "--num-iters-warmup", "--seed"],
-    ),
     "benchmark host": ([], ["--slots", "--page-sizes", "--chunk", "--steps"]),
-    "benchmark kv": ([], ["--page-sizes", "--repeats"]),
     "benchmark device": ([RECIPE], ["--repeats"]),
 }  # fmt: skip
 # What is a number for some options: a length or a time of 0 is one, and no one's answer changes with it

@@ -48,7 +48,7 @@ HELP = [
 # Modules of verbs that need no tensors, which their --help does not import
 VERBS = [
     *("micro.host", "offline.speculation", "recordings.recorded"),
-    *(f"serve.{name}" for name in ("fleet", "measure", "report", "router", "sweep", "tier")),
+    *(f"serve.{name}" for name in ("fleet", "measure", "report", "router", "sweep")),
 ]
 
 
