@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,6 @@ from benchmark.options import markdown, recipe_of
 from continuous_batching.batch import Batch
 from models.layers.linear import Linear
 from recipes.assembly.engine import BuiltEngine, build
-from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 
 LAYERS, HEAD = "products of the layers", "product of the logits"
@@ -30,12 +29,8 @@ SMALL, SAMPLING = "norms, rotary, SwiGLU", "sampling"
 DECODER, HOST = "the rest of the decoder", "the host: schedule, inputs, commit"
 PARTS = (LAYERS, HEAD, ATTENTION, WRITING, PLAN, SMALL, SAMPLING, DECODER, HOST)
 OPS = ("rms_norm", "add_rms_norm", "rotary", "swiglu")
+MULTIPLIED = "operations of products"  # counted beside the parts
 DECODES, PROMPTS = "steps of decodes only", "steps with prompts"
-
-
-def no_times() -> dict[str, float]:
-    """Return the seconds of parts that have none yet."""
-    return defaultdict(float)
 
 
 @dataclass(slots=True)
@@ -44,12 +39,9 @@ class PartTimes:
 
     clock: Callable[[], float] = time.process_time
     steps: Counter[str] = field(default_factory=Counter)
-    spent_s: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(no_times))
-    multiplied: Counter[str] = field(default_factory=Counter)  # operations of products
-    _step: dict[str, float] = field(default_factory=no_times)
-    _step_multiplied: int = 0
-    # The time of the calls within each open call.
-    _within_s: list[float] = field(default_factory=list)
+    spent: dict[str, dict[str, float]] = field(default_factory=lambda: {DECODES: {}, PROMPTS: {}})
+    _step: dict[str, float] = field(default_factory=dict)
+    _within_s: list[float] = field(default_factory=list)  # the time of the calls within each open call
     _kind: str = ""
 
     def of(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +54,7 @@ class PartTimes:
                 return function(*arguments, **named)
             finally:
                 took_s = self.clock() - begin_s
-                self._step[part] += took_s - self._within_s.pop()
+                _add(self._step, part, took_s - self._within_s.pop())
                 if self._within_s:
                     self._within_s[-1] += took_s
 
@@ -75,7 +67,7 @@ class PartTimes:
         def counted(x: torch.Tensor, *more: Any) -> Any:
             y = timed(x, *more)
             outputs = y if isinstance(y, tuple) else (y,)
-            self._step_multiplied += 2 * x.shape[-1] * sum(each.numel() for each in outputs)
+            _add(self._step, MULTIPLIED, 2 * x.shape[-1] * sum(each.numel() for each in outputs))
             return y
 
         return counted
@@ -88,17 +80,13 @@ class PartTimes:
         """Book a step that has ended; it had no batch where only requests ended."""
         if self._kind:
             self.steps[self._kind] += 1
-            spent_s = self.spent_s[self._kind]
-            for part, took_s in self._step.items():
-                spent_s[part] += took_s
-            self.multiplied[self._kind] += self._step_multiplied
-        self._kind, self._step_multiplied = "", 0
-        self._step.clear()
+            for part, spent in self._step.items():
+                _add(self.spent[self._kind], part, spent)
+        self._kind, self._step = "", {}
 
-    def forget(self) -> None:
-        """Drop all counts, which were of the warm-up."""
-        for counted in (self.steps, self.spent_s, self.multiplied):
-            counted.clear()
+
+def _add(sums: dict[str, float], name: str, amount: float) -> None:
+    sums[name] = sums.get(name, 0.0) + amount
 
 
 def watch(built: BuiltEngine, times: PartTimes) -> None:
@@ -134,41 +122,33 @@ def watch(built: BuiltEngine, times: PartTimes) -> None:
         setattr(owner, name, function)
 
 
-def measure(recipe: Recipe, trace_path: str) -> dict[str, object]:
+def run(options: argparse.Namespace) -> dict[str, object]:
     """Time the parts of the steps that serve the trace, whose requests all come at once."""
+    recipe = recipe_of(options)
     if (kind := recipe.device.kind) != "cpu":
         fix = "choose a recipe of a CPU"
         raise RecipeError("device.kind", "no CPU, whose time is counted", fix, value=kind)
     text = text_of(recipe)
-    load_trace(trace_path, text)  # read before the model is built, so that a bad file fails at once
+    load_trace(options.trace, text)  # read before the model is built, so that a bad file fails at once
     built, times = build(recipe), PartTimes()
+    serve(built.engine, text, at_once(load_trace(options.trace, text)))  # warms up
+    built.engine.forget_prefixes()
     watch(built, times)
-    for _ in range(2):
-        times.forget()
-        serve(built.engine, text, at_once(load_trace(trace_path, text)))
-        built.engine.forget_prefixes()
-    return {"threads": torch.get_num_threads(), **figures(times)}
+    serve(built.engine, text, at_once(load_trace(options.trace, text)))
+    kinds = {kind: figures(times.steps[kind], spent) for kind, spent in times.spent.items()}
+    return {"threads": torch.get_num_threads(), "kinds": kinds}
 
 
-def figures(times: PartTimes) -> dict[str, object]:
-    """Return, for each kind of steps, their number, the time of each part, and the speed of products."""
-    kinds: dict[str, object] = {}
-    for kind in (DECODES, PROMPTS):
-        spent_s = times.spent_s[kind]
-        products_s = spent_s[LAYERS] + spent_s[HEAD]
-        kinds[kind] = {
-            "steps": times.steps[kind],
-            "processor_s": round(sum(spent_s.values()), 4),
-            "parts_s": {part: round(spent_s[part], 4) for part in PARTS},
-            "gflop_per_s": round(times.multiplied[kind] / products_s / 1e9, 1) if products_s else None,
-        }
-    return {"kinds": kinds}
-
-
-def run(options: argparse.Namespace) -> dict[str, object]:
-    """Time the recipe and the trace that the options name."""
-    recipe = recipe_of(options)
-    return measure(recipe, options.trace)
+def figures(num_steps: int, spent: Mapping[str, float]) -> dict[str, object]:
+    """Return the number of steps of a kind, the time of each part, and the speed of products."""
+    parts_s = {part: spent.get(part, 0.0) for part in PARTS}
+    products_s = parts_s[LAYERS] + parts_s[HEAD]
+    return {
+        "steps": num_steps,
+        "processor_s": round(sum(parts_s.values()), 4),
+        "parts_s": {part: round(took_s, 4) for part, took_s in parts_s.items()},
+        "gflop_per_s": round(spent[MULTIPLIED] / products_s / 1e9, 1) if products_s else None,
+    }
 
 
 def print_table(result: Mapping[str, Any]) -> None:

@@ -386,14 +386,14 @@ class StreamedAnswer:
 
 
 async def read_stream(
-    response: aiohttp.ClientResponse, on_part: Callable[[float], object] = lambda _: None
+    response: aiohttp.ClientResponse, on_part: Callable[[], object] = lambda: None
 ) -> StreamedAnswer:
-    """Read a stream to its end; `on_part` is called with the time of each part when it comes."""
+    """Read a stream to its end; `on_part` is called when a part comes."""
     found = StreamedAnswer()
     async for now_s, chunk in chunks(response):
         if not found.part_s or now_s != found.part_s[-1]:
             found.part_s.append(now_s)
-            on_part(now_s)
+            on_part()
         if chunk is None:
             found.is_whole = True
             continue

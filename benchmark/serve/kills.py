@@ -35,16 +35,8 @@ _FEWEST, _MOST = 2, 8  # parts that each stream has received on average between 
 _LONG_S = 600.0
 
 
-async def ask(
-    http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], grown: Callable[[], None]
-) -> StreamedAnswer:
-    """Return a stream's answer; `grown` is called with each of its parts."""
-    async with http.post(f"{url}/v1/completions", json=body) as response:
-        return await read_stream(response, lambda _: grown())
-
-
 async def ask_all(url: str, options: argparse.Namespace, grown: Callable[[], None]) -> list[StreamedAnswer]:
-    """Return the answers of all streams, half of which are drawn."""
+    """Return the answers of all streams, half of which are drawn; each of their parts calls `grown`."""
     shared = {
         "max_tokens": options.tokens, "ignore_eos": True, "stream": True,
         "stream_options": {"include_usage": True},
@@ -55,7 +47,12 @@ async def ask_all(url: str, options: argparse.Namespace, grown: Callable[[], Non
     ]
     connections = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connections, timeout=aiohttp.ClientTimeout(_LONG_S)) as http:
-        return await asyncio.gather(*(ask(http, url, body, grown) for body in bodies))
+
+        async def ask(body: Mapping[str, Any]) -> StreamedAnswer:
+            async with http.post(f"{url}/v1/completions", json=body) as response:
+                return await read_stream(response, grown)
+
+        return await asyncio.gather(*map(ask, bodies))
 
 
 class Killer:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from matplotlib.ticker import LogFormatter
 from benchmark.gate.gate import audit
 from benchmark.gate.result import read_result
 from benchmark.gate.table import parts_of, under_ours
-from benchmark.options import known_figure
+from benchmark.options import known_figure, verdict_line
 from borders.files import whole_file
 from recipes.schema.command_line import keep_apart
 
@@ -63,9 +62,6 @@ FACTS = ("recipe", "overrides", "profile", "base_url", "model_id", "date", "trac
 SWEPT = ("requests_per_s", "request_goodput", "output_tokens_per_s", "ttft_ms.p50", "ttft_ms.p99",
          "itl_ms.p50", "itl_ms.p99", "failed")  # fmt: skip
 
-# Each side of a page has its own colour, in words and in charts; a ninth has the first again.
-COLOURS = ("#0b68b5", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#be185d", "#0e7490", "#4b5563")
-KINDS = tuple(f"side{number}" for number in range(len(COLOURS)))
 STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem; max-width: 64rem; color: #1c2024; background: #fff;
@@ -83,7 +79,6 @@ figure { margin: 0; } figcaption { font-size: .9rem; } svg { width: 100%; height
 .pass, .better { color: #15803d; } .refused, .worse { color: #b91c1c; }
 details { background: #f3f5f7; padding: .5rem 1rem; margin: .5rem 0; border-radius: .4rem; }
 """
-STYLE += "\n".join(f".{kind} {{ color: {colour}; }}" for kind, colour in zip(KINDS, COLOURS))
 CHART_STYLE: dict[RcKeyType, Any] = {
     "axes.grid": True,
     "axes.spines.right": False,
@@ -154,11 +149,9 @@ def write(sides: Sequence[Side], path: Path) -> None:
 
 
 def _parts(sides: Sequence[Side]) -> Iterator[str]:
-    for side, kind in zip(sides, cycle(KINDS)):
+    for side in sides:
         verdict = side.result["verdict"]
-        reasons = [f"{law}: {why}" for law, why in verdict["refused"].items()]
-        shown = marked("; ".join([verdict["outcome"], *reasons]), verdict["outcome"])
-        yield f"<p>{marked(side.name, kind)}: {shown}</p>"
+        yield f"<p>{escape(side.name)}: {marked(verdict_line(verdict), verdict['outcome'])}</p>"
     yield figures_table(sides)
     if any(side.points for side in sides):
         sweeps = [(side.name, side.points) for side in sides]
@@ -180,8 +173,8 @@ def figures_table(sides: Sequence[Side]) -> str:
         if len(sides) == 2:
             row.append(_ratio(values[0], values[1], more_is_better))
         rows.append(row)
-    heads = [marked(side.name, kind) for side, kind in zip(sides, cycle(KINDS))]
-    return table(["", *heads, *(["times"] if len(sides) == 2 else [])], rows, kind="figures")
+    heads = ["", *(side.name for side in sides), *(["times"] if len(sides) == 2 else [])]
+    return table(heads, rows, kind="figures")
 
 
 def points_table(points: Sequence[Result]) -> str:
@@ -267,7 +260,7 @@ def svg(lines: Sequence[Line], x_title: str, y_title: str, *, is_log: bool = Fal
         drawing, axes = plt.subplots(figsize=(6.4, height))
         try:
             for line in lines:
-                colour = COLOURS[line.side % len(COLOURS)]
+                colour = f"C{line.side}"  # all lines of a side have one colour
                 axes.plot(line.xs, line.ys, line.style, color=colour, marker=line.marker, label=line.label)
             if is_log:
                 axes.set_yscale("log")

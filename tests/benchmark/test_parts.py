@@ -10,7 +10,6 @@ import pytest
 
 from benchmark.micro import parts
 from continuous_batching.batch import Batch
-from recipes.schema.reader import load
 from recipes.schema.recipe_error import RecipeError
 from scripts.benchmark import main
 
@@ -40,7 +39,7 @@ def test_a_part_is_timed_without_the_parts_within_it() -> None:
         times.of(parts.DECODER, outer)()
         times.ended()
         assert times.steps[kind] == 1
-        assert times.spent_s[kind] == {parts.ATTENTION: 4, parts.DECODER: 5}
+        assert times.spent[kind] == {parts.ATTENTION: 4, parts.DECODER: 5}
     inner()
     times.ended()
     assert times.steps.total() == 2, "nothing was computed"
@@ -62,6 +61,5 @@ def test_every_part_of_a_served_trace_is_found(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_device_that_does_not_wait_is_refused() -> None:
-    recipe = load("recipes/tiny/npu.yaml", ["device.virtual=true"], None)
     with pytest.raises(RecipeError, match="no CPU"):
-        parts.measure(recipe, "trace.jsonl")
+        main(["device", "--parts", "recipes/tiny/npu.yaml", "device.virtual=true", "--trace", "trace.jsonl"])
