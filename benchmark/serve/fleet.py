@@ -34,6 +34,10 @@ Messages = list[dict[str, str]]
 Answer = tuple[StreamedAnswer, float]  # The second is the seconds until its first part
 WAYS = ("prefix", "round_robin")
 READY_S = 300.0
+SYSTEMS = 6  # system prompts; every other session has the first
+SYSTEM_WORDS, TURN_WORDS = 120, 20  # words of each system prompt, and of each turn
+ANSWER_TOKENS = 16
+THINK_S = 0.2  # seconds between turns
 COLUMNS = (
     Column("name", "route"),
     Column("found", "tokens found", "{:.2f}"),
@@ -83,11 +87,11 @@ async def serve(url: str, load: argparse.Namespace, seed: int) -> list[Answer]:
     def words(count: int) -> str:
         return " ".join(random.choice(WORDS, count))
 
-    systems = [words(load.system_words) for _ in range(load.systems)]
+    systems = [words(SYSTEM_WORDS) for _ in range(SYSTEMS)]
     waiting = []
     for number in range(load.sessions):
-        which = 0 if number % 2 == 0 else int(random.integers(0, load.systems))
-        turns = [words(load.turn_words) for _ in range(int(random.integers(1, 6)))]
+        which = 0 if number % 2 == 0 else int(random.integers(0, SYSTEMS))
+        turns = [words(TURN_WORDS) for _ in range(int(random.integers(1, 6)))]
         waiting.append((systems[which], turns))
     waiting.reverse()
 
@@ -97,9 +101,9 @@ async def serve(url: str, load: argparse.Namespace, seed: int) -> list[Answer]:
             messages = [{"role": "system", "content": system}]
             for turn in turns:
                 messages.append({"role": "user", "content": turn})
-                found.append(await ask(http, url, messages, load.answer_tokens))
+                found.append(await ask(http, url, messages, ANSWER_TOKENS))
                 messages.append({"role": "assistant", "content": found[-1][0].text})
-                await asyncio.sleep(load.think_s)
+                await asyncio.sleep(THINK_S)
 
     async with aiohttp.ClientSession() as http:
         await asyncio.gather(*(sessions(http) for _ in range(load.concurrent)))

@@ -29,14 +29,16 @@ COLUMNS = (
     Column("piece_us", "a piece", "{:.0f} µs"),
 )
 TIMES = ("request_us", "piece_us")
+CLIENTS = 16  # at once, where processor time is measured
+PROMPT_BYTES = 2000
 
 
-async def asked(url: str, prompt_bytes: int, tokens: int, clients: int, share: int) -> list[float]:
+async def asked(url: str, tokens: int, clients: int, share: int) -> list[float]:
     """Send a share of requests from each of several clients at once; return the seconds to first events.
 
     Raises OSError for an answer that is not whole.
     """
-    messages, first_s = [{"role": "user", "content": "x" * prompt_bytes}], list[float]()
+    messages, first_s = [{"role": "user", "content": "x" * PROMPT_BYTES}], list[float]()
 
     async def client() -> None:
         for _ in range(share):
@@ -52,14 +54,14 @@ async def asked(url: str, prompt_bytes: int, tokens: int, clients: int, share: i
 
 def one_turn(server: ServerProcess, options: argparse.Namespace, number: int) -> dict[str, float]:
     """Return the latency of requests one by one, and the processor time of requests and pieces at once."""
-    send = partial(asked, server.url, options.prompt_bytes)
+    send = partial(asked, server.url)
     first_s = asyncio.run(send(1, 1, options.requests))
     p50, p99 = np.percentile(first_s, [50, 99]).tolist()
-    share, before_s = max(1, options.requests // options.clients), server.cpu_s()
-    asyncio.run(send(1, options.clients, share))
-    request_s, before_s = (server.cpu_s() - before_s) / (share * options.clients), server.cpu_s()
-    asyncio.run(send(options.pieces, options.clients, 1))
-    stream_s = (server.cpu_s() - before_s) / options.clients
+    share, before_s = max(1, options.requests // CLIENTS), server.cpu_s()
+    asyncio.run(send(1, CLIENTS, share))
+    request_s, before_s = (server.cpu_s() - before_s) / (share * CLIENTS), server.cpu_s()
+    asyncio.run(send(options.pieces, CLIENTS, 1))
+    stream_s = (server.cpu_s() - before_s) / CLIENTS
     piece_s = (stream_s - request_s) / (options.pieces - 1)
     latencies = {"first_p50_ms": 1e3 * p50, "first_p99_ms": 1e3 * p99}
     return {**latencies, "request_us": 1e6 * request_s, "piece_us": 1e6 * piece_s}

@@ -16,7 +16,7 @@ from tests.serving.server import TINY
 
 @pytest.mark.slow
 def test_a_router_and_the_least_proxy_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ("--turns", "1", "--requests", "20", "--clients", "4", "--pieces", "20", "--every-ms", "1")
+    small = ("--turns", "1", "--requests", "20", "--pieces", "20", "--every-ms", "1")
     main(["serve", "--router-cost", *small, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert [*found["ways"]] == ["server", "bytes", "router"]

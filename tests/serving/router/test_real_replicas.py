@@ -16,10 +16,7 @@ from tests.serving.server import TINY
 @pytest.mark.slow
 def test_sessions_are_sent_where_their_pages_are() -> None:
     verb = chosen(BENCHMARKS, "serve", ["--fleet"])
-    words = (
-        f"{TINY} --replicas 2 --rounds 1 --sessions 16 --concurrent 6 --systems 4 --system-words 100"
-        f" --turn-words 15 --answer-tokens 4 --think-s 0.1 --events-port {free_port()}"
-    )
+    words = f"{TINY} --replicas 2 --rounds 1 --sessions 16 --concurrent 6 --events-port {free_port()}"
     options = parser_of(verb, "benchmark").parse_args(words.split())
     found = fleet.run(options)["fleet"]
     by_pages, by_turns = found["prefix"], found["round_robin"]
