@@ -40,6 +40,12 @@ def chance(figures: Figures) -> float:
     return figures.number("offered_per_s") * (3 / math.sqrt(count) if count and count > 0 else 0.05)
 
 
+def unseen(figures: Figures) -> float:
+    """Return one step for each request: one that comes during a step is seen at the step's end."""
+    steps = figures.given("steps")
+    return (figures.given("completed") or 0.0) / steps if steps else 0.0
+
+
 def unpreempted(figures: Figures) -> None:
     """Raise NotCheckable for preempted requests, which wait between their tokens, and are in no slot."""
     if figures.number("preemptions"):

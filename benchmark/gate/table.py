@@ -49,7 +49,6 @@ RATE = 6e-5  # tolerance of a share with four decimals
 RATED = "0.01 + 0.0001 / duration_s"  # relative tolerance of a rate, as a duration has four decimals
 GOOD = "(0.01 * requests + 1) / duration_s"  # requests that may meet an objective by rounding
 X_W = "requests_per_s * e2e_ms.mean / 1000"
-UNSEEN = "completed / steps"  # a request that comes during a step is seen at the step's end
 DECODING = (  # how many decode: by all gaps, and if each answer has as few tokens as the least
     "itl_ms.mean / 1000 * itl_gaps / duration_s",
     "requests_per_s * tpot_ms.mean / 1000 * (least_output_tokens - 1)",
@@ -105,7 +104,7 @@ TIED = (
         Tie("output_tokens_per_s", "at most", by.median_run, 0.01, words="the median of the runs"),
     ]),
     Law("Little", "N = X W, within 5 % and a step, and those who run are among them", [
-        Tie("mean_in_system", "is", X_W, LITTLE, UNSEEN),
+        Tie("mean_in_system", "is", X_W, LITTLE, by.unseen),
         Tie("mean_running", "at most", "mean_in_system", SLACK),
     ]),
     Law("Little, running", "X x TPOT x gaps <= the mean number running, within 5 %", [
