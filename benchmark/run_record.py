@@ -1,13 +1,13 @@
 """Record the steps and tokens of one run, and derive what a result states of it.
 
-These are the figures that are commonly reported, and beside them what the gate needs to audit them: readings
-at steps, counters, a record of each request, and what computed.
+These are the figures that are commonly reported, and beside them what the gate needs to audit them: counters,
+a record of each request, and what computed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,7 @@ Figures = dict[str, float]
 Result = dict[str, Any]
 MOST_READINGS = 500
 DONE = ("stop", "length")
-# Columns of a reading: states of the moment, as in a server's metrics, then what the run has counted so far.
-COLUMNS = ("at_s", "running", "waiting", "kv_usage", "tokens", "sampled", "ended", "hit_tokens")
+COLUMNS = ("at_s", "running", "waiting", "kv_usage")  # of a reading, as in a server's metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,6 @@ class StepRecord:
     num_running: int  # requests in slots, including those that this step ended
     num_waiting: int
     num_ended: int
-    num_sampled: int = 0
-    hit_tokens: int = 0  # the engine's counter after this step
 
 
 @dataclass(slots=True)
@@ -81,8 +78,6 @@ class Timeline:
                 num_running=num_running,
                 num_waiting=len(engine.scheduler.waiting) + seen - num_running,
                 num_ended=len(step.finished),
-                num_sampled=len(step.owners),
-                hit_tokens=engine.scheduler.counters.hit_tokens,
             )
         )
         # A beam search samples for each of its beams, but its answer grows by one token. Other requests may
@@ -98,33 +93,19 @@ class Timeline:
 
 
 def readings(timeline: Timeline, origin_s: float, num_pages: int) -> dict[str, object]:
-    """Return what the ends of the last step and of others saw, at most MOST_READINGS plus one in all.
-
-    Beside usage stands what was counted up to there, so that the figures of the run and the times of requests
-    have a second source.
-    """
-    steps, before = timeline.steps, timeline.before
-    counted = [(sum(each.num_tokens), each.num_sampled, each.num_ended) for each in steps]
-    sums = np.cumsum(np.array(counted, np.int64).reshape(-1, 3), axis=0).tolist()
+    """Return what the ends of the last step and of others saw, at most MOST_READINGS plus one in all."""
+    steps = timeline.steps
     every = -(-len(steps) // MOST_READINGS) or 1
-    rows = []
-    for number in sorted({*range(0, len(steps), every), len(steps) - 1}) if steps else []:
-        step = steps[number]
-        usage = (step.num_running, step.num_waiting, round(step.held_pages / num_pages, 4))
-        hits = step.hit_tokens - before.hit_tokens
-        rows.append([round(step.end_s - origin_s, 6), *usage, *sums[number], hits])
+    rows = [
+        [
+            round(each.end_s - origin_s, 6),
+            each.num_running,
+            each.num_waiting,
+            round(each.held_pages / num_pages, 4),
+        ]
+        for each in (*steps[:-1:every], *steps[-1:])
+    ]
     return {"columns": list(COLUMNS), "readings": rows}
-
-
-def _stretches(steps: Sequence[StepRecord]) -> Iterator[tuple[StepRecord, float, int]]:
-    """Yield each step, since when it counts, and how many requests were left by the step before.
-
-    It counts since the step before, or since its own start where no request was left then.
-    """
-    before_s, left = 0.0, 0
-    for step in steps:
-        yield step, before_s if left else step.start_s, left
-        before_s, left = step.end_s, step.num_running + step.num_waiting - step.num_ended
 
 
 def percentiles(values_s: Sequence[float]) -> Figures:
@@ -246,11 +227,13 @@ def means_over_time(steps: Sequence[StepRecord], arrivals_s: Sequence[float], du
     They are counted at the end of each step for the whole time since the step before, unless no request was
     left then; a request that came during a step, which cannot join it, is counted from its arrival.
     """
-    running, present = 0.0, -sum(arrivals_s)
-    for step, since_s, left in _stretches(steps):
-        taken_s, num_present = step.end_s - since_s, step.num_running + step.num_waiting
-        running += step.num_running * taken_s
-        present += num_present * taken_s + (num_present - left) * since_s  # newcomers, from their arrivals
+    running, present, before_s, left = 0.0, -sum(arrivals_s), 0.0, 0
+    for step in steps:
+        since_s, num_present = before_s if left else step.start_s, step.num_running + step.num_waiting
+        running += step.num_running * (step.end_s - since_s)
+        # Newcomers are present from their arrivals, which were subtracted.
+        present += num_present * (step.end_s - since_s) + (num_present - left) * since_s
+        before_s, left = step.end_s, num_present - step.num_ended
     per_s = 1 / duration_s if duration_s > 0 else 0.0
     return {"mean_running": round(running * per_s, 4), "mean_in_system": round(present * per_s, 4)}
 

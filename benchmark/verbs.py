@@ -74,35 +74,27 @@ class Verb:
     verdict.
     """
 
-    name: str
-    mode: str
+    title: str  # the words that start it
     help: str
     run: str
     options: tuple[Option, ...]
-    table: str
-    takes_recipe: bool
-    result: str
-    judged: bool
+    table: str = "options:print_figures"
+    takes_recipe: bool = True
+    result: str = ""
+    judged: bool = False
 
     @property
-    def title(self) -> str:
-        """The words that start it."""
-        return f"{self.name} --{self.mode}" if self.mode else self.name
+    def name(self) -> str:
+        return self.title.partition(" --")[0]
+
+    @property
+    def mode(self) -> str:
+        return self.title.partition(" --")[2]
 
 
-def verb(
-    title: str,
-    help: str,
-    run: str,
-    *options: Option,
-    table: str = "options:print_figures",
-    takes_recipe: bool = True,
-    result: str = "",
-    judged: bool = False,
-) -> Verb:
-    """Declare a verb, or a way of one, by its title."""
-    name, _, mode = title.partition(" --")
-    return Verb(name, mode, help, run, options, table, takes_recipe, result, judged)
+def verb(title: str, help: str, run: str, *options: Option, **more: Any) -> Verb:
+    """Declare a verb, or a way of one."""
+    return Verb(title, help, run, options, **more)
 
 
 REQUESTS = "requests, as `generate` reads them"
@@ -330,30 +322,18 @@ SIMULATIONS = (
          switch("--json", "print JSON rather than a table"),
          table=""),
     verb("routes", "the routes of a router beside one another",
-         "simulate.one_run:run_routes",
+         "simulate.one_run:run_ways",
          *SIMULATED,
          TENSOR,
          option("--dp", engines, "N", "engines behind the router", required=True),
          table="simulate.one_run:print_ways"),
     verb("splits", "who should compute prompts",
-         "simulate.one_run:run_splits",
+         "simulate.one_run:run_ways",
          *SIMULATED,
          TENSOR,
          option("--split", engine_pair, "P:D", "engines for prompts, and for answers; or all for both",
                 required=True),
          table="simulate.one_run:print_ways"),
-    verb("fleet", "thousands of engines under millions of drawn requests",
-         "simulate.fleet:run",
-         DEVICE,
-         option("--requests", whole(1, 10**10), "N", required=True),
-         option("--rate", rate, "R", "requests a second, for all engines together", required=True),
-         option("--prompt-tokens", drawn_lengths, "DRAW", "as `scripts.trace` draws them", required=True),
-         option("--output-tokens", drawn_lengths, "DRAW", "likewise", required=True),
-         SEED,
-         TENSOR,
-         option("--dp", engines, "N", "engines, which are sent requests in turn", required=True),
-         option("--sample", engines, "N", "simulate N engines, drawn by the seed, and estimate the rest"),
-         count("--processes", 2, "processes that simulate", most=1024)),
     verb("lengths", "one request alone, by the length of its prompt; sparse attention beside all tokens read",
          "simulate.lengths:run",
          DEVICE,
@@ -439,17 +419,9 @@ def main(argv: list[str]) -> None:
     """Run one benchmark."""
     prog = "python -m scripts.benchmark"
     names = dict.fromkeys(each.name for each in BENCHMARKS)
-    top = argparse.ArgumentParser(
-        prog=prog,
-        description="\n".join(
-            [
-                "Measure speed; each verb has its own --help.",
-                "",
-                *(f"{each.title:24}{each.help}" for each in BENCHMARKS),
-            ]
-        ),
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    lines = "\n".join(f"{each.title:24}{each.help}" for each in BENCHMARKS)
+    text = f"Measure speed; each verb has its own --help.\n\n{lines}"
+    top = argparse.ArgumentParser(prog=prog, description=text, formatter_class=argparse.RawTextHelpFormatter)
     top.add_argument("--list", action="store_true", help="print the list of docs/benchmarks.md")
     top.add_argument("verb", nargs="?", choices=names, metavar="VERB")
     first = top.parse_args(argv[:1])

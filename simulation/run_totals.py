@@ -8,7 +8,7 @@ Percentiles of millions of durations are estimated without keeping them (`Sketch
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -169,21 +169,6 @@ class RunTotals:
     itl: Sketch = field(default_factory=Sketch)
     e2e: Sketch = field(default_factory=Sketch)
     records: list[Record] | None = None  # one for each request that ended, if they are to be kept
-
-    def merge(self, other: RunTotals) -> None:
-        """Add the counts of another RunTotals."""
-        for each in fields(self):
-            mine, theirs = getattr(self, each.name), getattr(other, each.name)
-            if isinstance(mine, Sketch):
-                mine.merge(theirs)
-            elif each.name == "records":
-                self.records = None if mine is None or theirs is None else mine + theirs
-            elif each.name.startswith(("first", "least")):
-                setattr(self, each.name, min(mine, theirs))
-            elif each.name.startswith(("last", "most")):
-                setattr(self, each.name, max(mine, theirs))
-            else:
-                setattr(self, each.name, mine + theirs)
 
     def figures(self) -> dict[str, Any]:
         """Return the figures by the names of the offline benchmark, and what the gate needs beside them.

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.gate import table
-from benchmark.gate.law import Law, Outcome, Ruling, first, rule
-from benchmark.gate.measurement import MACHINE_LAWS, MEASURED_LAWS, RECORDED_LAWS
+from benchmark.gate.law import Law, Outcome, Ruling, rule
+from benchmark.gate.measurement import MACHINE_LAWS, MEASURED_LAWS
 from benchmark.gate.result import Fields, Figures, NotCheckable
 from benchmark.gate.table import under_ours
 
@@ -40,15 +40,14 @@ def unchanged(figures: Figures) -> str | None:
     if not isinstance(stated, dict):
         raise NotCheckable("digests is absent")
     found = digests(figures.stated)
-    return first(
-        [f"{name} was changed" for name in sorted({*stated, *found}) if stated.get(name) != found.get(name)]
-    )
+    changed = [name for name in sorted({*stated, *found}) if stated.get(name) != found.get(name)]
+    return "; ".join(f"{name} was changed" for name in changed) or None
 
 
-LAWS: tuple[Law, ...] = (*table.LAWS, *MEASURED_LAWS, *RECORDED_LAWS)
+LAWS: tuple[Law, ...] = (*table.LAWS, *MEASURED_LAWS)
 ANYWHERE: tuple[Law, ...] = (
     *MACHINE_LAWS,
-    Law("digests", "each field is as it was when the result was made", unchanged, "digests"),
+    Law("digests", "each field is as it was when the result was made", [unchanged]),
 )
 
 
@@ -85,9 +84,8 @@ def audit(fields: Fields, laws: Iterable[Law] | None = None) -> Verdict:
     """
     if laws is None:
         laws = (*(LAWS if fields.get("benchmark", "serve") == "serve" else ()), *ANYWHERE)
-    known = under_ours(fields)
-    met = [law for law in laws if not law.about or known.get(law.about) is not None]
-    verdict = Verdict([rule(law, known, fields) for law in met])
+    figures = Figures(under_ours(fields), fields)
+    verdict = Verdict([rule(law, figures) for law in laws])
     if len(verdict.of("not checkable")) == len(verdict.rulings):
         raise ValueError("no law can be checked: the result has no figure that is known by its name")
     return verdict
@@ -96,9 +94,9 @@ def audit(fields: Fields, laws: Iterable[Law] | None = None) -> Verdict:
 def with_verdict(result: dict[str, Any]) -> dict[str, Any]:
     """Return the result with its fields' digests and its verdict; the records come last."""
     whole = {**result, "digests": digests(result)}
-    kept = whole.pop("records", None)
-    verdict = audit(whole if kept is None else {**whole, "records": kept}).describe()
-    return {**whole, "verdict": verdict, **({} if kept is None else {"records": kept})}
+    verdict = audit(whole).describe()
+    kept = {"records": whole.pop("records")} if "records" in whole else {}
+    return {**whole, "verdict": verdict, **kept}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +118,10 @@ def published() -> list[PublishedRow]:
 
 
 def print_verdict(verdict: Verdict) -> None:
-    """Print one law a line, the refused ones first, with the numbers that each read."""
+    """Print one law a line, the refused ones first."""
     for outcome in ("refused", "pass", "not checkable"):
         for ruling in verdict.of(outcome):
-            used = ", ".join(f"{name} {number:g}" for name, number in ruling.used.items())
-            why = ruling.why or ruling.law.statement
-            print(f"{outcome:14} {ruling.law.name:18} {why}" + (f"  [{used}]" if used else ""))
+            print(f"{outcome:14} {ruling.law.name:18} {ruling.why or ruling.law.statement}")
 
 
 def print_published() -> None:

@@ -1,4 +1,4 @@
-"""Read a result of a benchmark: its file, its figures, its readings, and the records of its requests.
+"""Read a result of a benchmark: its file, its figures, and the records of its requests.
 
 A result is one JSON object, whose figures have dotted names, such as `ttft_ms.p50`. A figure that is absent
 is never assumed: whoever reads it raises NotCheckable. One that is no number raises ValueError.
@@ -46,15 +46,11 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 class Figures:
-    """The figures of one result, which keep what was read of them in `used`.
-
-    `stated` are the file's own fields, without the names that were added to them.
-    """
+    """The figures of one result; `stated` are the file's own fields, without names that were added."""
 
     def __init__(self, fields: Fields, stated: Fields | None = None) -> None:
         self.fields = fields
         self.stated = fields if stated is None else stated
-        self.used: dict[str, float] = {}
 
     def raw(self, name: str) -> Any:
         """Return the value under a name, of any type, or None."""
@@ -70,10 +66,7 @@ class Figures:
     def given(self, name: str) -> float | None:
         """Return a figure, or None if it is absent."""
         value = self.raw(name)
-        if value is None:
-            return None
-        self.used[name] = finite(name, value)
-        return self.used[name]
+        return None if value is None else finite(name, value)
 
     def number(self, name: str) -> float:
         """Return a figure that must be there."""
@@ -98,19 +91,6 @@ class Figures:
             raise ValueError(f"{name} is {stated!r}; it must be a list of numbers")
         return np.array([finite(f"an entry of {name}", each) for each in stated])
 
-    def column(self, name: str) -> Array:
-        """Return one column of the readings; raises NotCheckable if it is absent or has gaps."""
-        columns, rows = self.raw("metrics.columns"), self.raw("metrics.readings")
-        if not isinstance(columns, list) or not isinstance(rows, list) or name not in columns or not rows:
-            raise NotCheckable(f"metrics has no readings of {name}")
-        at = columns.index(name)
-        if not all(isinstance(row, list) and len(row) == len(columns) for row in rows):
-            raise ValueError(f"metrics.readings must be lists of {len(columns)} numbers, as its columns")
-        if any(row[at] is None for row in rows):
-            raise NotCheckable(f"metrics has readings without {name}")
-        self.used[f"last {name}"] = finite(name, rows[-1][at])
-        return np.array([finite(f"{name} of a reading", row[at]) for row in rows])
-
     @cached_property
     def records(self) -> list[Fields]:
         """The requests' own records; raises NotCheckable if none were kept."""
@@ -127,7 +107,6 @@ class Figures:
         found = [each for each in self.records if each.get("finish_reason") in DONE]
         if not found:
             raise NotCheckable("no record is of a completed request")
-        self.used["completed records"] = len(found)
         return found
 
     @cached_property
@@ -156,7 +135,7 @@ def finite(name: str, value: Any) -> float:
     raise ValueError(f"{name} is {value!r}; it must be a finite number")
 
 
-def value_of(record: Fields, name: str) -> float:
+def number_of(record: Fields, name: str) -> float:
     """Return a number of a record; raises NotCheckable if it is absent, ValueError if it is no number."""
     found = record.get(name)
     if found is None:
@@ -166,7 +145,7 @@ def value_of(record: Fields, name: str) -> float:
 
 def of_each(records: list[Fields], name: str) -> Array:
     """Return one number of each record."""
-    return np.array([value_of(record, name) for record in records])
+    return np.array([number_of(record, name) for record in records])
 
 
 def times_of(record: Fields) -> list[float] | None:
@@ -183,4 +162,4 @@ def times_of(record: Fields) -> list[float] | None:
 def ends_of(records: list[Fields]) -> list[float]:
     """Return when requests ended, answered or not, for the records that say so."""
     names = [(each, "finish_s" if each.get("finish_reason") in DONE else "end_s") for each in records]
-    return [value_of(each, name) for each, name in names if each.get(name) is not None]
+    return [number_of(each, name) for each, name in names if each.get(name) is not None]

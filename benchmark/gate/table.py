@@ -1,44 +1,25 @@
-"""Declare the metrics of a result: their units, vLLM's names for them, and what each is checked against.
+"""Declare the figures of a result: vLLM's names for them, and what each is checked against.
 
-The laws on signs and most other laws are derived from this table, and results under vLLM's names are
-converted by it. A value that a result states only once and that is no measurement, such as a setting, cannot
-be cross-checked; only its digest shows a later change.
+Results under vLLM's names are converted by these tables. A value that a result states only once and that is
+no measurement, such as a setting, cannot be cross-checked; only its digest shows a later change.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from itertools import chain, combinations
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from benchmark.gate import recount as by
-from benchmark.gate.law import Law, Tie, differs, exceeds, first, laws_of
-from benchmark.gate.recount import figure, growth, per_s, product
-from benchmark.gate.result import DONE, Fields, Figures, NotCheckable
+from benchmark.gate.law import Law, Tie
+from benchmark.gate.result import DONE, Fields, Figures, of_each
 
 LATENCIES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "e2e_ms": "e2el"}
 PERCENTS = {"min": 0.0, "p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "max": 100.0}
 PARTS: dict[str, float | None] = {"mean": None, "std": None, **PERCENTS}
 BATCH_PERCENTS = (10, 25, 50, 75, 90, 99)
-UNITS: dict[str, tuple[str, ...]] = {  # a unit -> the figures that have it
-    "count": (
-        *("requests", "completed", "failed", "rejected", "ended_by.stop", "ended_by.length"),
-        *("prompt_tokens", "output_tokens", "total_num_tokens", "asked_output_tokens", "least_output_tokens"),
-        *("most_output_tokens", "itl_gaps", "steps", "preemptions", "max_concurrent_requests"),
-        *("slots", "page_size", "num_pages", "num_devices"),
-    ),
-    "bytes": ("weight_bytes_per_step", "kv_bytes_per_token", "page_bytes"),
-    "ms": tuple(f"{name}.{part}" for name in LATENCIES for part in PARTS),
-    "s": ("duration_s", "avg_latency", *(f"percentiles.{part}" for part in BATCH_PERCENTS)),
-    "per s": (
-        *("requests_per_s", "output_tokens_per_s", "total_tokens_per_s", "offered_per_s"),
-        "request_goodput",
-    ),
-    "mean over time": ("mean_batch", "mean_running", "mean_in_system", "mean_in_flight"),
-    "share": ("good_share", "prefix_hit_rate", "mean_page_use"),
-}
 THEIRS: dict[str, tuple[str, ...]] = {  # a figure -> the names that vllm gives it
     "requests": ("num_prompts", "num_requests"),
     "prompt_tokens": ("total_input_tokens",),
@@ -55,10 +36,23 @@ THEIR_PARTS = {
     for ours, theirs in LATENCIES.items()
     for part in PARTS
 }
+SHARES = ("good_share", "prefix_hit_rate", "mean_page_use")
+UNTIED = (  # figures that no tie below has on its left side, and that are not negative either
+    *("rejected", "asked_output_tokens", "max_concurrent_requests", "page_size", "num_devices"),
+    *("weight_bytes_per_step", "kv_bytes_per_token", "mean_batch", "good_share", "mean_page_use"),
+)
+TAKEN_BYTES = "weight_bytes_per_step + page_bytes * num_pages"
 SLACK = 0.02  # relative tolerance of figures that are the same by definition, and were rounded
 LITTLE = 0.05  # relative tolerance of an average over time, taken at the ends of steps
 ROUNDING_MS = 0.002  # tolerance of latencies with three decimals
 RATE = 6e-5  # tolerance of a share with four decimals
+RATED = "0.01 + 0.0001 / duration_s"  # relative tolerance of a rate, as a duration has four decimals
+GOOD = "(0.01 * requests + 1) / duration_s"  # requests that may meet an objective by rounding
+X_W = "requests_per_s * e2e_ms.mean / 1000"
+DECODING = (  # how many decode: by all gaps, and if each answer has as few tokens as the least
+    "itl_ms.mean / 1000 * itl_gaps / duration_s",
+    "requests_per_s * tpot_ms.mean / 1000 * (least_output_tokens - 1)",
+)
 
 
 def exact(figures: Figures) -> float:
@@ -66,160 +60,169 @@ def exact(figures: Figures) -> float:
     return 5e-4 if figures.raw("SIMULATED") is None else SLACK
 
 
-def rated(figures: Figures) -> float:
-    """Return the relative tolerance of a rate beside its count: 1 %, and a duration has four decimals."""
-    return 0.01 + 1e-4 / figures.positive("duration_s")
+def grown(name: str, place: str = "counters") -> str:
+    """Return the formula of how much a counter of the engine, or in `metrics` of a server, has grown."""
+    return f"({place}.after.{name} - {place}.before.{name})"
 
 
-def _gap_rounding_ms(figures: Figures) -> float:
-    return ROUNDING_MS * (1 + figures.number("completed") / by.num_gaps(figures))
+# Computed are the tokens of prompts that were not hits, sampled tokens except an answer's last, and what
+# preemption lost and did not find again.
+COMPUTED = (
+    f"prompt_tokens - {grown('hit_tokens')} + output_tokens - completed + counters.before.computed_tokens"
+)
+COMPUTED += f" + {grown('lost_tokens')} - {grown('refound_tokens')}"
 
 
-STATEMENTS = {  # a law of ties -> its statement, and the field without which it does not apply
-    "served <= offered": ("X <= the rate of arrivals, but for chance", ""),
-    "all counted": ("every request is completed or failed", ""),
-    "rate x duration": ("a rate times the duration is the count, within 1 %", ""),
-    "median run": ("the reported run is no better than the median one", ""),
-    "Little": ("N = X W, within 5 % and a step", ""),
-    "Little, running": ("X x TPOT x gaps <= the mean number running, within 5 %", ""),
-    "Little, records": ("N = the sum of W over the duration, within 5 % and a step", ""),
-    "slots": (
-        "X W of those that decode <= slots, and so is every mean number of them; the recipe has as many",
-        "",
-    ),
-    "spans": ("mean batch x steps >= output tokens", ""),
-    "percentiles": ("percentiles do not fall, and a mean is within min and max", ""),
-    "TTFT <= E2E": ("in the mean and in every percentile", ""),
-    "E2E = TTFT + gaps": ("summed over all requests, within 2 %", ""),
-    "roofline": ("TPOT >= bytes of weights and keys and values / bandwidth", ""),
-    "every request": ("one record for each request, none twice, and each is counted by its end", ""),
-    "recount": ("latencies, duration and sums are those of the records", ""),
-    "at once": ("never more requests at once than slots, but preempted", ""),
-    "offered, records": ("the rate of arrivals is that of the records", ""),
-    "goodput": ("good requests are those that meet the objectives", "request_goodput"),
-    "counters": ("figures are what the engine's counters grew by in the run", "counters"),
-    "memory": ("weights and pages fit into the device's memory, and tokens into their pages", "computed_on"),
-    "cache": ("an engine at rest holds no page", "cache_after_all_runs"),
-    "server": ("figures are what the server's own counters grew by; no client waits less", "metrics"),
-    "batches": ("figures are those of the batches, each of which was answered in full", "latencies"),
-    "claim": ("a number that is claimed in passing fits those beside it, within 5 %", "claim"),
-}
-TIES = (
-    # Counts.
-    Tie("all counted", "requests", "is", by.total("completed", "failed")),
-    Tie("every request", "requests", "is", by.num_records()),
-    Tie("every request", "requests", "is", by.num_ids()),
-    Tie("every request", "completed", "is", by.num_ended(*DONE)),
-    Tie("every request", "ended_by.stop", "is", by.num_ended("stop")),
-    Tie("every request", "ended_by.length", "is", by.num_ended("length")),
-    Tie("recount", "prompt_tokens", "is", by.of_answers("prompt_tokens", "sum", np.sum)),
-    Tie("recount", "output_tokens", "is", by.of_answers("output_tokens", "sum", np.sum)),
-    Tie("recount", "least_output_tokens", "is", by.of_answers("output_tokens", "least", np.min)),
-    Tie("recount", "most_output_tokens", "is", by.of_answers("output_tokens", "most", np.max)),
-    Tie("recount", "itl_gaps", "is", by.recorded_gaps()),
-    Tie("at once", "slots", "at least", by.in_slots()),
-    # Times and rates.
-    Tie("recount", "duration_s", "at least", by.taken_s(are_all_needed=False), exact, 1e-4),
-    Tie("recount", "duration_s", "at most", by.taken_s(are_all_needed=True), exact, 1e-4),
-    Tie("rate x duration", "requests_per_s", "is", per_s("completed"), rated, 0.001),
-    Tie("rate x duration", "output_tokens_per_s", "is", per_s("output_tokens"), rated, 0.001),
-    Tie("rate x duration", "total_tokens_per_s", "is", per_s("prompt_tokens", "output_tokens"), rated, 0.001),
-    Tie("rate x duration", "total_num_tokens", "is", product("total_tokens_per_s", "duration_s"), rated, 1.0),
-    Tie("served <= offered", "requests_per_s", "at most", figure("offered_per_s"), 0.0, by.chance),
-    Tie("offered, records", "offered_per_s", "is", by.arrivals_per_s(), 0.01, 0.001),
-    Tie("median run", "output_tokens_per_s", "at most", by.median_run(), 0.01),
-    Tie("goodput", "request_goodput", "at most", figure("requests_per_s"), 0.001),
-    Tie("goodput", "request_goodput", "is", by.good_per_s(), 0.0, by.good_slack),
-    # Latencies.
-    *(
-        Tie("recount", f"{name}.{part}", "is", by.latency_ms(name, part, percent), exact, 0.02)
-        for name in LATENCIES
-        for part, percent in PARTS.items()
-    ),
-    *(
-        Tie("percentiles", f"{name}.{low}", "at most", figure(f"{name}.{high}"), 1e-3, ROUNDING_MS)
+def recounted(figure: str, name: str, words: str, of: Any) -> Tie:
+    """Return the tie of a count to one of the records' fields."""
+    return Tie(
+        figure, "is", lambda figures: of(of_each(figures.completed, name)), words=f"the records' {words}"
+    )
+
+
+def of_batches(figure: str, words: str, of: Any, absolute_s: float) -> Tie:
+    """Return the tie of a time to the seconds of the batches."""
+    words = f"the {words} of the batches"
+    return Tie(figure, "is", lambda figures: of(figures.numbers("latencies")), 1e-3, absolute_s, words)
+
+
+TIED = (
+    Law("served <= offered", "X <= the rate of arrivals, but for chance", [
+        Tie("requests_per_s", "at most", "offered_per_s", 0.0, by.chance),
+    ]),
+    Law("all counted", "every request is completed or failed, and a server answered no fewer", [
+        Tie("requests", "is", "completed + failed"),
+        Tie("completed", "at most", grown("requests", "metrics")),
+    ]),
+    Law("rate x duration", "a rate times the duration is the count, within 1 %", [
+        Tie("requests_per_s", "is", "completed / duration_s", RATED, 0.001),
+        Tie("output_tokens_per_s", "is", "output_tokens / duration_s", RATED, 0.001),
+        Tie("total_tokens_per_s", "is", "(prompt_tokens + output_tokens) / duration_s", RATED, 0.001),
+        Tie("total_num_tokens", "is", "total_tokens_per_s * duration_s", RATED, 1.0),
+    ]),
+    Law("median run", "the reported run is no better than the median one", [
+        Tie("output_tokens_per_s", "at most", by.median_run, 0.01, words="the median of the runs"),
+    ]),
+    Law("Little", "N = X W, within 5 % and a step, and those who run are among them", [
+        Tie("mean_in_system", "is", X_W, LITTLE, by.unseen),
+        Tie("mean_running", "at most", "mean_in_system", SLACK),
+    ]),
+    Law("Little, running", "X x TPOT x gaps <= the mean number running, within 5 %", [
+        Tie("mean_running", "at least", each, LITTLE) for each in DECODING
+    ], by.unpreempted),
+    Law("slots", "X W of those that decode <= slots", [
+        Tie("slots", "at least", each, SLACK) for each in DECODING
+    ], by.unpreempted),
+    Law("at once", "never more at once than slots, of which there are as many as in the recipe", [
+        Tie("slots", "at least", by.most_in_slots, words="the most requests between first and last token"),
+        Tie("slots", "at least", "mean_running"),
+        Tie("slots", "at least", "mean_batch"),
+        Tie("slots", "is", "settings.scheduler.num_slots"),
+    ]),
+    Law("spans", "mean batch x steps >= output tokens", [
+        Tie("output_tokens", "at most", "mean_batch * steps * max_tokens_per_step", SLACK),
+    ]),
+    Law("percentiles", "percentiles do not fall, and a mean is within min and max", [
+        Tie(f"{name}.{low}", "at most", f"{name}.{high}", 1e-3, ROUNDING_MS)
         for name in LATENCIES
         for low, high in (*combinations(PERCENTS, 2), ("min", "mean"), ("mean", "max"))
-    ),
-    *(
-        Tie("TTFT <= E2E", f"ttft_ms.{part}", "at most", figure(f"e2e_ms.{part}"), 0.0, ROUNDING_MS)
-        for part in ("mean", *PERCENTS)
-    ),
-    Tie("E2E = TTFT + gaps", "itl_ms.mean", "is", by.gap_ms(), SLACK, _gap_rounding_ms),
-    Tie("roofline", "tpot_ms.mean", "at least", by.floor_ms(), SLACK, ROUNDING_MS),
-    # How many are there, by Little's law N = X W, and how many there is room for.
-    Tie("Little", "mean_in_system", "is", by.x_times_w(), LITTLE, by.unseen),
-    Tie("Little, records", "mean_in_system", "is", by.mean_number(are_all_answered=True), LITTLE, by.unseen),
-    Tie("Little, records", "mean_in_flight", "is", by.mean_number(are_all_answered=False), SLACK, 0.001),
-    Tie("Little, running", "mean_running", "at least", by.decoding(), LITTLE),
-    Tie("Little, running", "mean_running", "at most", figure("mean_in_system"), SLACK),
-    Tie("slots", "slots", "at least", by.decoding(), SLACK),
-    Tie("slots", "slots", "at least", figure("mean_running")),
-    Tie("slots", "slots", "at least", figure("mean_batch")),
-    Tie("slots", "slots", "is", figure("settings.scheduler.num_slots")),
-    Tie("spans", "output_tokens", "at most", product("mean_batch", "steps", "max_tokens_per_step"), SLACK),
-    # What an engine counted at its steps, and before and after them.
-    Tie("counters", "steps", "is", growth("steps")),
-    Tie("counters", "prompt_tokens", "is", growth("prompt_tokens")),
-    Tie("counters", "output_tokens", "is", growth("sampled_tokens")),
-    Tie("counters", "preemptions", "is", growth("preemptions")),
-    Tie("counters", "prefix_hit_rate", "is", by.hit_share(), 0.0, RATE),
-    Tie("memory", "page_bytes", "at least", product("page_size", "kv_bytes_per_token")),
-    Tie("memory", "computed_on.memory_gib", "at least", by.memory_gib()),
-    Tie("cache", "cache_after_all_runs.idle_pages", "is", by.idle_pages()),
-    # What a server counted.
-    Tie("server", "completed", "at most", by.server_growth("requests")),
-    Tie("server", "prompt_tokens", "is", by.own_growth("prompt_tokens")),
-    Tie("server", "output_tokens", "is", by.own_growth("output_tokens")),
-    Tie("server", "ttft_ms.mean", "at least", by.own_mean_ms("ttft"), 0.01, 1.0),
-    Tie("server", "e2e_ms.mean", "at least", by.own_mean_ms("e2e"), 0.01, 1.0),
-    # Batches that were served one after the other.
-    Tie("batches", "requests", "is", by.of_all_batches("batch_size")),
-    Tie("batches", "completed", "is", by.of_all_batches("batch_size")),
-    Tie("batches", "prompt_tokens", "is", product("completed", "input_len")),
-    Tie("batches", "output_tokens", "is", product("completed", "output_len")),
-    Tie("batches", "duration_s", "is", by.of_batches("sum", np.sum), 1e-3, 1e-4),
-    Tie("batches", "avg_latency", "is", by.of_batches("mean", np.mean), 1e-3, 2e-6),
-    Tie("batches", "tpot_ms.mean", "at most", by.batch_per_gap_ms(), 0.01),
-    *(
-        Tie(
-            "batches",
-            f"percentiles.{part}",
-            "is",
-            by.of_batches(f"percentile {part}", partial(np.percentile, q=part)),
-            1e-3,
-            2e-6,
-        )
-        for part in BATCH_PERCENTS
-    ),
-    # What an author says in passing.
-    Tie("claim", "claim.is", "is", by.claimed(), LITTLE),
-    Tie("claim", "claim.at_most", "at most", by.claimed(), LITTLE),
-    Tie("claim", "claim.at_least", "at least", by.claimed(), LITTLE),
-)
-
-
-def signs(figures: Figures) -> str | None:
-    """Check the signs of all figures, and that no share is above 1."""
-    found = {name: value for name in chain(*UNITS.values()) if (value := figures.given(name)) is not None}
-    if not found:
-        raise NotCheckable("no figure is known by its name")
-    below = [f"{name} is {value:g}, below 0" for name, value in found.items() if value < 0]
-    shares = [name for name in UNITS["share"] if name in found]
-    return first(below + [exceeds(name, found[name], "the whole", 1) for name in shares])
-
-
-def both_names(figures: Figures) -> str | None:
-    """Check that a figure under two names has one value; `under_ours` has added missing names."""
-    wrongs = []
-    for name, aliases in (THEIRS | THEIR_PARTS).items():
-        for alias in aliases:
-            mine, again = figures.given(name), figures.given(alias)
-            if mine is not None and again is not None:
-                wrongs.append(differs(name, mine, alias, again, 0.001 * abs(again)))
-    if not wrongs:
-        raise NotCheckable("no figure stands under two names")
-    return first(wrongs)
+    ]),
+    Law("TTFT <= E2E", "in the mean and in every percentile", [
+        Tie(f"ttft_ms.{part}", "at most", f"e2e_ms.{part}", 0.0, ROUNDING_MS) for part in ("mean", *PERCENTS)
+    ]),
+    Law("E2E = TTFT + gaps", "summed over all requests, within 2 %", [
+        Tie("itl_ms.mean", "is", "(e2e_ms.mean - ttft_ms.mean) * completed / itl_gaps",
+            SLACK, f"{ROUNDING_MS} * (1 + completed / itl_gaps)"),
+    ]),
+    Law("roofline", "TPOT >= bytes of weights and keys and values / bandwidth", [
+        Tie("tpot_ms.mean", "at least", by.floor_ms, SLACK, ROUNDING_MS, "memory's time for them"),
+    ]),
+    Law("every request", "one record for each request, none twice, and each is counted by its end", [
+        Tie("requests", "is", lambda figures: len(figures.records), words="the number of records"),
+        Tie("requests", "is", by.num_ids, words="the number of requests that have a record"),
+        Tie("completed", "is", by.num_ended(*DONE), words="the number of records that are completed"),
+        Tie("ended_by.stop", "is", by.num_ended("stop"), words="the records'"),
+        Tie("ended_by.length", "is", by.num_ended("length"), words="the records'"),
+    ]),
+    Law("recount", "latencies, duration, sums and rates are those of the records", [
+        recounted("prompt_tokens", "prompt_tokens", "sum", np.sum),
+        recounted("output_tokens", "output_tokens", "sum", np.sum),
+        recounted("least_output_tokens", "output_tokens", "least", np.min),
+        recounted("most_output_tokens", "output_tokens", "most", np.max),
+        Tie("itl_gaps", "is", by.num_gaps, words="the number of gaps between the records' tokens"),
+        Tie("duration_s", "at least", by.least_s, exact, 1e-4, "the records' last end"),
+        Tie("duration_s", "at most", by.most_s, exact, 1e-4, "the records' last end"),
+        Tie("mean_in_flight", "is", by.num_in_flight, SLACK, 0.001, "the sum of W over duration_s"),
+        Tie("offered_per_s", "is", by.arrivals_per_s, 0.01, 0.001, "(requests - 1) / the spread of arrivals"),
+        *(
+            Tie(f"{name}.{part}", "is", by.latency_ms(name, part, percent), exact, 0.02, "the records'")
+            for name in LATENCIES
+            for part, percent in PARTS.items()
+        ),
+    ]),
+    Law("goodput", "good requests are those that meet the objectives", [
+        Tie("request_goodput", "at most", "requests_per_s", 0.001),
+        Tie("request_goodput", "is", by.good_per_s, 0.0, GOOD, "the records'"),
+    ]),
+    Law("counters", "figures are what the engine's counters grew by in the run", [
+        Tie("steps", "is", grown("steps")),
+        Tie("prompt_tokens", "is", grown("prompt_tokens")),
+        Tie("output_tokens", "is", grown("sampled_tokens")),
+        Tie("preemptions", "is", grown("preemptions")),
+        Tie("prefix_hit_rate", "is", f"{grown('hit_tokens')} / {grown('prompt_tokens')}", 0.0, RATE),
+    ], by.counted_apart),
+    Law("computed tokens", "each token is computed once, and what was lost once more", [
+        Tie("counters.after.computed_tokens", "at least", COMPUTED),
+        Tie("counters.after.computed_tokens", "at most", COMPUTED, 0.0, by.computed_ahead),
+    ], by.counted_apart),
+    Law("memory", "weights and pages fit into the device's memory, and tokens into their pages", [
+        Tie("page_bytes", "at least", "page_size * kv_bytes_per_token"),
+        Tie("computed_on.memory_gib", "at least", f"({TAKEN_BYTES}) / {2**30}"),
+    ]),
+    Law("cache", "an engine at rest holds no page", [
+        Tie("num_pages", "is", "cache_after_all_runs.free_pages + cache_after_all_runs.idle_pages"),
+    ]),
+    Law("server", "figures are what the server's own counters grew by; no client waits less", [
+        Tie("prompt_tokens", "is", grown("prompt_tokens", "metrics")),
+        Tie("output_tokens", "is", grown("output_tokens", "metrics")),
+        *(
+            Tie(f"{name}_ms.mean", "at least",
+                f"1000 * {grown(f'{name}_s', 'metrics')} / {grown(f'{name}_count', 'metrics')}", 0.01, 1.0)
+            for name in ("ttft", "e2e")
+        ),
+    ], by.answered_alone),
+    Law("batches", "figures are those of the batches, each of which was answered in full", [
+        Tie("requests", "is", by.num_batched, words="batch_size of all batches"),
+        Tie("completed", "is", "requests"),
+        Tie("prompt_tokens", "is", "completed * input_len"),
+        Tie("output_tokens", "is", "completed * output_len"),
+        of_batches("duration_s", "sum", np.sum, 1e-4),
+        of_batches("avg_latency", "mean", np.mean, 2e-6),
+        Tie("tpot_ms.mean", "at most", "1000 * avg_latency / (output_len - 1)", 0.01),
+        *(
+            of_batches(f"percentiles.{q}", f"percentile {q}", partial(np.percentile, q=q), 2e-6)
+            for q in BATCH_PERCENTS
+        ),
+    ], lambda figures: figures.numbers("latencies")),
+    Law("claim", "a number that is claimed in passing fits those beside it, within 5 %", [
+        Tie("claim.is", "is", by.claimed, LITTLE, words="what its factors make"),
+        Tie("claim.at_most", "at most", by.claimed, LITTLE, words="what its factors make"),
+        Tie("claim.at_least", "at least", by.claimed, LITTLE, words="what its factors make"),
+    ]),
+)  # fmt: skip
+NOT_NEGATIVE = sorted({*UNTIED, *(tie.figure for law in TIED for tie in law.checks if isinstance(tie, Tie))})
+LAWS: tuple[Law, ...] = (
+    Law("signs", "no figure is negative, and no share is above 1", [
+        *(Tie(name, "at least", 0.0, words="the least") for name in NOT_NEGATIVE),
+        *(Tie(name, "at most", 1.0, words="the whole") for name in SHARES),
+    ]),
+    *TIED,
+    Law("both names", "a figure under two names has one value", [
+        Tie(name, "is", alias, 0.001)
+        for name, aliases in (THEIRS | THEIR_PARTS).items()
+        for alias in aliases
+    ]),
+)  # fmt: skip
 
 
 def parts_of(fields: Fields, name: str) -> dict[str, Any]:
@@ -233,18 +236,15 @@ def under_ours(fields: Fields) -> Fields:
 
     Their ITL is the mean of gaps between pieces, which is of use only where the gaps are counted.
     """
-    known = {name: [each for each in aliases if each in fields] for name, aliases in THEIRS.items()}
-    found: dict[str, Any] = {name: fields[names[0]] for name, names in known.items() if names}
+    theirs = {name: [each for each in aliases if each in fields] for name, aliases in THEIRS.items()}
+    found: dict[str, Any] = {name: fields[names[0]] for name, names in theirs.items() if names}
     if isinstance(fields.get("itls"), list):  # gaps of each request, in files with details
         found["itl_gaps"] = sum(len(each) for each in fields["itls"])
     for name in LATENCIES:
         if (name != "itl_ms" or "itl_gaps" in {*fields, *found}) and (stated := parts_of(fields, name)):
             found[name] = stated
-    return {**found, **fields}
-
-
-LAWS: tuple[Law, ...] = (
-    Law("signs", "no figure is negative, and no share is above 1", signs),
-    *laws_of(TIES, STATEMENTS),
-    Law("both names", "a figure under two names has one value", both_names),
-)
+    known = {**found, **fields}
+    tokens, answers = known.get("output_tokens"), known.get("completed")
+    if isinstance(tokens, int) and isinstance(answers, int):  # one before each token after the first
+        known.setdefault("itl_gaps", max(0, tokens - answers))
+    return known

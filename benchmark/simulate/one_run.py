@@ -106,7 +106,7 @@ def deployment_of(options: argparse.Namespace) -> Deployment:
 def figures_of(
     deployment: Deployment, requests: Iterator[Request], timeline: SimulatedTrace | None = None
 ) -> Result:
-    """Return the figures of one simulated figures_of, without a verdict."""
+    """Return the figures of one simulated run, without a verdict."""
     began_s = time.perf_counter()
     totals, own = deployment.serve(requests, timeline, records=True)
     took_s = time.perf_counter() - began_s
@@ -163,9 +163,9 @@ def splits(whole: Deployment, split: tuple[int, int]) -> Iterator[tuple[str, Dep
             yield f"cost, {name} x {factor:g}", replace(whole, split=split, weights=weights)
 
 
-def compare(options: argparse.Namespace, split: tuple[int, int] | None) -> Result:
-    """Return the figures of each route or split; raises ValueError for one that the gate refuses."""
-    placement = place(recipe_of(options), options.device, options.tp)
+def run_ways(options: argparse.Namespace) -> Result:
+    """Return the figures of each route, or of each split; raises ValueError for one that the gate refuses."""
+    placement, split = place(recipe_of(options), options.device, options.tp), getattr(options, "split", None)
     whole = Deployment(placement, options.dp if split is None else sum(split), "prefix")
     requests = requests_of(options, placement)
     routes = ((route, replace(whole, route=route)) for route in ROUTES)
@@ -186,16 +186,6 @@ def print_ways(result: Result) -> None:
     is_routed = all("routed_most_of_mean" in each for each in rows)
     print(f"SIMULATED: {SIMULATED}\n")
     print(table((WAY, *(ROUTED if is_routed else SPLIT), *SERVED), rows, "" if is_routed else "0"))
-
-
-def run_routes(options: argparse.Namespace) -> Result:
-    """Compare the routes."""
-    return compare(options, None)
-
-
-def run_splits(options: argparse.Namespace) -> Result:
-    """Compare who computes prompts."""
-    return compare(options, options.split)
 
 
 @dataclass(frozen=True, slots=True)

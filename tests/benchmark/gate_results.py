@@ -23,24 +23,15 @@ THEIRS = {
 
 
 def engine() -> Result:
-    """A run of an engine in this process, with what it counted at each step."""
+    """A run of an engine in this process, and what it counted."""
     result = honest(1)
-    records = result["records"]
-    ends_s = sorted({time_s for record in records for time_s in record["token_times_s"]})
-    finished_s = [record["finish_s"] for record in records]
-    came_s = [time_s for record in records for time_s in record["token_times_s"]]
     computed = result["prompt_tokens"] + result["output_tokens"] - result["completed"]
-    readings = [
-        [end_s, sum(s <= end_s for s in came_s), sum(s <= end_s for s in finished_s), computed, 0]
-        for end_s in ends_s
-    ]
     counted = {"prompt_tokens": result["prompt_tokens"], "sampled_tokens": result["output_tokens"]}
     counted |= {"computed_tokens": computed, "steps": result["steps"]}
     idle = dict.fromkeys(("hit_tokens", "preemptions", "lost_tokens", "refound_tokens"), 0)
     return {
         **result,
         "counters": {"before": dict.fromkeys(counted, 0) | idle, "after": counted | idle},
-        "metrics": {"columns": ["at_s", "sampled", "ended", "tokens", "hit_tokens"], "readings": readings},
         "prefix_hit_rate": 0.0,
         "total_num_tokens": result["prompt_tokens"] + result["output_tokens"],
         "cache_after_all_runs": {"free_pages": 90, "idle_pages": 10},

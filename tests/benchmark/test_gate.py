@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from benchmark.gate.gate import ANYWHERE, LAWS, audit, digests, published, with_verdict
-from benchmark.gate.law import Tie
+from benchmark.gate.law import Law, Tie
 from benchmark.gate.result import Figures, NotCheckable
-from benchmark.gate.table import STATEMENTS, TIES, under_ours
+from benchmark.gate.table import TIED, under_ours
 from devices.rates import load, named
 from tests.benchmark.gate_results import batches, claim, client, engine
 from tests.simulation.queue import PARTS, honest, summarised
@@ -96,8 +96,6 @@ def all_of(*acts: Tampering) -> Tampering:
 def skip_tokens(result: Result) -> None:
     """Fewer tokens were computed than there were, as if some had been found and nobody told."""
     result["counters"]["after"]["computed_tokens"] -= 7
-    for reading in result["metrics"]["readings"]:
-        reading[3] -= 7
 
 
 def at_one_instant(result: Result) -> None:
@@ -138,13 +136,11 @@ TAMPERINGS: tuple[tuple[str, str, Tampering], ...] = (
     ("tokens by request", "engine", lambda result: result["records"][3]["token_times_s"].pop()),
     ("tokens by request", "engine", put("records.4.max_tokens", 1)),
     ("tokens by request", "client", put("records.3.piece_tokens", [1, 2])),
-    ("one token a step", "engine", at_one_instant),
+    ("clock", "engine", at_one_instant),
     ("pieces apart", "client", together),
     ("computed tokens", "engine", put("counters.after.refound_tokens", 7)),
     ("computed tokens", "engine", put("counters.after.computed_tokens", 7)),
     ("computed tokens", "engine", skip_tokens),
-    ("steps of requests", "engine", put("metrics.readings.20.1", 3)),
-    ("steps of requests", "engine", put("metrics.readings.20.2", 50)),
     ("counters grow", "engine", put("counters.before.steps", 10_000)),
     ("counters grow", "client", put("metrics.before.itl_count", 10_000)),
     ("client on time", "client", put("client.lag_ms.p99", 900.0)),
@@ -153,15 +149,10 @@ TAMPERINGS: tuple[tuple[str, str, Tampering], ...] = (
     ("clocks", "engine", put("clock.cpu_s", 500.0)),
     ("clocks", "engine", put("duration_s", 101.0)),
     ("machine", "engine", put("machine.device", "Ascend910B4")),
-    ("machine", "engine", put("machine.torch", "2.9.0+cpu")),
     ("machine", "engine", put("computed_on.kind", "cpu")),
     ("machine", "engine", put("computed_on.attention", "attention.npu.fused.Fused")),
     ("machine", "engine", put("device_profile", "ascend910b")),
-    (
-        "machine",
-        "engine",
-        all_of(ON_ASCEND, put("computed_on.kind", "npu"), put("device_profile", "ascend910b")),
-    ),
+    ("machine", "engine", all_of(ON_ASCEND, put("computed_on.kind", "npu"))),
     ("machine", "engine", all_of(ON_CPU, put("num_devices", 8))),
     # Changes that agree with others, and changes of single ties that are easily made.
     ("Little", "engine", hurry),
@@ -201,14 +192,13 @@ def test_a_law_refuses_a_tampered_result(law: str, good: str, tamper: Tampering)
     ("law", "good", "change"),
     [
         ("Little, running", "engine", all_of(put("preemptions", 1), put("mean_running", 0.1))),
-        ("one token a step", "engine", all_of(put("max_tokens_per_step", 4), at_one_instant)),
+        ("clock", "engine", all_of(put("max_tokens_per_step", 4), at_one_instant)),
         ("pieces apart", "client", all_of(put("metrics.after.itl_s", 0.031), together)),
         ("machine", "engine", all_of(ON_ASCEND, put("computed_on.virtual", True))),
         ("machine", "engine", ON_CPU),
         ("batches", "batches", all_of(put("output_len", 1), put("output_tokens", 48))),
         ("server", "client", all_of(put("metrics.after.requests", 99), put("metrics.after.ttft_s", 1e6))),
         ("counters", "engine", all_of(put("records.0.token_times_s", None), put("steps", 1))),
-        ("steps of requests", "engine", lambda result: result["metrics"]["readings"][1].__setitem__(1, None)),
     ],
 )
 def test_a_law_is_silent_where_it_does_not_apply(law: str, good: str, change: Tampering) -> None:
@@ -223,7 +213,7 @@ def test_a_good_result_passes(name: str) -> None:
 
 
 def test_each_law_has_a_tampering() -> None:
-    tried = {law for law, _, _ in TAMPERINGS} | {*STATEMENTS} | {"digests"}
+    tried = {law for law, _, _ in TAMPERINGS} | {law.name for law in TIED} | {"digests"}
     assert {law.name for law in (*LAWS, *ANYWHERE)} == tried
 
 
@@ -234,16 +224,17 @@ def wrong(tie: Tie, result: Result, figure: float | None = None) -> str | None:
         fields: Any = copy.deepcopy(figures.fields)
         put(tie.figure, figure)(fields)
         figures = Figures(fields)
-    return tie.wrong(figures)
+    return tie(figures)
 
 
-@pytest.mark.parametrize("law", STATEMENTS)
-def test_each_tie_of_a_law_refuses_another_figure(law: str) -> None:
+@pytest.mark.parametrize("law", TIED, ids=lambda law: law.name)
+def test_each_tie_of_a_law_refuses_another_figure(law: Law) -> None:
     """Some good result has both numbers, and a thousand times the figure, or none of it, is refused."""
-    unmet = {tie: None for tie in TIES if tie.law == law}
+    unmet = {check: None for check in law.checks if isinstance(check, Tie)}
     for result in GOOD.values():
         for tie in list(unmet):
             try:
+                law.when(Figures(under_ours(result)))
                 assert wrong(tie, result) is None
             except NotCheckable:
                 continue
@@ -335,9 +326,8 @@ def test_preempted_requests_leave_their_slots() -> None:
         ({**engine(), "num_devices": 0}, "num_devices is 0; it must be above 0"),
         (
             {**engine(), "clock": {"started_at": "2026-01-01", "ended_at": "2026-01-01"}},
-            "it must have a zone",
+            "it must be a date and a time with its zone",
         ),
-        ({**engine(), "metrics": {"columns": ["at_s"], "readings": [[1, 2]]}}, "must be lists of 1 numbers"),
     ],
 )
 def test_a_result_that_cannot_be_read_is_unusable(fields: Result, message: str) -> None:

@@ -141,9 +141,9 @@ def test_changed_figures_are_refused_by_laws_though_their_digests_fit(measured: 
     cases: dict[str, tuple[Result, str]] = {
         "steps": ({"steps": 38}, "counters"),
         "hits": ({"prefix_hit_rate": 0.99}, "counters"),
-        "batch": ({"mean_batch": measured["slots"] + 1.0}, "slots"),
+        "batch": ({"mean_batch": measured["slots"] + 1.0}, "at once"),
         "alias": ({"mean_tpot_ms": 0.5 * measured["tpot_ms"]["mean"]}, "both names"),
-        "tokens": ({"records": at_once}, "steps of requests"),
+        "tokens": ({"records": at_once}, "clock"),
         "rates": ({**faster, "duration_s": measured["duration_s"] / 2}, "recount"),
         "device": ({**device, "num_devices": 8}, "machine"),
         "weights": ({"weight_bytes_per_step": 2**50}, "memory"),

@@ -30,11 +30,11 @@ def test_a_result_passes_or_is_refused_with_the_law_and_the_numbers(
     assert main([str(file)]) == 1
     line = capsys.readouterr().out.splitlines()[0]
     assert line.startswith("refused        served <= offered  requests_per_s is ")
-    assert "offered_per_s 0.5" in line
+    assert "above offered_per_s, 0.5" in line
     assert main([str(file), "--json"]) == 1
     verdict = json.loads(capsys.readouterr().out)
     assert verdict["outcome"] == "refused"
-    assert list(verdict["refused"]) == ["served <= offered", "offered, records"]
+    assert list(verdict["refused"]) == ["served <= offered", "recount"]
 
 
 def test_each_row_of_the_sources_is_told_with_its_laws(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,6 @@ from recipes.schema.recipe import ROOT
 
 RECIPE = "recipes/tiny/cpu.yaml"
 SERVED = ["--base-url", "http://127.0.0.1:9", "--trace", "none"]
-LENGTHS = ["--prompt-tokens", "9", "--output-tokens", "9"]
 ABSURD = ("1e20", "1e-300", "-1", "nan", "9" * 5000, "\u0669", "")
 # Each verb with the options of numbers that it has; all are refused before anything is read or begun
 OPTIONS = {
@@ -37,10 +36,6 @@ OPTIONS = {
     "simulate search": (
         [RECIPE, "--trace", "none", "--ttft-ms", "9", "--itl-ms", "9"],
         ["--ttft-ms", "--itl-ms", "--percent", "--tp", "--dp", "--chunk", "--slots"],
-    ),
-    "simulate fleet": (
-        [RECIPE, "--dp", "1", "--rate", "1", "--requests", "1", *LENGTHS],
-        ["--requests", "--rate", "--seed", "--tp", "--dp", "--sample", "--processes"],
     ),
     "benchmark serve": (
         SERVED,

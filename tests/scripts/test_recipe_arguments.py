@@ -26,7 +26,6 @@ NEEDED = {  # what else a verb must be given
     "search": ["--trace", "a", "--device", "h200", "--ttft-ms", "1", "--itl-ms", "1"],
     "routes": ["--trace", "a", "--dp", "2"],
     "splits": ["--trace", "a", "--split", "1:1"],
-    "fleet": ["--requests", "1", "--rate", "1", "--prompt-tokens", "1", "--output-tokens", "1", "--dp", "2"],
 }
 PARSERS = {
     f"{prog} {each.title}": (partial(parser_of, each, prog), NEEDED.get(each.title, []))

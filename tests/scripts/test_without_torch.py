@@ -41,7 +41,7 @@ HELP = [
     *("scripts.audit", "scripts.doctor", "scripts.follow", "scripts.mutants", "scripts.on_ray"),
     *("scripts.place", "scripts.replay", "scripts.route", "scripts.serve", "scripts.top", "scripts.verify"),
     *(f"scripts.benchmark {verb.title}" for verb in BENCHMARKS),
-    *(f"scripts.simulate {verb}" for verb in ("search", "routes", "splits", "fleet", "lengths")),
+    *(f"scripts.simulate {verb}" for verb in ("search", "routes", "splits", "lengths")),
     "scripts.simulate fit",
     "tests.mutation.__main__",
 ]

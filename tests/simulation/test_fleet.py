@@ -14,7 +14,7 @@ from continuous_batching.routing.routing import Route, Routing
 from kv_cache.page_keys import short_key
 from simulation.fleet import Fleet, serve_fleet
 from simulation.pipeline import Pipeline, Stages
-from simulation.replica import Replica, serve
+from simulation.replica import Replica
 from simulation.run_totals import RunTotals
 from tests.simulation.test_serve import Fixed, requests, scheduler
 
@@ -29,7 +29,8 @@ def test_engines_in_turn_are_engines_alone() -> None:
     together = fleet(3, "round_robin", list(requests(60, 20.0)))
     alone = RunTotals()
     for number in range(3):
-        alone.merge(serve(list(requests(60, 20.0))[number::3], scheduler(), Fixed()))
+        one = [Replica(scheduler(), Fixed(), alone)]
+        serve_fleet(list(requests(60, 20.0))[number::3], one, "round_robin")
     assert together.figures() == alone.figures()
 
 
