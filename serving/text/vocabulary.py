@@ -43,6 +43,7 @@ from serving.text.tokenizer_settings import (
 class Vocabulary(Protocol):
     """The interface of a tokenizer.
 
+    `own_tokens` are the texts of control tokens that the vocabulary itself names, such as `eos_token`.
     `control` maps the text of each control token to its id, and `splits_control` says that a text has none,
     whatever it spells out; `num_lead_spaces` is the number of spaces at the start of a text that belong to
     the tokenizer and not to the text.
@@ -51,6 +52,7 @@ class Vocabulary(Protocol):
     size: int
     control: dict[str, int]
     splits_control: bool
+    own_tokens: dict[str, str]
     num_lead_spaces: int
 
     def encode(self, text: str, *, start: bool = True, add_special_tokens: bool = False) -> list[int]:
@@ -81,6 +83,7 @@ class FastVocabulary:
         self.size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder().items()
         self.control = {token.content: index for index, token in added if token.special}
+        self.own_tokens: dict[str, str] = {}
         self._tokenizer.encode_special_tokens = self.splits_control = splits_control(settings)
         self._decoder = TokenDecoder.of(self._tokenizer.decoder, path)
         self.num_lead_spaces = self._decoder.num_lead_spaces
@@ -124,6 +127,11 @@ class SentencePieceVocabulary:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        if OTHER_PIECES.fullmatch(named := _class_of(settings)):
+            raise ValueError(
+                f"tokenizer_config.json has tokenizer_class: {named}, whose ids are others than those of"
+                f" {path}; take tokenizer.json of the same model"
+            )
         try:
             proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
             self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
@@ -134,19 +142,30 @@ class SentencePieceVocabulary:
         if self.splits_control:
             _spell_out(proto, settings)
             self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
-        has_lead = proto.normalizer_spec.add_dummy_prefix and settings.get("add_prefix_space") is not False
+        # Llama's classes put a space before a text, and Gemma's does not, whatever the model says
+        is_llama, is_gemma = named in ("LlamaTokenizer", "CodeLlamaTokenizer"), named == "GemmaTokenizer"
+        puts_lead = is_llama or (proto.normalizer_spec.add_dummy_prefix and not is_gemma)
+        has_lead = puts_lead and settings.get("add_prefix_space") is not False
         self.num_lead_spaces = int(has_lead)
-        if _class_of(settings) in ("LlamaTokenizer", "GemmaTokenizer"):  # which leave a text as it is
+        if is_llama or is_gemma:  # which leave a text as it is
             proto.normalizer_spec.remove_extra_whitespaces = False
             proto.normalizer_spec.precompiled_charsmap = b""
+            proto.normalizer_spec.add_dummy_prefix = has_lead
             self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
         proto.normalizer_spec.add_dummy_prefix = False
         self._without_lead = SentencePieceProcessor(model_proto=proto.SerializeToString())
         # transformers 5 gives Llamas no unknown token: without byte tokens, what cannot be spelt is left out
-        self._left_out = self._model.unk_id() if _class_of(settings) == "LlamaTokenizer" else None
+        self._left_out = self._model.unk_id() if is_llama else None
         self._with_lead = self._model if has_lead else self._without_lead
         self._legacy = bool(settings.get("legacy"))
 
+        ends = proto.trainer_spec
+        pieces = {"bos": ends.bos_id, "eos": ends.eos_id, "unk": ends.unk_id}
+        self.own_tokens = {
+            f"{name}_token": self._model.id_to_piece(index)
+            for name, index in pieces.items()
+            if 0 <= index < self._model.vocab_size()
+        }
         own = self._model.vocab_size()
         self._names = {index: self._model.id_to_piece(index) for index in range(own)}
         self._id_of = {name: index for index, name in self._names.items()}
@@ -249,12 +268,14 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles | None:
     for name, kind in KINDS.items():
         if is_there(folder / name):
             check_regular(folder / name, MOST_TOKENIZER_BYTES)
+            if name in (PAIRS, PIECES):
+                settings = _with_class(folder, settings)
             if name == PAIRS:
-                settings = _settings_of_pairs(folder, settings)
+                settings = CLASS_TOKENS.get(_class_of(settings), {}) | settings
             elif name == TEKKEN:
                 settings = TEKKEN_TOKENS | settings
             vocabulary: Vocabulary = kind(folder / name, settings)
-            defaults = CLASS_TOKENS.get(_class_of(settings), {})
+            defaults = CLASS_TOKENS.get(_class_of(settings), vocabulary.own_tokens)
             known = {key: each for key, each in defaults.items() if vocabulary.find(each) is not None}
             return TokenizerFiles(vocabulary, known | settings, templates_in(folder, settings))
     for path in sorted([*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")]):
@@ -278,12 +299,12 @@ def check_ranks(path: Path) -> None:
     )
 
 
-def _settings_of_pairs(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with the class of a vocab.json, and with the tokens that this class assumes."""
-    if settings.get("tokenizer_class") is None:
-        model_type = optional_json_object(folder / "config.json").get("model_type")
-        settings = {**settings, "tokenizer_class": CLASS_OF_MODEL.get(str(model_type))}
-    return CLASS_TOKENS.get(_class_of(settings), {}) | settings
+def _with_class(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with the class that the model's family has, if the files do not name one."""
+    if settings.get("tokenizer_class") is not None:
+        return settings
+    model_type = optional_json_object(folder / "config.json").get("model_type")
+    return {**settings, "tokenizer_class": CLASS_OF_MODEL.get(str(model_type))}
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
@@ -417,10 +438,10 @@ def _class_of(settings: Mapping[str, Any]) -> str:
     return str(settings.get("tokenizer_class")).removesuffix("Fast")
 
 
-PAIRS, TEKKEN = "vocab.json", "tekken.json"
+PIECES, PAIRS, TEKKEN = "tokenizer.model", "vocab.json", "tekken.json"
 KINDS: dict[str, Callable[[Path, Mapping[str, Any]], Vocabulary]] = {
     "tokenizer.json": FastVocabulary,
-    "tokenizer.model": SentencePieceVocabulary,
+    PIECES: SentencePieceVocabulary,
     PAIRS: FastVocabulary,
     TEKKEN: FastVocabulary,
 }
@@ -435,6 +456,13 @@ WORDS_OF_CLASS = {
 # The class of models whose files do not name one
 CLASS_OF_MODEL = {"gpt2": "GPT2Tokenizer"} | dict.fromkeys(
     ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), "Qwen2Tokenizer"
+)
+CLASS_OF_MODEL |= dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer")
+# Classes of transformers that number or cut the pieces of a tokenizer.model in their own ways, or read none
+OTHER_PIECES = re.compile(
+    r"(Albert|Barthez|Bartpho|BertGeneration|BertJapanese|BigBird|Camembert|Cohere|Cpm|DebertaV2|FNet|GPT2"
+    r"|GPTSw3|Lasr|LayoutXLM|M2M100|MBart|MBart50|MLuke|Marian|Nllb|PLBart|Parakeet|Pegasus|Qwen2|Qwen3_5|Reformer"
+    r"|RemBert|SeamlessM4T|Siglip|Speech2Text|SpeechT5|T5|Tipsv2|Udop|VideoPrism|XGLM|XLMRoberta|XLNet)Tokenizer"
 )
 # What transformers' classes of tokenizers assume where the files say nothing
 CLASS_TOKENS = {

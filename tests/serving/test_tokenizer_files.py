@@ -414,6 +414,85 @@ def test_a_control_token_of_the_vocabulary_stays_one(folders: dict[str, Path], t
     check_same(tmp_path)
 
 
+GEMMA: dict[str, Any] = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad")}
+GEMMA |= {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True}
+
+
+@pytest.mark.parametrize("puts_lead", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "model_type"),
+    [(GEMMA, None), (GEMMA | {"tokenizer_class": None}, "gemma3_text"), (None, "gemma2")],
+    ids=["class", "family", "bare"],
+)
+def test_gemmas_pieces_are_read_as_its_class_does(
+    settings: dict[str, Any] | None, model_type: str | None, puts_lead: bool, tmp_path: Path
+) -> None:
+    """Without a space before a text, whatever the file says, and with its class's names of control tokens."""
+    pieces = {f"{name}_piece": f"<{name}>" for name in ("bos", "eos", "unk", "pad")}
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(CORPUS),
+        model_prefix=str(tmp_path / "tokenizer"),
+        model_type="bpe",
+        vocab_size=460,
+        byte_fallback=True,
+        character_coverage=0.98,
+        add_dummy_prefix=puts_lead,
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        minloglevel=2,
+        **pieces,
+    )
+    if settings is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+    check_same(tmp_path, ("What is 12?", "  two  spaces ", "<bos>What<eos> is", "你好 🎉\n x"))
+
+
+def test_a_llamas_class_puts_a_space_before_a_text_whatever_its_pieces_say(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    write(tmp_path, folders["sentence_pieces_bare"], {"tokenizer_config": LLAMA})
+    check_same(tmp_path, ("What is 12?", "<s>What</s>is", "你好 🎉\n x"))
+
+
+@each_of("named", ["BaichuanTokenizer", "InternLM3Tokenizer", "PreTrainedTokenizerFast", None])
+def test_pieces_of_a_class_of_the_checkpoints_own_are_read_as_sentencepiece_reads_them(
+    named: str | None, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """With the space before a text, which transformers 5 leaves out, and the control tokens of the file."""
+    shutil.copy(folders["sentence_pieces"] / "tokenizer.model", tmp_path)
+    settings = {"tokenizer_class": named, "auto_map": {"AutoTokenizer": ["tokenization.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    text = Text.load(tmp_path)
+    pieces = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
+    assert text is not None
+    for sample in WORDS[4:-1]:
+        assert text.encode(sample) == pieces.encode(sample)
+        assert text.decode(pieces.encode(sample)) == pieces.decode(pieces.encode(sample))
+    assert text.eos_token_ids == (pieces.eos_id(),)
+
+
+@each_of(
+    "named", ["T5Tokenizer", "XLNetTokenizer", "XLMRobertaTokenizerFast", "XGLMTokenizer", "Qwen2Tokenizer"]
+)
+def test_pieces_that_a_class_numbers_in_its_own_way_are_refused_by_the_class(
+    named: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copy(folders["sentence_pieces"] / "tokenizer.model", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    pieces = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
+    assert theirs("What is 龘 it?").input_ids != pieces.encode("What is 龘 it?")
+    with pytest.raises(
+        ValueError, match=rf"tokenizer_class: {named.removesuffix('Fast')}, whose ids are"
+    ) as told:
+        Text.load(tmp_path)
+    assert str(told.value).endswith("tokenizer.model; take tokenizer.json of the same model")
+
+
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "sentence_pieces"])
 def test_control_tokens_are_spelt_out_where_the_files_say_so(
     kind: str, folders: dict[str, Path], tmp_path: Path
