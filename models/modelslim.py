@@ -18,6 +18,7 @@ from typing import Any
 from borders.files import json_object
 from borders.numbers import integers
 from borders.refusal import abbreviate
+from models.checkpoint_names import TOWERS, alone
 from models.config import INDEX_KEY_NORM, LAST_NORM, QUERY_NORM, UP, DecoderConfig
 from models.quantization import KEY, Quantization, Stored
 
@@ -152,6 +153,7 @@ def described(config: DecoderConfig, path: Path) -> DecoderConfig:
         return config
     said = json_object(file, MOST_DESCRIPTION_BYTES, "copy it again")
     try:
+        said = _text_alone(said, config)
         _check_apart(config)
         _check_whole(said)
         types = {name: _type_of(name, said) for name, *_ in config.linears()}
@@ -175,6 +177,20 @@ def described(config: DecoderConfig, path: Path) -> DecoderConfig:
     except ValueError as error:
         raise ValueError(f"{file.name}: {error}") from error
     return made
+
+
+def _text_alone(said: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
+    """Return a description as if its text model were alone, as its tensors are named when they are read.
+
+    Towers are left out if they are not read. Raises ValueError for a tensor with two types.
+    """
+    found: dict[str, Any] = {}
+    for key, kind in said.items():
+        if config.reads_text_alone and key.startswith(TOWERS):
+            continue
+        if found.setdefault(alone(key), kind) != kind:
+            raise ValueError(f"it has {abbreviate(alone(key))} under two names with two types; copy it again")
+    return found
 
 
 def _check_apart(config: DecoderConfig) -> None:
@@ -257,8 +273,19 @@ def _further(
         if name == key or name in types or kind == FLOAT:
             continue
         if not key.startswith(behind):
+            _check_layer(key, config)
             raise ValueError(f"{key} is {abbreviate(kind)}, and this engine reads it unquantised: {_INSTEAD}")
         yield name, _checked(name, kind)
+
+
+def _check_layer(key: str, config: DecoderConfig) -> None:
+    """Raise ValueError for a tensor of a layer that the model does not have."""
+    layer = re.match(r"model\.layers\.(\d+)\.", key)
+    if layer and int(layer[1]) >= config.num_layers:
+        raise ValueError(
+            f"it has an entry {key}, and the model of config.json has {config.num_layers} layers: copy both"
+            " from one export"
+        )
 
 
 def _scaled_caches(said: Mapping[str, Any]) -> Iterator[str]:

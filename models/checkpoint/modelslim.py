@@ -30,6 +30,7 @@ from models.parallel.share import Slices
 from models.quantization import Quantization
 
 ANY = (*FLOATS, "I8", "I32", "I64")
+OF_SCALES = (*FLOATS, "I64")  # of deq_scale
 OF_INPUTS = "input_scale", "input_offset"  # one number for all inputs of a linear
 STATIC_ENDS = "quant_bias", "deq_scale", *OF_INPUTS
 # Tensors beside a weight that change nothing here, by type; those of ZEROS are checked
@@ -49,7 +50,7 @@ class Unused:
     @property
     def slices(self) -> Slices:
         """What is read of it: all, or nothing."""
-        return () if self.must_be_zero else (slice(0, 0),)
+        return () if self.must_be_zero or not self.shape else (slice(0, 0),)
 
     def part(self, whole: Any) -> Tensor:
         """See Place.part."""
@@ -87,12 +88,16 @@ class OfOutputs(Place):
     @property
     def stored(self) -> tuple[str, ...]:
         """See Place.stored."""
-        return (*FLOATS, "I64")
+        return OF_SCALES
 
     def take(self, file: Path, name: str, tensor: Tensor) -> None:
         """See Place.take."""
         found = scale_of(tensor)
         check_finite(file, name, found, self.dtype)
+        if bool((found < 0).any()):
+            raise ValueError(
+                f"{file}: {name} holds {float(found.min()):.3g}, and no scale is negative; copy it again"
+            )
         self.fill(found)
 
 
@@ -220,10 +225,10 @@ def _multiplied_out(linear: str, places: DescribedPlaces) -> dict[str, PartPlace
         lambda found: ((scale_of(found[ends[0]]).float() / found[ends[1]].float())[:, None],),
     )
     rows = place.slices[:1]
-    shapes = {ends[0]: (place.shape[0],), ends[1]: (1,)}
+    outputs = (place.shape[0],)
     return {
-        f"{linear}.{end}": PartPlace(gathering, end, shapes[end], rows if end == ends[0] else (), ANY, ends)
-        for end in ends
+        f"{linear}.{ends[0]}": PartPlace(gathering, ends[0], outputs, rows, OF_SCALES, ends),
+        f"{linear}.{ends[1]}": PartPlace(gathering, ends[1], (1,), (), FLOATS, ends),
     }
 
 

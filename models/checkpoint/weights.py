@@ -25,7 +25,7 @@ from models.checkpoint.modelslim import OF_INPUTS, OfChannels, in_described, of_
 from models.checkpoint.place import Place, Rounding
 from models.checkpoint.stacked_experts import AnyPlace, PackedStack, Places, in_stacks
 from models.checkpoint.stored_parts import PartPlace, in_parts
-from models.checkpoint_names import HARMLESS, PREDICTION, TOWERS
+from models.checkpoint_names import HARMLESS, PREDICTION, TOWERS, wrapped_in
 from models.config import FUSED, GATE_UP, MLP_ROLES, QKV, DecoderConfig, Form
 from models.decoder import Decoder, DecoderLayer
 from models.layers.latent import UpProjection
@@ -141,6 +141,12 @@ def accounted(
     Raises as `fill`.
     """
     found, faults = _account(checkpoint_files(path), places, known, is_unread)
+    if faults and (wrapped := wrapped_in([name for names in found.values() for name in names])):
+        prefix, fix = wrapped
+        raise ValueError(
+            f"the tensors' names in {path} begin with {prefix}, which transformers does not read either; save"
+            f" {fix}, or rename the tensors"
+        )
     if faults:
         file = description_in(path)
         source = "config.json" if file is None else f"config.json and {file.name}"

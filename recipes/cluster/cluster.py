@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ _PORTS_OF_JOBS = 1000  # this many SLURM jobs that share a node use different po
 _NUMBERS, _COUNTS = integers(0, 2**31 - 1), integers(1, 2**31 - 1)
 _NUMBERED = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
 _HOST = rf"(?:[^\s,\[\]]|{_NUMBERED})+"
+_VOLCANOS = re.compile(r"VC_\w+_HOSTS")
 _SLURM_LIST = re.compile(rf"{_HOST}(?:,{_HOST})*")
 
 Environment = Mapping[str, str]
@@ -91,6 +92,7 @@ def named_cluster(
         or _by_torchrun(environment)
         or _by_ascend_operator(environment)
         or _in_rank_table(parallel, environment, names, rank_table)
+        or _by_volcano(environment, names)
         or _by_slurm(environment)
     )
     if found is None:
@@ -194,6 +196,57 @@ def _in_rank_table(
     return Cluster(str(path), len(servers), node, addresses[0], _leader_port(environment))
 
 
+def _by_volcano(environment: Environment, own_names: Callable[[], set[str]]) -> Cluster | None:
+    """Read what Volcano's plugins set in the pods of a job.
+
+    Its svc names the pods of each task, as in VC_WORKER_HOSTS=job-worker-0.job,job-worker-1.job, and its env
+    says which pod of its task this is. A master leads its workers.
+    """
+    tasks = {name: _hosts(environment, name) for name in sorted(environment) if _VOLCANOS.fullmatch(name)}
+    if not tasks:
+        return None
+    if len(tasks) > 1 and set(tasks) != {"VC_MASTER_HOSTS", "VC_WORKER_HOSTS"}:
+        raise RecipeError(
+            (),
+            f"{', '.join(tasks)} name the pods of {len(tasks)} tasks, and of several only a master and its"
+            " workers hold one engine",
+            "name the machines by parallel.nodes, and say which one this is by NODE_RANK=0, NODE_RANK=1, ...",
+        )
+    pods = [(host, name, at) for name, listed in tasks.items() for at, host in enumerate(listed)]
+    node = _optional(environment, "NODE_RANK", integers(0, len(pods) - 1))
+    if node is None:
+        node = _pod_of(pods, environment, own_names())
+    return _checked(Cluster("Volcano", len(pods), node, pods[0][0], _leader_port(environment)))
+
+
+def _pod_of(pods: Sequence[tuple[str, str, int]], environment: Environment, own: set[str]) -> int:
+    """Return which of the pods this is: by its name, or else by its index, which must not contradict it.
+
+    A pod is a host, the variable that names it, and its place there.
+    """
+    named = "VC_TASK_INDEX" if "VC_TASK_INDEX" in environment else "VK_TASK_INDEX"  # its older name
+    index = _optional(environment, named, _NUMBERS)
+    found = (node for node, (host, *_) in enumerate(pods) if host in own or host.partition(".")[0] in own)
+    node = next(found, None)
+    if node is None and index is not None and len({name for _, name, _ in pods}) == 1:
+        return index
+    if node is None:
+        raise RecipeError(
+            (),
+            f"{abbreviate(','.join(host for host, *_ in pods))} of Volcano's svc plugin names no machine that"
+            " is this one",
+            "say which one this is by NODE_RANK=0, NODE_RANK=1, ...",
+        )
+    host, name, at = pods[node]
+    if index is not None and index != at:
+        raise RecipeError(
+            (),
+            f"{named} is {index}, and this machine is {host}, which is number {at} of {name}",
+            "set none of them by hand, or say which one this is by NODE_RANK=0, NODE_RANK=1, ...",
+        )
+    return node
+
+
 def _by_slurm(environment: Environment) -> Cluster | None:
     if "SLURM_JOB_ID" not in environment:
         return None
@@ -260,7 +313,8 @@ def _check_alone(environment: Environment) -> None:
         raise RecipeError(
             (),
             f"WORLD_SIZE is {abbreviate(world)}: there are others, and no launcher known here has set it,"
-            " neither torchrun (TORCHELASTIC_RUN_ID), nor an AscendJob (LOCAL_RANK={0,...}), nor SLURM",
+            " neither torchrun (TORCHELASTIC_RUN_ID), nor an AscendJob (LOCAL_RANK={0,...}), nor Volcano"
+            " (VC_WORKER_HOSTS), nor SLURM",
             "name the machines by parallel.nodes, or unset WORLD_SIZE",
         )
     # Launchers of MPI, such as mpirun, set one of these.
@@ -284,13 +338,26 @@ def _checked(cluster: Cluster) -> Cluster:
     return cluster
 
 
+def _hosts(environment: Environment, name: str) -> list[str]:
+    """Return the machines of a list, whose names commas part."""
+    listed = [each.strip() for each in environment[name].split(",")]
+    if not all(map(_is_address, listed)) or len(set(listed)) < len(listed):
+        fix = "it must be different names or addresses, without ports, parted by commas"
+        raise RecipeError((), f"{name} is {abbreviate(environment[name])}", fix)
+    return listed
+
+
+def _is_address(text: str) -> bool:
+    return bool(text) and not re.search(r"[\s/,]", text) and not re.fullmatch(r"[^:]*:\d*", text)
+
+
 def _address(environment: Environment, name: str) -> str:
     """Return the address of a machine, which a launcher of this kind sets."""
     address = environment.get(name)
     fix = "it must be the first machine's name or address, without a port"
     if not address:
         raise RecipeError((), f"{name} is {'not set' if address is None else repr(address)}", fix)
-    if re.search(r"[\s/,]", address) or re.fullmatch(r"[^:]*:\d*", address):
+    if not _is_address(address):
         raise RecipeError((), f"{name} is {abbreviate(address)}", fix)
     # URLs have addresses of IPv6 in brackets, which sockets do not take.
     in_brackets = re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\]", address)

@@ -213,7 +213,8 @@ class Text:
 
         With `add_special_tokens` it begins and ends as the tokenizer's files say.
 
-        Control tokens written in a prompt are encoded as control tokens, since its author writes all of it.
+        Control tokens written in a prompt are encoded as control tokens, since its author writes all of it,
+        unless the files say `split_special_tokens`.
         """
         check_unicode("prompt", text)
         return self._vocabulary.encode(text, add_special_tokens=add_special_tokens)
@@ -226,8 +227,8 @@ class Text:
         """Return the ids of a conversation, by default up to the assistant's next turn.
 
         Control tokens come from the template alone; those written in a message, or in a value sent for the
-        template, are encoded as text. Raises BadRequest for messages that are malformed or that the template
-        refuses.
+        template, are encoded as text, as are the template's own where the files say `split_special_tokens`.
+        Raises BadRequest for messages that are malformed or that the template refuses.
         """
         template = self._tool_template if options.tools else self._template
         if template is None:
@@ -250,7 +251,8 @@ class Text:
         for each in strings_in(options.chat_template_kwargs):
             check_unicode("chat_template_kwargs", each)
         given = [checked, options.chat_template_kwargs, list(options.tools)]
-        (shown, kwargs, tools), spelt = shielded(given, self._vocabulary.control)
+        control = {} if self._vocabulary.splits_control else self._vocabulary.control
+        (shown, kwargs, tools), spelt = shielded(given, control)
         options = replace(options, chat_template_kwargs=kwargs, tools=tools)
         rendered = template.render(shown, options)
         parts = any_of(spelt).split(rendered)
@@ -276,23 +278,21 @@ class Text:
         With `start` they begin a text; otherwise they continue one, as an answer continues its prompt, and a
         leading space belongs to the text. `marks` are control tokens that are not skipped.
         """
-        skip = skip_special_tokens
-        pieces = (
-            self.token_bytes(token, skip_special_tokens=skip and token not in marks) for token in token_ids
-        )
-        data = b"".join(pieces)
-        for _ in range(self.num_lead_spaces if start else 0):
-            data = data.removeprefix(b" ")
-        return data.decode("utf-8", errors="replace")
+        detokenizer = Detokenizer(self, start=start, skip_special_tokens=skip_special_tokens, marks=marks)
+        return detokenizer.push(token_ids) + detokenizer.flush()
 
     def token_bytes(self, token: int, *, skip_special_tokens: bool = True) -> bytes:
-        """Return the bytes that a token adds to a text."""
+        """Return the bytes that a token adds to a text behind other tokens."""
         if skip_special_tokens and token in self._control_ids:
             return b""
         known = self._bytes.get(token)
         if known is None:
             known = self._bytes[token] = self._vocabulary.token_bytes(token)
         return known
+
+    def first_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token adds to a text of which it is the first."""
+        return self._vocabulary.token_bytes(token, is_first=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +359,7 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._marks = marks
         self._include_stop = include_stop
+        self._is_start = start  # whether the next token that is shown is the first of a text
         self._spaces_to_drop = text.num_lead_spaces if start else 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""  # text that may be the beginning of a stop string
@@ -380,7 +381,11 @@ class Detokenizer:
 
     def _bytes_of(self, token: int) -> bytes:
         is_skipped = self._skip_special_tokens and token not in self._marks
-        return self._text.token_bytes(token, skip_special_tokens=is_skipped)
+        data = self._text.token_bytes(token, skip_special_tokens=is_skipped)
+        if self._is_start and data:
+            self._is_start = False
+            return self._text.first_bytes(token)
+        return data
 
     def flush(self) -> str:
         """Return the rest, when no more tokens come."""

@@ -103,6 +103,11 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
     return named | more if isinstance(more, dict) else named
 
 
+def splits_control(settings: Mapping[str, Any]) -> bool:
+    """Return whether control tokens that a text spells out are text, also those of a chat template."""
+    return settings.get("split_special_tokens") is True
+
+
 def more_special_tokens(settings: Mapping[str, Any]) -> list[Any]:
     """Return the control tokens that have no name."""
     listed = [settings.get(key) for key in MORE_KEYS]
@@ -127,6 +132,8 @@ def _problems(settings: dict[str, Any]) -> Iterator[tuple[str, object, str]]:
             yield key, more, "a list of tokens"
         elif not all(map(_is_token, more.values() if isinstance(more, dict) else more)):
             yield key, more, "a list of tokens' texts"
+    if not isinstance(settings.get("split_special_tokens"), bool | None):
+        yield "split_special_tokens", settings["split_special_tokens"], "true or false"
     added = settings.get("added_tokens_decoder") or {}
     if not isinstance(added, dict):
         yield "added_tokens_decoder", added, "an object of tokens by their ids"

@@ -8,7 +8,6 @@ a Chinese character or an emoji may be split over several tokens.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -30,32 +29,36 @@ from tokenizers import (
 )
 
 from borders.files import MOST_TOKENIZER_BYTES, check_regular, is_there, optional_json_object
+from serving.text.token_decoder import TokenDecoder
 from serving.text.tokenizer_settings import (
     more_special_tokens,
     read_settings,
     special_tokens,
+    splits_control,
     templates_in,
     token_text,
 )
-
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary(Protocol):
     """The interface of a tokenizer.
 
-    `control` maps the text of each control token to its id; `num_lead_spaces` is the number of spaces at the
-    start of a text that belong to the tokenizer and not to the text.
+    `own_tokens` are the texts of control tokens that the vocabulary itself names, such as `eos_token`.
+    `control` maps the text of each control token to its id, and `splits_control` says that a text has none,
+    whatever it spells out; `num_lead_spaces` is the number of spaces at the start of a text that belong to
+    the tokenizer and not to the text.
     """
 
     size: int
     control: dict[str, int]
+    splits_control: bool
+    own_tokens: dict[str, str]
     num_lead_spaces: int
 
     def encode(self, text: str, *, start: bool = True, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of a text, or of a continuation if not `start`.
 
-        Control tokens in the text are recognised.
+        Control tokens in the text are recognised, unless `splits_control`.
         """
         ...
 
@@ -67,8 +70,8 @@ class Vocabulary(Protocol):
         """Return the id of a token by its name, or None."""
         ...
 
-    def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token; none for an id that the tokenizer does not know."""
+    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
+        """Return the bytes of a token, `is_first` in a text or behind others; none for an unknown id."""
         ...
 
 
@@ -80,8 +83,10 @@ class FastVocabulary:
         self.size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder().items()
         self.control = {token.content: index for index, token in added if token.special}
-        self._is_plain = self._tokenizer.decoder is None
-        self._by_bytes, self.num_lead_spaces, self._space = _decoder_steps(self._tokenizer, path)
+        self.own_tokens: dict[str, str] = {}
+        self._tokenizer.encode_special_tokens = self.splits_control = splits_control(settings)
+        self._decoder = TokenDecoder.of(self._tokenizer.decoder, path)
+        self.num_lead_spaces = self._decoder.num_lead_spaces
 
     def encode(self, text: str, *, start: bool = True, add_special_tokens: bool = False) -> list[int]:
         # The library has no option for `start`; it matters only after a control token that a message spells
@@ -95,17 +100,9 @@ class FastVocabulary:
         index: int | None = self._tokenizer.token_to_id(token)
         return index
 
-    def token_bytes(self, token: int) -> bytes:
+    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
         piece: str | None = self._tokenizer.id_to_token(token)
-        if piece is None:
-            return b""
-        if self._is_plain:
-            return f" {piece}".encode()  # The library joins tokens by spaces where there is no decoder
-        if self._by_bytes:
-            spelt = [_BYTE_OF_CHARACTER.get(character) for character in piece]
-            known = [byte for byte in spelt if byte is not None]
-            return bytes(known) if len(known) == len(spelt) else piece.encode()
-        return _piece_bytes(piece, self._space)
+        return b"" if piece is None else self._decoder.spell(piece, is_first=is_first)
 
     @cached_property
     def _literal(self) -> Tokenizer:
@@ -130,25 +127,45 @@ class SentencePieceVocabulary:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        if OTHER_PIECES.fullmatch(named := _class_of(settings)):
+            raise ValueError(
+                f"tokenizer_config.json has tokenizer_class: {named}, whose ids are others than those of"
+                f" {path}; take tokenizer.json of the same model"
+            )
         try:
             proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
             self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
         except (DecodeError, RuntimeError) as error:
             check_ranks(path)
             raise ValueError(f"{path} is not a sentencepiece model: {_line(error)}") from error
-        has_lead = proto.normalizer_spec.add_dummy_prefix and settings.get("add_prefix_space") is not False
+        self.splits_control = splits_control(settings)
+        if self.splits_control:
+            _spell_out(proto, settings)
+            self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
+        # Llama's classes put a space before a text, and Gemma's does not, whatever the model says
+        is_llama, is_gemma = named in ("LlamaTokenizer", "CodeLlamaTokenizer"), named == "GemmaTokenizer"
+        puts_lead = is_llama or (proto.normalizer_spec.add_dummy_prefix and not is_gemma)
+        has_lead = puts_lead and settings.get("add_prefix_space") is not False
         self.num_lead_spaces = int(has_lead)
-        if _class_of(settings) in ("LlamaTokenizer", "GemmaTokenizer"):  # which leave a text as it is
+        if is_llama or is_gemma:  # which leave a text as it is
             proto.normalizer_spec.remove_extra_whitespaces = False
             proto.normalizer_spec.precompiled_charsmap = b""
+            proto.normalizer_spec.add_dummy_prefix = has_lead
             self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
         proto.normalizer_spec.add_dummy_prefix = False
         self._without_lead = SentencePieceProcessor(model_proto=proto.SerializeToString())
         # transformers 5 gives Llamas no unknown token: without byte tokens, what cannot be spelt is left out
-        self._left_out = self._model.unk_id() if _class_of(settings) == "LlamaTokenizer" else None
+        self._left_out = self._model.unk_id() if is_llama else None
         self._with_lead = self._model if has_lead else self._without_lead
         self._legacy = bool(settings.get("legacy"))
 
+        ends = proto.trainer_spec
+        pieces = {"bos": ends.bos_id, "eos": ends.eos_id, "unk": ends.unk_id}
+        self.own_tokens = {
+            f"{name}_token": self._model.id_to_piece(index)
+            for name, index in pieces.items()
+            if 0 <= index < self._model.vocab_size()
+        }
         own = self._model.vocab_size()
         self._names = {index: self._model.id_to_piece(index) for index in range(own)}
         self._id_of = {name: index for index, name in self._names.items()}
@@ -193,6 +210,7 @@ class SentencePieceVocabulary:
         finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
         own = [AddedToken(name, normalized=False, special=True) for name in self.control]
         finder.add_tokens([*own, *added])
+        finder.encode_special_tokens = self.splits_control
         found = {each.content: finder.token_to_id(each.content) for each in [*own, *added]}
         return finder, {index: self._id_of[name] for name, index in found.items() if index is not None}
 
@@ -218,9 +236,18 @@ class SentencePieceVocabulary:
     def find(self, token: str) -> int | None:
         return self._id_of.get(token)
 
-    def token_bytes(self, token: int) -> bytes:
-        piece = self._names.get(token, "")
-        return _piece_bytes(piece, "▁")
+    def token_bytes(self, token: int, *, is_first: bool = False) -> bytes:
+        # The space that belongs to the tokenizer is no token's but the text's: see num_lead_spaces
+        return _PIECES_DECODER.spell(self._names.get(token, ""), is_first=is_first)
+
+
+def _spell_out(proto: Any, settings: Mapping[str, Any]) -> None:
+    """Let a sentencepiece model spell control tokens by its pieces, which it would find in a text itself."""
+    stored, special = _added_tokens(settings)
+    names = {each.content for each in (*stored.values(), *special) if each.special}
+    for piece in proto.pieces:
+        if piece.type == proto.SentencePiece.USER_DEFINED and piece.piece in names:
+            piece.type = proto.SentencePiece.NORMAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,12 +268,14 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles | None:
     for name, kind in KINDS.items():
         if is_there(folder / name):
             check_regular(folder / name, MOST_TOKENIZER_BYTES)
+            if name in (PAIRS, PIECES):
+                settings = _with_class(folder, settings)
             if name == PAIRS:
-                settings = _settings_of_pairs(folder, settings)
+                settings = CLASS_TOKENS.get(_class_of(settings), {}) | settings
             elif name == TEKKEN:
                 settings = TEKKEN_TOKENS | settings
             vocabulary: Vocabulary = kind(folder / name, settings)
-            defaults = CLASS_TOKENS.get(_class_of(settings), {})
+            defaults = CLASS_TOKENS.get(_class_of(settings), vocabulary.own_tokens)
             known = {key: each for key, each in defaults.items() if vocabulary.find(each) is not None}
             return TokenizerFiles(vocabulary, known | settings, templates_in(folder, settings))
     for path in sorted([*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")]):
@@ -270,12 +299,12 @@ def check_ranks(path: Path) -> None:
     )
 
 
-def _settings_of_pairs(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with the class of a vocab.json, and with the tokens that this class assumes."""
-    if settings.get("tokenizer_class") is None:
-        model_type = optional_json_object(folder / "config.json").get("model_type")
-        settings = {**settings, "tokenizer_class": CLASS_OF_MODEL.get(str(model_type))}
-    return CLASS_TOKENS.get(_class_of(settings), {}) | settings
+def _with_class(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with the class that the model's family has, if the files do not name one."""
+    if settings.get("tokenizer_class") is not None:
+        return settings
+    model_type = optional_json_object(folder / "config.json").get("model_type")
+    return {**settings, "tokenizer_class": CLASS_OF_MODEL.get(str(model_type))}
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
@@ -285,11 +314,6 @@ def any_of(names: Iterable[str]) -> re.Pattern[str]:
     """
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")" if longest_first else r"((?!))")
-
-
-def _piece_bytes(piece: str, space: str) -> bytes:
-    spelt = _BYTE_PIECE.fullmatch(piece)
-    return bytes([int(spelt[1], 16)]) if spelt else piece.replace(space, " ").encode()
 
 
 def _read_tokenizer(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
@@ -409,59 +433,15 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _decoder_steps(tokenizer: Tokenizer, path: Path) -> tuple[bool, int, str]:
-    """Return how the tokenizer's decoder turns pieces into text.
-
-    The values are whether pieces write bytes as characters, the leading spaces to strip, and the character
-    for a space.
-    """
-    if tokenizer.decoder is None:
-        return False, 1, " "
-    decoder: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    by_bytes, num_lead_spaces, space = False, 0, " "
-    for step in steps:
-        match step:
-            case {"type": "ByteLevel"}:
-                by_bytes = True
-            case {"type": "Metaspace", "replacement": str(sign), "prepend_scheme": str(scheme)}:
-                space, num_lead_spaces = sign, int(scheme != "never")
-            case {"type": "Replace", "pattern": {"String": str(sign)}, "content": " "}:
-                space = sign
-            case {"type": "Strip", "content": " ", "start": int(start), "stop": 0}:
-                num_lead_spaces = start
-            case {"type": "ByteFallback" | "Fuse"}:
-                pass
-            case _:
-                raise ValueError(
-                    f"{path} decodes by {json.dumps(step, ensure_ascii=False)}; supported are ByteLevel,"
-                    " Metaspace, ByteFallback, Fuse, Replace by a space, and Strip of leading spaces"
-                )
-    return by_bytes, num_lead_spaces, space
-
-
-def _characters_of_bytes() -> dict[str, int]:
-    """Return the byte of each printable character in GPT-2's byte-level BPE (Radford et al. 2019).
-
-    Printable Latin-1 stands for itself; the other bytes, in order, take the characters from U+0100 on.
-    """
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _characters_of_bytes()
-
-
 def _class_of(settings: Mapping[str, Any]) -> str:
     """Return the class that tokenizer_config.json names, by the name that transformers 5 has for it."""
     return str(settings.get("tokenizer_class")).removesuffix("Fast")
 
 
-PAIRS, TEKKEN = "vocab.json", "tekken.json"
+PIECES, PAIRS, TEKKEN = "tokenizer.model", "vocab.json", "tekken.json"
 KINDS: dict[str, Callable[[Path, Mapping[str, Any]], Vocabulary]] = {
     "tokenizer.json": FastVocabulary,
-    "tokenizer.model": SentencePieceVocabulary,
+    PIECES: SentencePieceVocabulary,
     PAIRS: FastVocabulary,
     TEKKEN: FastVocabulary,
 }
@@ -477,6 +457,13 @@ WORDS_OF_CLASS = {
 CLASS_OF_MODEL = {"gpt2": "GPT2Tokenizer"} | dict.fromkeys(
     ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), "Qwen2Tokenizer"
 )
+CLASS_OF_MODEL |= dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer")
+# Classes of transformers that number or cut the pieces of a tokenizer.model in their own ways, or read none
+OTHER_PIECES = re.compile(
+    r"(Albert|Barthez|Bartpho|BertGeneration|BertJapanese|BigBird|Camembert|Cohere|Cpm|DebertaV2|FNet|GPT2"
+    r"|GPTSw3|Lasr|LayoutXLM|M2M100|MBart|MBart50|MLuke|Marian|Nllb|PLBart|Parakeet|Pegasus|Qwen2|Qwen3_5|Reformer"
+    r"|RemBert|SeamlessM4T|Siglip|Speech2Text|SpeechT5|T5|Tipsv2|Udop|VideoPrism|XGLM|XLMRoberta|XLNet)Tokenizer"
+)
 # What transformers' classes of tokenizers assume where the files say nothing
 CLASS_TOKENS = {
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
@@ -485,6 +472,7 @@ CLASS_TOKENS = {
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
 }
 _PIECES = (decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse())
+_PIECES_DECODER = TokenDecoder.of(decoders.Sequence([*_PIECES]), Path("tokenizer.model"))
 CLASS_DECODERS: dict[str, Callable[[], Any]] = {
     "LlamaTokenizer": lambda: decoders.Sequence([*_PIECES, decoders.Strip(" ", 1, 0)]),
     "GemmaTokenizer": lambda: decoders.Sequence([*_PIECES]),

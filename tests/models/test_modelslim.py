@@ -494,6 +494,12 @@ Q_PROJ, O_PROJ = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_
         ({O_PROJ: None}, f"it has no entry {O_PROJ}, which the model of config.json has"),
         ({Q_PROJ: "FLOAT"}, "q_proj FLOAT, .*k_proj W8A8_DYNAMIC, .* all must have one type"),
         ({"model.embed_tokens.weight": "W8A8"}, "model.embed_tokens.weight is 'W8A8', and .* unquantised"),
+        (
+            {"model.layers.9.mlp.up_proj.weight": "W8A8"},
+            r"it has an entry model\.layers\.9\.mlp\.up_proj\.weight, and the model of .* has 3 layers",
+        ),
+        ({"model.language_model.layers.0.self_attn.q_proj.weight": "W8A8"}, "under two names with two types"),
+        *(({Q_PROJ: kind}, f"{Q_PROJ} is .*, which needs a form") for kind in ("", 3, ["W8A8"], {}, "w8a8")),
         ({"group_size": "x"}, "group_size is 'x'"),
         ({"metadata": {"quarot": {"heads_rotation": {"layers": [3]}}}}, "heads_rotation names layers whose"),
     ],
@@ -549,6 +555,94 @@ def test_weights_that_are_not_symmetric_are_refused(tmp_path: Path) -> None:
         save_file({name: each + (name.endswith("weight_offset")) for name, each in tensors.items()}, file)
     with pytest.raises(ValueError, match=r"quant_model_weights-0000\d.*weight_offset is not zero"):
         weights.load(bare(config_in(path)), path)
+
+
+def with_tensors(path: Path, change_of: Callable[[str, Tensor], Tensor | None]) -> None:
+    """Replace tensors of a checkpoint by what this returns, or take them away."""
+    where = {}
+    for file in sorted(path.glob("*.safetensors")):
+        made = {name: change_of(name, each) for name, each in load_file(file).items()}
+        kept = {name: each.contiguous() for name, each in made.items() if each is not None}
+        save_file(kept, file)
+        where |= dict.fromkeys(kept, file.name)
+    index = path / "quant_model_weights.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": where}))
+
+
+@pytest.mark.parametrize(
+    ("name", "types", "end", "changed", "words"),
+    [
+        # What is read whatever its type and its shape, or where it is not there
+        ("qwen3", "W8A8_DYNAMIC", "weight_scale", Tensor.half, None),
+        ("qwen3", "W8A8_DYNAMIC", "weight_scale", Tensor.double, None),
+        ("qwen3", "W8A8_DYNAMIC", "weight_offset", lambda _: None, None),
+        ("qwen3", "W8A8_DYNAMIC", "weight_offset", lambda old: old[0, 0], None),
+        ("qwen3", "W8A8_DYNAMIC", "weight_offset", Tensor.char, None),
+        ("qwen3", "W8A8_MIX", "input_scale", lambda old: old[0], None),
+        ("qwen3", "W8A8_MIX", "deq_scale", lambda old: old[:0], None),
+        ("qwen3", "W4A8_DYNAMIC", "scale_bias", lambda old: old[0, 0], None),
+        ("qwen3", "W4A8_DYNAMIC", "scale_bias", lambda _: None, None),
+        ("qwen3", "W8A8", "input_scale", Tensor.half, None),
+        # What is not is refused by the tensor
+        ("qwen3", "W8A8_DYNAMIC", "weight_scale", lambda _: None, "missing: model.layers.*weight_scale"),
+        ("qwen3", "W8A8_DYNAMIC", "weight_scale", lambda old: old[0, 0], "misshapen: .*weight_scale is"),
+        ("qwen3", "W8A8_DYNAMIC", "weight_scale", Tensor.char, "wrongly typed: .*weight_scale is I8"),
+        ("qwen3", "W8A8_DYNAMIC", "weight_scale", torch.neg, "weight_scale holds -.*, and no scale is"),
+        ("qwen3", "W8A8", "deq_scale", lambda old: old[:, None], "misshapen: .*deq_scale is"),
+        ("qwen3", "W8A8", "deq_scale", torch.neg, "deq_scale holds -.*, and no scale is negative"),
+        ("qwen3", "W8A8", "quant_bias", Tensor.float, "wrongly typed: .*quant_bias is F32"),
+        ("qwen3", "W8A8", "input_offset", lambda old: old + 0.5, "input_offset holds .*a whole number"),
+        ("qwen3", "W8A8", "input_scale", lambda _: None, "missing: model.layers.*input_scale"),
+        ("qwen3", "W4A8_DYNAMIC", "proj.weight", lambda old: old.repeat(2, 1), "misshapen: .*proj.weight is"),
+        ("deepseek_v3", "W8A8", "kv_b_proj.deq_scale", Tensor.int, "wrongly typed: .*deq_scale is I32"),
+        ("deepseek_v3", "W8A8", "kv_b_proj.input_scale", Tensor.char, "wrongly typed: .*input_scale is I8"),
+        ("deepseek_v3", "W8A8", "kv_b_proj.deq_scale", torch.neg, "weight_scale holds -.*, and no scale is"),
+    ],
+)
+def test_every_tensor_of_a_type_is_read_or_refused_by_its_name(
+    name: str,
+    types: str,
+    end: str,
+    changed: Callable[[Tensor], Tensor | None],
+    words: str | None,
+    tmp_path: Path,
+) -> None:
+    _, path = checkpoint(name, tmp_path, everywhere(types))
+    if changed is Tensor.half:  # the numbers are those of 16 bits in either type
+        with_tensors(path, lambda key, old: old.half().float() if key.endswith(end) else old)
+    right = None if words else logits_of(built(path, ALONE)[0])
+    with_tensors(path, lambda key, old: changed(old) if key.endswith(end) else old)
+    if right is not None:
+        assert torch.equal(logits_of(built(path, ALONE)[0]), right)
+        return
+    with pytest.raises(ValueError, match=words):
+        built(path, ALONE)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_of_a_checkpoint_that_reads_images_is_described_under_its_names(
+    prefix: str, tmp_path: Path
+) -> None:
+    """Some linears of its tower are quantised, too, of which nothing is read."""
+    _, path = checkpoint("deepseek_v3", tmp_path, everywhere("W8A8_DYNAMIC"))
+    right = logits_of(built(path, ALONE)[0])
+    head = "language_model.lm_head." if prefix.startswith("language") else "lm_head."
+
+    def renamed(name: str) -> str:
+        return (
+            name.replace("model.", prefix, 1) if name.startswith("model.") else name.replace("lm_head.", head)
+        )
+
+    for file in path.glob("*.safetensors"):
+        save_file({renamed(name): each for name, each in load_file(file).items()}, file)
+    tower = {"vision_tower.layers.0.up_proj.weight": "W8A8_DYNAMIC", "vision_tower.norm.bias": "FLOAT"}
+    described = json.loads((path / DESCRIPTION).read_text())
+    described = {renamed(name): kind for name, kind in described.items()} | tower
+    (path / DESCRIPTION).write_text(json.dumps(described))
+    text = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
+    with_tensors(path, lambda _, old: old)  # and the index
+    assert torch.equal(logits_of(built(path, ALONE)[0]), right)
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,37 @@ def test_a_model_that_was_saved_without_its_head_is_the_same(shard_size: str, tm
     assert all(torch.equal(ours[name], whole[name]) for name in whole)
 
 
+@pytest.mark.parametrize("name", ["llama_biased", "qwen3"])
+def test_a_prefix_is_taken_away_or_refused_by_its_name_as_transformers_reads_it(
+    name: str, tmp_path: Path
+) -> None:
+    _, path = make(replace(VARIANT[name], shard_size="5GB"), tmp_path)
+    tensors, whole = load_file(path / SINGLE), loaded(path, "float32").state_dict()
+    for prefix, words in (
+        ("model.", None),
+        ("module.", "begin with module. of DataParallel or DeepSpeed, which .* model.module.save_pretrained"),
+        ("_orig_mod.", "begin with _orig_mod. of torch.compile"),
+        ("model._orig_mod.", r"begin with model\._orig_mod. of torch.compile"),
+        ("base_model.model.", "begin with base_model. of PEFT, which .*merge_and_unload"),
+        ("transformer.", "begin with transformer. of a model that holds this one"),
+        ("policy.llm.", r"begin with policy\.llm\. of a model that holds this one"),
+    ):
+        save_file({prefix + each: at for each, at in tensors.items()}, path / SINGLE, {"format": "pt"})
+        theirs, told = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True
+        )
+        if words is None:
+            assert not told["missing_keys"]
+            assert torch.equal(theirs.model.norm.weight, tensors["model.norm.weight"].float())
+            ours = loaded(path, "float32").state_dict()
+            assert all(torch.equal(ours[each], whole[each]) for each in whole)
+            continue
+        assert "model.norm.weight" in told["missing_keys"], prefix
+        with pytest.raises(ValueError, match=words) as caught:
+            loaded(path)
+        assert "\n" not in str(caught.value)
+
+
 def test_an_untied_head_must_be_there(tmp_path: Path) -> None:
     path, tensors = biased(tmp_path)
     del tensors[weights.HEAD]

@@ -14,6 +14,7 @@ from recipes.cluster.launched import table
 from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.reader import load
 from recipes.schema.recipe_error import RecipeError
+from tests.each_of import each_of
 
 GOLDEN = Path(__file__).with_name("clusters.txt")
 RANKS_A_NODE = 8
@@ -73,6 +74,13 @@ def launched(launcher: str, num_nodes: int, node: int, folder: Path) -> tuple[di
             path = folder / "hccl.json"
             path.write_text(json.dumps(rank_table(num_nodes, launcher[-3:])))
             return {}, {"RANK_TABLE_FILE": str(path), "POD_IP": address(node)}
+        case "Volcano":
+            listed = ",".join(map(address, range(num_nodes)))
+            return {}, {
+                "VC_WORKER_HOSTS": listed,
+                "VC_WORKER_NUM": str(num_nodes),
+                "VC_TASK_INDEX": str(node),
+            }
         case "SLURM":
             listed = "10.0.0.1" if num_nodes == 1 else f"10.0.0.[1-{num_nodes}]"
             job = {"SLURM_JOB_ID": "31007", "SLURM_NNODES": str(num_nodes), "SLURM_JOB_NODELIST": listed}
@@ -82,7 +90,16 @@ def launched(launcher: str, num_nodes: int, node: int, folder: Path) -> tuple[di
     raise AssertionError(launcher)
 
 
-LAUNCHERS = ("parallel.nodes", "torchrun", "AscendJob", "hccl.json 1.0", "hccl.json 1.2", "SLURM", "Ray")
+LAUNCHERS = (
+    "parallel.nodes",
+    "torchrun",
+    "AscendJob",
+    "hccl.json 1.0",
+    "hccl.json 1.2",
+    "Volcano",
+    "SLURM",
+    "Ray",
+)
 
 
 def found(launcher: str, num_nodes: int, node: int, folder: Path) -> Cluster:
@@ -168,6 +185,8 @@ def without(environment: dict[str, str], name: str) -> dict[str, str]:
 TORCHRUN = launched("torchrun", 2, 1, Path())[1]
 ASCEND = launched("AscendJob", 2, 1, Path())[1]
 SLURM = launched("SLURM", 2, 1, Path())[1]
+VOLCANO = launched("Volcano", 2, 1, Path())[1]
+MASTERED = {"VC_MASTER_HOSTS": "job-master-0.job", "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job"}
 
 
 @pytest.mark.parametrize(
@@ -211,6 +230,32 @@ SLURM = launched("SLURM", 2, 1, Path())[1]
         ({}, SLURM | {"SLURM_JOB_NODELIST": "n7"}, "'n7', which names only 1 of 2 (SLURM_NNODES)"),
         ({}, SLURM | {"SLURM_STEP_NODELIST": "x["}, "SLURM_STEP_NODELIST is 'x['"),
         ({}, without(SLURM, "SLURM_NODEID"), "start the command on each by srun, or allocate one machine"),
+        ({}, VOLCANO | {"VC_TASK_INDEX": "2"}, "Volcano says that this is machine 2 of 2; count from 0"),
+        ({}, VOLCANO | {"VC_TASK_INDEX": "x"}, "VC_TASK_INDEX is 'x'; it must be an integer from 0 to"),
+        ({}, VOLCANO | {"VC_WORKER_HOSTS": ""}, "VC_WORKER_HOSTS is ''; it must be different names"),
+        ({}, VOLCANO | {"VC_WORKER_HOSTS": "a,,b"}, "VC_WORKER_HOSTS is 'a,,b'; it must be different names"),
+        ({}, VOLCANO | {"VC_WORKER_HOSTS": "a,a"}, "VC_WORKER_HOSTS is 'a,a'; it must be different names"),
+        (
+            {},
+            VOLCANO | {"VC_WORKER_HOSTS": "a:1,b:1"},
+            "is 'a:1,b:1'; it must be different names or addresses",
+        ),
+        (
+            {},
+            without(VOLCANO, "VC_TASK_INDEX"),
+            "names no machine that is this one; say which one this is by",
+        ),
+        ({}, VOLCANO | {"NODE_RANK": "2"}, "NODE_RANK is '2'; it must be an integer from 0 to 1"),
+        (
+            {},
+            MASTERED | {"VC_TASK_INDEX": "0"},
+            "names no machine that is this one; say which one this is by",
+        ),
+        (
+            {},
+            VOLCANO | {"VC_PS_HOSTS": "c"},
+            "VC_PS_HOSTS, VC_WORKER_HOSTS name the pods of 2 tasks, and of several only a master and its",
+        ),
         ({}, {"OMPI_COMM_WORLD_SIZE": "2"}, "MPI has started other processes"),
         ({}, {"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE is '2': there are others, and no launcher known"),
         ({}, {"RANK_TABLE_FILE": ""}, "RANK_TABLE_FILE is ''; let it name the rank table, or unset it"),
@@ -224,6 +269,42 @@ def test_what_cannot_be_is_refused(keys: dict[str, Any], environment: dict[str, 
         find_cluster(parallel, environment, set, Path("none"))
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@each_of(
+    "environment, own, node",
+    [
+        (MASTERED | {"VC_TASK_INDEX": "0"}, "job-master-0", 0),
+        (MASTERED | {"VC_TASK_INDEX": "0"}, "job-worker-0", 1),
+        (MASTERED | {"VK_TASK_INDEX": "1"}, "job-worker-1.job", 2),
+        (MASTERED, "job-worker-1", 2),
+        (MASTERED | {"NODE_RANK": "1", "VC_TASK_INDEX": "0"}, "elsewhere", 1),
+        # Its plugin for torch, too, says which pod of all this is, and how many there are
+        (MASTERED | {"MASTER_ADDR": "job-master-0.job", "RANK": "2", "WORLD_SIZE": "3"}, "job-worker-1", 2),
+        (VOLCANO, "elsewhere", 1),
+        (without(VOLCANO, "VC_TASK_INDEX") | {"VK_TASK_INDEX": "1"}, "elsewhere", 1),
+    ],
+)
+def test_a_pod_of_volcanos_is_known_by_its_name_or_its_index(
+    environment: dict[str, str], own: str, node: int
+) -> None:
+    cluster = find_cluster(ParallelSection(tensor=6), environment, lambda: {own}, Path("none"))
+    num_pods, leader = (3, "job-master-0.job") if "VC_MASTER_HOSTS" in environment else (2, address(0))
+    assert cluster == Cluster("Volcano", num_pods, node, leader, 29400)
+
+
+def test_what_contradicts_volcanos_names_is_told_and_what_goes_before_them_is_taken() -> None:
+    parallel, own = ParallelSection(tensor=6), {"job-worker-1"}
+    with pytest.raises(
+        RecipeError, match=r"VC_TASK_INDEX is 0, and this machine is job-worker-1\.job"
+    ) as told:
+        find_cluster(parallel, MASTERED | {"VC_TASK_INDEX": "0"}, lambda: own, Path("none"))
+    assert "number 1 of VC_WORKER_HOSTS" in str(told.value)
+    listed = ParallelSection(tensor=6, nodes=("a", "job-worker-1"))
+    found = find_cluster(listed, MASTERED | {"VC_TASK_INDEX": "0"}, lambda: own, Path("none"))
+    assert (found.source, found.node) == ("parallel.nodes", 1)
+    alone = find_cluster(parallel, {"VC_TASK_INDEX": "1"}, lambda: own, Path("none"))
+    assert alone == Cluster("this machine"), "without the svc plugin, pods are engines of their own"
 
 
 def test_an_address_in_brackets_is_the_one_within() -> None:

@@ -152,15 +152,6 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, name: str, content:
     assert "\n" not in str(refusal.value)
 
 
-def test_a_decoder_that_we_do_not_know_is_refused(tmp_path: Path) -> None:
-    byte_level(tmp_path)
-    whole = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
-    whole["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(whole), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"decodes by .*WordPiece.*; supported are ByteLevel"):
-        Text.load(tmp_path)
-
-
 # ---- conversations
 
 

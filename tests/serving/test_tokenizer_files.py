@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import ByteLevelBPETokenizer, Tokenizer, processors
+from tokenizers import AddedToken, ByteLevelBPETokenizer, Tokenizer, models, processors
 
 from serving.text.chat_options import ChatOptions
 from serving.text.request_fields import parse_request
-from serving.text.tokenizer import Text
+from serving.text.tokenizer import Detokenizer, Text
+from tests.each_of import each_of
 from tests.lazy import transformers
 from tests.serving.conftest import CORPUS
 
@@ -260,6 +262,148 @@ def test_a_missing_decoder_is_that_of_the_class_or_joins_tokens_by_spaces(
     check_same(tmp_path, ("What is it, of course?", "你好，世界！"))
 
 
+SPACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+BYTES, FUSE = {"type": "ByteFallback"}, {"type": "Fuse"}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+WORD_PIECE = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+# Pieces that decoders treat in their own ways; the bytes of a character are drawn together, since the library
+# writes a sign of its own for each byte of a run that is not UTF-8
+PIECES = [
+    ["<unk>"],
+    ["</s>"],
+    ["▁"],
+    ["▁▁"],
+    ["▁a"],
+    ["▁▁b"],
+    ["a▁b"],
+    ["c▁"],
+    ["##c"],
+    ["#"],
+    ["do"],
+    ["n't"],
+]
+PIECES += [
+    ["."],
+    [" x"],
+    ["  y "],
+    ["é"],
+    ["Ġq"],
+    ["ä½ł"],
+    ["aab"],
+    ["<0x41>"],
+    ["<0x20>"],
+    ["<0x0a>"],
+    ["<0x4>"],
+]
+PIECES += [["<0xE4>", "<0xBD>", "<0xA0>"], ["x</w>"]]
+
+
+def strip(start: int = 1, stop: int = 0, sign: str = " ") -> dict[str, Any]:
+    return {"type": "Strip", "content": sign, "start": start, "stop": stop}
+
+
+def metaspace(scheme: str) -> dict[str, Any]:
+    return {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": True}
+
+
+def replacing(kind: str, sign: str, text: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {kind: sign}, "content": text}
+
+
+def decoding(folder: Path, *steps: dict[str, Any]) -> Path:
+    """Write a tokenizer whose decoder has these steps."""
+    names = [name for unit in PIECES for name in unit]
+    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, "<unk>"))
+    tokenizer.add_special_tokens([AddedToken("</s>", normalized=False)])
+    whole = json.loads(tokenizer.to_str())
+    decoder = steps[0] if len(steps) == 1 else {"type": "Sequence", "decoders": steps}
+    (folder / "tokenizer.json").write_text(json.dumps(whole | {"decoder": decoder}), encoding="utf-8")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return folder
+
+
+@each_of(
+    "steps",
+    [
+        (SPACE, BYTES, FUSE),
+        (SPACE, BYTES, FUSE, strip()),
+        (SPACE, BYTES, FUSE, strip(2)),
+        (BYTES, SPACE, FUSE, strip(), strip()),
+        (BYTES, FUSE, SPACE),
+        (SPACE, BYTES),
+        (SPACE, FUSE, strip()),
+        (SPACE, strip()),
+        (strip(1, 1), SPACE, BYTES, FUSE),
+        (strip(0, 1, "▁"), SPACE, FUSE),
+        (SPACE,),
+        (replacing("String", "▁", ""), BYTES, FUSE),
+        (replacing("String", "▁a", "A"), SPACE, FUSE),
+        (replacing("Regex", "a+|▁$", "_"), BYTES, FUSE),
+        (FUSE,),
+        (BYTES,),
+        (BYTES, {"type": "Sequence", "decoders": [SPACE, FUSE]}, strip()),
+        *((metaspace(scheme),) for scheme in ("always", "first", "never")),
+        *((BYTES, metaspace(scheme), FUSE) for scheme in ("always", "first", "never")),
+        (metaspace("always"), BYTES, FUSE, strip()),
+        (FUSE, metaspace("never")),
+        (WORD_PIECE,),
+        (WORD_PIECE | {"cleanup": False},),
+        (WORD_PIECE, FUSE, strip(2)),
+        (BYTE_LEVEL,),
+        (SPACE, BYTE_LEVEL),
+        (BYTE_LEVEL, FUSE, strip()),
+    ],
+)
+def test_a_decoder_gives_the_text_of_the_library_however_tokens_come(
+    steps: tuple[dict[str, Any], ...], tmp_path: Path
+) -> None:
+    ours = Text.load(decoding(tmp_path, *steps))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours is not None
+    draw = random.Random(7)
+    for _ in range(150):
+        units = draw.choices(PIECES, k=draw.randint(0, 6))
+        ids = theirs.convert_tokens_to_ids([name for unit in units for name in unit])
+        for skip in (True, False):
+            wanted = theirs.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special_tokens=skip) == wanted, units
+            detokenizer, at, shown = Detokenizer(ours, skip_special_tokens=skip), 0, ""
+            while at < len(ids):
+                size = draw.randint(1, 3)
+                shown += detokenizer.push(ids[at : at + size])
+                assert wanted.startswith(shown), units
+                at += size
+            assert shown + detokenizer.flush() == wanted, units
+
+
+@each_of(
+    "steps",
+    [
+        ({"type": "BPEDecoder", "suffix": "</w>"},),
+        ({"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True},),
+        (BYTES, strip(), FUSE),
+        (BYTES, WORD_PIECE),
+        (SPACE, FUSE, BYTES),
+        (SPACE, FUSE, strip(1, 1)),
+        (SPACE, FUSE, strip(1, 0, "▁")),
+        (FUSE, strip(), SPACE),
+        (FUSE, replacing("String", "ab", "c")),
+        (FUSE, replacing("Regex", "a", "c")),
+        (FUSE, metaspace("first")),
+        (FUSE, WORD_PIECE),
+        (BYTE_LEVEL, SPACE),
+        (BYTES, BYTE_LEVEL),
+    ],
+)
+def test_a_decoder_whose_tokens_depend_on_each_other_is_refused_by_its_step(
+    steps: tuple[dict[str, Any], ...], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.json decodes by .*; supported are Replace") as refused:
+        Text.load(decoding(tmp_path, *steps))
+    assert "\n" not in str(refused.value)
+
+
 def test_a_control_token_of_the_vocabulary_stays_one(folders: dict[str, Path], tmp_path: Path) -> None:
     """Whatever tokenizer_config.json says of it."""
     write(tmp_path, folders["byte_level"], {})
@@ -268,6 +412,108 @@ def test_a_control_token_of_the_vocabulary_stays_one(folders: dict[str, Path], t
     settings = CHATML | {"added_tokens_decoder": {str(index): token}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     check_same(tmp_path)
+
+
+GEMMA: dict[str, Any] = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad")}
+GEMMA |= {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True}
+
+
+@pytest.mark.parametrize("puts_lead", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "model_type"),
+    [(GEMMA, None), (GEMMA | {"tokenizer_class": None}, "gemma3_text"), (None, "gemma2")],
+    ids=["class", "family", "bare"],
+)
+def test_gemmas_pieces_are_read_as_its_class_does(
+    settings: dict[str, Any] | None, model_type: str | None, puts_lead: bool, tmp_path: Path
+) -> None:
+    """Without a space before a text, whatever the file says, and with its class's names of control tokens."""
+    pieces = {f"{name}_piece": f"<{name}>" for name in ("bos", "eos", "unk", "pad")}
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(CORPUS),
+        model_prefix=str(tmp_path / "tokenizer"),
+        model_type="bpe",
+        vocab_size=460,
+        byte_fallback=True,
+        character_coverage=0.98,
+        add_dummy_prefix=puts_lead,
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        minloglevel=2,
+        **pieces,
+    )
+    if settings is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+    check_same(tmp_path, ("What is 12?", "  two  spaces ", "<bos>What<eos> is", "你好 🎉\n x"))
+
+
+def test_a_llamas_class_puts_a_space_before_a_text_whatever_its_pieces_say(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    write(tmp_path, folders["sentence_pieces_bare"], {"tokenizer_config": LLAMA})
+    check_same(tmp_path, ("What is 12?", "<s>What</s>is", "你好 🎉\n x"))
+
+
+@each_of("named", ["BaichuanTokenizer", "InternLM3Tokenizer", "PreTrainedTokenizerFast", None])
+def test_pieces_of_a_class_of_the_checkpoints_own_are_read_as_sentencepiece_reads_them(
+    named: str | None, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """With the space before a text, which transformers 5 leaves out, and the control tokens of the file."""
+    shutil.copy(folders["sentence_pieces"] / "tokenizer.model", tmp_path)
+    settings = {"tokenizer_class": named, "auto_map": {"AutoTokenizer": ["tokenization.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    text = Text.load(tmp_path)
+    pieces = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
+    assert text is not None
+    for sample in WORDS[4:-1]:
+        assert text.encode(sample) == pieces.encode(sample)
+        assert text.decode(pieces.encode(sample)) == pieces.decode(pieces.encode(sample))
+    assert text.eos_token_ids == (pieces.eos_id(),)
+
+
+@each_of(
+    "named", ["T5Tokenizer", "XLNetTokenizer", "XLMRobertaTokenizerFast", "XGLMTokenizer", "Qwen2Tokenizer"]
+)
+def test_pieces_that_a_class_numbers_in_its_own_way_are_refused_by_the_class(
+    named: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copy(folders["sentence_pieces"] / "tokenizer.model", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    pieces = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
+    assert theirs("What is 龘 it?").input_ids != pieces.encode("What is 龘 it?")
+    with pytest.raises(
+        ValueError, match=rf"tokenizer_class: {named.removesuffix('Fast')}, whose ids are"
+    ) as told:
+        Text.load(tmp_path)
+    assert str(told.value).endswith("tokenizer.model; take tokenizer.json of the same model")
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "sentence_pieces"])
+def test_control_tokens_are_spelt_out_where_the_files_say_so(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Those of a chat template, too, as transformers encodes what it has rendered."""
+    base = CHATML if kind == "byte_level" else LLAMA
+    template = "{% for m in messages %}<|im_start|><|user|>{{ m.content }}</s><a>{% endfor %}<b>"
+    settings = base | {"added_tokens_decoder": NEW, "chat_template": template}
+    messages = [{"role": "user", "content": "What</s> is<a> it<|user|>?<b>"}]
+    options = ChatOptions(add_generation_prompt=False)
+    for said in (True, False, None):
+        more = {} if said is None else {"split_special_tokens": said}
+        write(tmp_path, folders[kind], {"tokenizer_config": settings | more})
+        check_same(tmp_path, (*SAMPLES, "</s>What<|user|>is<unk> 你好<d>", "<b>"))
+        text, theirs = Text.load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+        assert text is not None
+        rendered = theirs.apply_chat_template(messages, return_dict=False)
+        assert (text.chat(messages, options) == rendered) == (said is True), "messages hold no control tokens"
+    write(tmp_path, folders[kind], {"tokenizer_config": settings | {"split_special_tokens": "yes"}})
+    with pytest.raises(ValueError, match="has split_special_tokens: 'yes'; it must be true or false"):
+        Text.load(tmp_path)
 
 
 PLAIN, WITH_TOOLS = "{{ messages[0].content }}<|im_end|>", "{{ tools[0].function.name }}<|im_end|>"
