@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from serving.text.tokenizer import Text
 from serving.text.tokenizer_settings import MORE_KEYS, SPECIAL_KEYS
 from serving.text.vocabulary import read_tokenizer_files
+from tests.patience import PATIENCE_S
 from tests.serving.conftest import KINDS, byte_level, write_settings
 
 SAMPLES = [
@@ -330,5 +331,7 @@ def num_turns(text: Text) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_others_run_while_a_long_text_is_tokenised(kind: str, texts: dict[str, Text]) -> None:
     # A library that keeps the interpreter to itself leaves two to five turns, before and after; one that does
-    # not, a hundred and more. Three tries, because the machine may have other work
-    assert any(num_turns(texts[kind]) > 30 for _ in range(3))
+    # not, a hundred and more, once the machine gives this thread its share
+    until_s = time.monotonic() + PATIENCE_S
+    while (turns := num_turns(texts[kind])) <= 30:
+        assert time.monotonic() < until_s, f"the last of many texts left another thread {turns} turns"
