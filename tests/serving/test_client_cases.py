@@ -143,6 +143,7 @@ TALKS: dict[str, list[dict[str, Any]]] = {
     "blocks of thoughts": [USER, {**SAYS, "thinking_blocks": [], "provider_specific_fields": {}}, USER],
     "details of thoughts": [USER, {**SAYS, "reasoning_details": []}, USER],
     "an id": [USER, {**SAYS, "id": "msg_1"}, USER],
+    "an answer without a word": [USER, {"role": "assistant", "content": None}, USER],
     "marks of a cache": [
         {
             "role": "system",
@@ -192,6 +193,11 @@ def test_messages_are_taken_as_frameworks_send_them_back(tooled: httpx.Client, n
         (
             {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
             "messages[0].content[0] must be",
+        ),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "this model reads text"),
+        (
+            {"role": "assistant", "tool_calls": [{**PRICE, "function": {"name": "f", "arguments": 1}}]},
+            "a string",
         ),
     ],
 )
