@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from recipes.assembly.families import SUPPORTED, decoder_config, read
+from tests.each_of import each_of
 
 LLAMA = {
     "model_type": "llama",
@@ -52,8 +53,8 @@ def test_windows_by_layer() -> None:
     assert decoder_config(mistral | {"sliding_window": None}).windows == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
+@each_of(
+    "changes, words",
     [
         (
             {"model_type": "gpt2"},
