@@ -12,6 +12,7 @@ import pytest
 
 from serving.text.chat_options import ChatOptions
 from serving.text.chat_template import ChatTemplate, check_messages
+from tests.each_of import each_of
 from tests.lazy import transformers
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -42,8 +43,8 @@ def theirs(template: str, messages: list[Any]) -> str:
     return render([messages], chat_template=template)[0][0]
 
 
-@pytest.mark.parametrize("way", ["prints", "if content", "is string", "is defined"])
-@pytest.mark.parametrize("content", [None, "", "Let me see."])
+@each_of("way", ["prints", "if content", "is string", "is defined"])
+@each_of("content", [None, "", "Let me see."])
 def test_calls_may_stand_without_text(way: str, content: str | None) -> None:
     template = EACH + SAYS[way] + END
     called: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [CALL]}
@@ -63,8 +64,8 @@ def test_a_template_may_ask_whether_there_is_text(way: str, said: str) -> None:
     assert shown(EACH + SAYS[way] + END, messages) == f"{opening}assistant:{said};"
 
 
-@pytest.mark.parametrize("sent", ["reasoning_content", "reasoning", "thinking"])
-@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
+@each_of("sent", ["reasoning_content", "reasoning", "thinking"])
+@each_of("read", ["reasoning_content", "reasoning", "thinking"])
 def test_thoughts_have_the_name_that_the_template_reads(sent: str, read: str) -> None:
     template = (
         EACH + "{% if m." + read + " %}<{{ m['" + read + "'] }}>{% endif %}{{ m.content }};{% endfor %}"
@@ -87,8 +88,8 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("way", LOOPS)
-@pytest.mark.parametrize("role", ["user", "tool"])
+@each_of("way", LOOPS)
+@each_of("role", ["user", "tool"])
 def test_a_template_that_reads_parts_gets_them(way: str, role: str) -> None:
     template = "{% for m in messages %}" + LOOPS[way] + "{% endfor %}"
     message = {"role": role, "content": PARTS}

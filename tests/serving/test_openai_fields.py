@@ -23,6 +23,7 @@ from serving.api.embeddings import EmbeddingsBody
 from serving.api.responses import ResponsesBody
 from serving.api.schemas import IGNORED, ChatBody, CompletionBody, problem_of
 from serving.failures import ClientGone, CutOff, ShutDown
+from tests.each_of import each_of
 from tests.lazy import openai
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
@@ -48,7 +49,7 @@ def test_no_field_of_openai_s_client_is_unknown(route: str, body: Any) -> None:
     assert not sent - body.model_fields.keys() - body.ignored.keys()
 
 
-@pytest.mark.parametrize(
+@each_of(
     "fields",
     [
         {"metadata": {f"{n:064}": "x" * 512 for n in range(16)}},
@@ -65,8 +66,8 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
     assert ChatBody(**HELLO, **fields).messages == HELLO["messages"]
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "beside"),
+@each_of(
+    "field, value, beside",
     [
         ("metadata", {str(n): "x" for n in range(17)}, {}),
         ("metadata", {"a" * 65: "x"}, {}),

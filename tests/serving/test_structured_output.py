@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 from pydantic import BaseModel
 
+from tests.each_of import each_of
 from tests.lazy import openai
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server
@@ -109,8 +110,8 @@ def test_other_forms(client: openai.OpenAI, extra: dict[str, Any], form: str) ->
             assert re.fullmatch(form, choice.text, re.ASCII), choice.text
 
 
-@pytest.mark.parametrize(
-    ("extra", "said"),
+@each_of(
+    "extra, said",
     [
         ({"response_format": schema_format({"not": {}})}, 'uses the keyword "not", which cannot be enforced'),
         ({"guided_json": {"type": "integer", "minimum": 5, "maximum": 3}}, "cannot be followed"),
@@ -122,7 +123,6 @@ def test_other_forms(client: openai.OpenAI, extra: dict[str, Any], form: str) ->
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
         ({"guided_regex": "a", "min_tokens": 9}, "the answer's grammar, "),
     ],
-    ids=lambda value: "" if isinstance(value, str) else json.dumps(value)[:40],
 )
 def test_what_cannot_be_followed_is_refused(client: openai.OpenAI, extra: dict[str, Any], said: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
