@@ -60,8 +60,8 @@ def test_the_ranks_hold_each_token_once() -> None:
     assert [len(share.tokens(few)) for share in shares(8)] == [1] * 5 + [0] * 3
 
 
-@pytest.mark.parametrize(
-    ("name", "first", "last"),
+@each_of(
+    "name, first, last",
     [
         (f"{ATTENTION}q_proj.weight", (slice(0, 32),), (slice(96, 128),)),
         (f"{ATTENTION}q_proj.bias", (slice(0, 32),), (slice(96, 128),)),

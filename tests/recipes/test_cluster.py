@@ -14,6 +14,7 @@ from recipes.cluster.launched import table
 from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.reader import load
 from recipes.schema.recipe_error import RecipeError
+from tests.each_of import each_of
 
 GOLDEN = Path(__file__).with_name("clusters.txt")
 RANKS_A_NODE = 8
@@ -170,8 +171,8 @@ ASCEND = launched("AscendJob", 2, 1, Path())[1]
 SLURM = launched("SLURM", 2, 1, Path())[1]
 
 
-@pytest.mark.parametrize(
-    ("keys", "environment", "words"),
+@each_of(
+    "keys, environment, words",
     [
         (
             {"tensor": 3},

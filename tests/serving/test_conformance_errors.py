@@ -66,8 +66,8 @@ def test_a_wrong_value_is_named(http: httpx.Client, field: str, value: Any) -> N
     assert error["message"].startswith(field)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
+@each_of(
+    "fields, param, message",
     [
         (
             {"prompt": [5, -1]},

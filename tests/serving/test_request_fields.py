@@ -14,6 +14,7 @@ from continuous_batching.request import SamplingParams
 from kv_cache.page_keys import page_salt
 from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text, TextOptions
+from tests.each_of import each_of
 from tests.thorough import cases
 
 IDS = {"id": "a", "prompt_token_ids": [1, 2]}
@@ -126,8 +127,8 @@ def test_one_stop_string_needs_no_list(texts: dict[str, Text]) -> None:
     assert parse_request({**IDS, "stop": "\n"}, texts["byte_level"]).params.stop == ("\n",)
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
+@each_of(
+    "fields, said",
     [
         ({"temprature": 1}, 'unknown field "temprature"; did you mean temperature?'),
         ({"max_new_token": 1}, "did you mean max_tokens?"),
