@@ -39,20 +39,6 @@ def test_only_dynamic_rope_bounds_what_may_be_shared() -> None:
     assert decoder_config(LLAMA | dynamic).max_shared_positions == 40
 
 
-def test_windows_by_layer() -> None:
-    on = {"use_sliding_window": True, "sliding_window": 9}
-    sliding, full = "sliding_attention", "full_attention"
-    assert decoder_config(QWEN | {"sliding_window": 9, "max_window_layers": 0}).windows == (None, None)
-    assert decoder_config(QWEN | on | {"max_window_layers": 0}).windows == (9, 9)
-    assert decoder_config(QWEN | on | {"max_window_layers": 1}).windows == (None, 9)
-    assert decoder_config(QWEN | on).windows == (None, None)
-    assert decoder_config(QWEN | on | {"layer_types": [sliding, full]}).windows == (9, None)
-    assert decoder_config(QWEN | {"layer_types": [full, full]}).windows == (None, None)
-    mistral = LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}
-    assert decoder_config(mistral | {"sliding_window": 9}).windows == (9, 9)
-    assert decoder_config(mistral | {"sliding_window": None}).windows == (None, None)
-
-
 @each_of(
     "changes, words",
     [

@@ -136,11 +136,6 @@ def test_what_was_chosen_is_logged(caplog):
     assert caplog.messages[4].endswith("all plain torch")
 
 
-def test_what_attention_cannot_do_is_refused_before_weights_are_made():
-    with pytest.raises(ValueError, match="'gpt2'; supported are deepseek_v2"):
-        build(made(config={"model_type": "gpt2"}))
-
-
 def test_threads_are_set():
     build(made())
     assert torch.get_num_threads() == 1

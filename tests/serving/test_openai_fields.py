@@ -201,15 +201,3 @@ def test_a_request_that_forbids_itself_every_token_is_a_mistake_of_its_own(clien
     only = {"allowed_token_ids": [300, 301], "bad_words": ["x"], "return_token_ids": True}
     answer = client.completions.create(model="tiny", prompt="a", max_tokens=4, extra_body=only)
     assert set(answer.choices[0].model_extra["token_ids"]) <= {300, 301}  # type: ignore[index]
-
-
-def test_a_message_can_be_continued(client: openai.OpenAI) -> None:
-    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
-    asked = {"continue_final_message": True, "add_generation_prompt": False}
-    create = client.chat.completions.create
-    opened = create(model="tiny", messages=talk, max_tokens=2, extra_body=asked)  # type: ignore[arg-type]
-    closed = create(model="tiny", messages=talk, max_tokens=2)  # type: ignore[arg-type]
-    assert opened.usage is not None and closed.usage is not None  # noqa: PT018
-    assert opened.usage.prompt_tokens < closed.usage.prompt_tokens
-    with pytest.raises(openai.BadRequestError, match="set add_generation_prompt to false"):
-        create(model="tiny", messages=talk, extra_body={"continue_final_message": True})  # type: ignore[arg-type]
