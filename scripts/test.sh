@@ -11,6 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) # nproc heeds that variable
 arguments=(-n $((cores + 1)) --dist loadfile --no-loadscope-reorder -p tests.progress --durations=5)
+arguments+=(--max-worker-restart=0) # one that replaces a crashed worker may wait for ever for a second file
 case ${1:-} in
 --all) shift ;;
 --thorough)

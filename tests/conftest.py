@@ -1,7 +1,7 @@
 """Hooks and fixtures that hold for all tests.
 
-They order slow files first, fix what torch draws, restore the log's level, and check that a test leaves no
-stream blocked on the virtual NPU.
+They order slow files first, fix what torch draws, restore the log's level, check that a test leaves no stream
+blocked on the virtual NPU, and end a run with an error where one of its workers crashes.
 """
 
 import atexit
@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -61,6 +62,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first: of two workers, none is left alone with a long one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+_CRASHED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Remember that a worker crashed, for which the run may name no test, as within its collection."""
+    if error is not None:
+        node.config.stash[_CRASHED] = True
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End a run whose worker crashed with an error: the tests that wait for one are left out."""
+    if session.config.stash.get(_CRASHED, False):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import torch
 from devices.ascend_limits import MOST_SPANS, PRODUCTS, product
 from models.step.graphs import ladder
 from tests.attention.test_attention import shape
+from tests.each_of import each_of
 
 NAMES = ["910B", "910C", "950"]
 ATB = {"dtype": torch.float16, "page_size": 128, "windows": (None, None)}
@@ -33,9 +34,9 @@ def test_what_a_model_has_today_is_taken(name):
         product(name, "").check(good(**sizes))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("changes", "words"),
+@each_of("name", NAMES)
+@each_of(
+    "changes, words",
     [
         ({"dtype": torch.float32}, "model.dtype is float32; fused attention of the {} takes "),
         ({"head_dim": 80}, "the model's head_dim is 80; fused attention of the {} takes 64 or 128: choose"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from continuous_batching.request import Hypothesis, SamplingParams
 from continuous_batching.samples.beam_search import choose, is_over, keep, place, score
+from tests.each_of import each_of
 
 
 def found(*scores: float) -> list[Hypothesis]:
@@ -58,8 +59,8 @@ def test_only_the_best_hypotheses_are_kept_the_earlier_of_equals() -> None:
     assert keep([first, second, third], 2) == [first, third]
 
 
-@pytest.mark.parametrize(
-    ("early", "penalty", "best", "over"),
+@each_of(
+    "early, penalty, best, over",
     [
         (True, 1.0, -0.1, True),  # as many as beams: enough
         (False, 1.0, -8.1, True),  # -8.1 / 4 is worse than -2
@@ -89,8 +90,8 @@ def test_a_score_is_a_log_probability_over_a_length() -> None:
     assert score(-6.0, 3, SamplingParams(beam_width=2, length_penalty=2.0)) == pytest.approx(-6 / 9)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
+@each_of(
+    "fields, message",
     [
         ({"beam_width": 1}, r"beam_width is 1; it must be 0 \(off\) or at least 2"),
         (

@@ -13,6 +13,7 @@ from continuous_batching.request import Request, SamplingParams
 from tests.continuous_batching.checksum import alone
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_drafts import Guesser, engine_of
+from tests.each_of import each_of
 
 PROMPT, BESIDE = list(range(10)), list(range(20, 26))
 LONGEST = 24
@@ -54,7 +55,7 @@ def check_beside(engine: Engine, beside: Request) -> None:
     assert pool.num_free + prefix.num_idle == pool.num_pages - 1, "a page is held by nobody"
 
 
-@pytest.mark.parametrize("place", range(2, 14))  # the first run goes from the second token to the eleventh
+@each_of("place", range(2, 14))  # the first run goes from the second token to the eleventh
 def test_a_limit_ends_a_run(place: int) -> None:
     engine, request, beside = drafted(SamplingParams(max_tokens=place, temperature=0.0, ignore_eos=True))
     assert told(engine)["a"] == request.answer.tolist() == SAID[:place]
@@ -62,7 +63,7 @@ def test_a_limit_ends_a_run(place: int) -> None:
     check_beside(engine, beside)
 
 
-@pytest.mark.parametrize("place", range(1, 13))
+@each_of("place", range(1, 13))
 def test_a_stop_token_ends_a_run(place: int) -> None:
     params = SamplingParams(
         max_tokens=LONGEST, temperature=0.0, ignore_eos=True, stop_token_ids=(SAID[place],)

@@ -11,6 +11,7 @@ from continuous_batching.request import Request, SamplingParams, packed_ids
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
+from tests.each_of import each_of
 
 
 def refused(request: Request) -> BadRequest:
@@ -42,8 +43,8 @@ def test_a_place_within_a_field_is_no_part_of_its_name() -> None:
     assert str(refusal.value.of_field("bias")) == "bias[7] is 101.0; it must be a number from -100 to 100"
 
 
-@pytest.mark.parametrize(
-    ("request_", "field", "value", "limit"),
+@each_of(
+    "request_, field, value, limit",
     [
         (Request("a", np.array([5, 100])), "prompt", 100, 99),
         (Request("a", np.array([5]), SamplingParams(logit_bias={200: 1})), "logit_bias", 200, 99),

@@ -10,6 +10,7 @@ import pytest
 from continuous_batching.batch import Batch
 from continuous_batching.step_time import Coefficients, StepCosts, StepTime
 from kv_cache.pages import Index
+from tests.each_of import each_of
 
 DECODES = Coefficients(step_s=8e-3, token_s=60e-6, context_s=0.15e-6, drafted_s=2e-3)
 PROMPTS = Coefficients(step_s=12e-3, token_s=90e-6, context_s=0.15e-6, pair_s=20e-9)
@@ -102,8 +103,8 @@ def test_what_was_never_tried_costs_nothing_and_what_is_not_seen_any_more_keeps_
     assert times.decodes.drafted_s == pytest.approx(DECODES.drafted_s, rel=0.1)
 
 
-@pytest.mark.parametrize("ratio", [1 / 10, 2, 10])
-@pytest.mark.parametrize("kind", KINDS)
+@each_of("ratio", [1 / 10, 2, 10])
+@each_of("kind", KINDS)
 def test_times_follow_a_machine_that_gets_slower_or_faster(kind: str, ratio: float) -> None:
     random, times = np.random.default_rng(0), StepTime()
     num_steps = 4000 if kind == "chunks" else 1200  # to follow; the times of chunks are forgotten more slowly

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from devices.present import Chip
 from devices.torch_npu_releases import public
 from doctor.diagnosis import diagnose
@@ -16,6 +14,7 @@ from doctor.facts import Node
 from doctor.software import EXTRAS
 from recipes.schema.recipe import ROOT
 from tests.doctor.test_doctor import FIT
+from tests.each_of import each_of
 
 FILE = json.loads(Path(__file__).with_name("version_pairs.json").read_text(encoding="utf-8"))
 EIGHT = replace(
@@ -27,7 +26,7 @@ EIGHT = replace(
 WORDS = {"too_old": "too old", "cann_apart": "apart", "unknown_pair": "unknown"}
 
 
-@pytest.mark.parametrize("pair", FILE["pairs"], ids=lambda pair: f"{pair['cann']} and {pair['torch_npu']}")
+@each_of("pair", FILE["pairs"])
 def test_the_word_is_the_truth(pair: dict[str, Any]) -> None:
     version = pair["torch_npu"]
     torch = ".".join(version.partition("+")[0].split(".")[:3]) + "+cpu"

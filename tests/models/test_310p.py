@@ -22,7 +22,7 @@ from tests.models.test_modelslim import everywhere
 from tests.models.test_npu import serve
 from tests.serving.warm import CODE, completed
 
-pytestmark = [pytest.mark.npu, stand_in_alone]
+pytestmark = [pytest.mark.npu, pytest.mark.slow, stand_in_alone]
 
 SERVED = """
 import json, sys
@@ -109,7 +109,6 @@ def test_captured_and_overlapped_steps_give_the_same(
     assert calls == dict.fromkeys((SPANS, WRITES), NUM_LAYERS * (steps - decodes))
 
 
-@pytest.mark.slow
 def test_a_model_in_static_w8a8_gives_the_tokens_of_its_arithmetic(tmp_path: Path) -> None:
     """In float16, by decisive tokens; a model whose tokens have scales of their own is refused."""
     name, more = "llama_biased", dict[str, Any](is_wide=True, dtype=torch.float16)

@@ -12,6 +12,7 @@ from models.config import layer_specs
 from models.cost import Counts, ModelPart, step_costs
 from recipes.assembly.families import decoder_config
 from simulation.roofline import Roofline
+from tests.each_of import each_of
 from tests.recipes import published
 
 ROWS, TOKENS = 64, 2048
@@ -38,9 +39,9 @@ def simulated_s(costs: Roofline, starts: list[int], lens: list[int]) -> float:
     return costs.time_s(total, captured, sampled, context, layers * pairs)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("profile", ["ascend910b", "h200"])
-@pytest.mark.parametrize("name", MODELS)
+@each_of("tensor", [1, 2])
+@each_of("profile", ["ascend910b", "h200"])
+@each_of("name", MODELS)
 def test_the_lines_are_near_the_roofline(name: str, profile: str, tensor: int) -> None:
     config, device = decoder_config(MODELS[name]), DeviceRates.load(profile)
     found = step_costs(Counts(config, tensor), device, ROWS, TOKENS, graphs=ROWS)

@@ -18,6 +18,7 @@ from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.groups import DType
 from models.checkpoint import weights
 from models.decoder import Decoder
+from models.layers.dtypes import TORCH_DTYPES
 from models.sampling.sampler import Chosen
 from models.step.runner import ModelRunner
 from recipes.assembly import families as recipe_families
@@ -139,11 +140,21 @@ def is_quick(variant: Variant, pair: str) -> bool:
     return variant in ONE_A_FAMILY if pair == "cpu-reference" else variant.name in QUICK_ON_NPU
 
 
+def check_sizes(variant: Variant, model: Any, path: Path) -> None:
+    """config.json says how many parameters there are, and of which type."""
+    config = recipe_families.decoder_config(recipe_families.read(path))
+    corrections = [each for name, each in model.named_buffers() if name.endswith("correction_bias")]
+    assert config.num_parameters == sum(each.numel() for each in [*model.parameters(), *corrections])
+    assert TORCH_DTYPES[config.dtype] == variant.saved_as
+
+
 @pytest.mark.parametrize(("variant", "pair"), each_on_each())
 def test_logprobs_are_those_of_transformers(variant: Variant, pair: Pair, checkpoints: Path) -> None:
     if not is_taken(variant, pair):
         pytest.skip("its operator has no cap of scores, and is refused for it")
-    model, path = make(fitting(variant, pair), checkpoints)
+    variant = fitting(variant, pair)
+    model, path = make(variant, checkpoints)
+    check_sizes(variant, model, path)
     prompts = prompts_of(np.random.default_rng(7))
     decoder = make_decoder(path, "float32", 32, pair)
     seen = run_in_chunks(decoder, prompts, seed=3)

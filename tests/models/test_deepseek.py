@@ -32,7 +32,6 @@ from tests.models.test_shared_weights import Rank
 from tests.recipes.published import DEEPSEEK_V2_LITE, DEEPSEEK_V3
 
 ON_NPU = [pytest.mark.npu, pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")]
-NAMES = [each.name for each in VARIANTS if each.family.startswith("deepseek")]
 TOKENS = torch.randint(0, 160, (120,), generator=torch.Generator().manual_seed(5)).tolist()
 GROUPS = {"num_groups": 4, "num_chosen_groups": 2}
 ROUTERS = {
@@ -50,7 +49,7 @@ def checkpoint(name: str, root: Path, **options: Any) -> tuple[Any, Path]:
     return make(replace(variant, saved_as=torch.float32, options=variant.options | options), root)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])  # test_decoder.py has all
 def test_a_prompt_scores_as_in_transformers(name: str, tmp_path: Path) -> None:
     model, path = checkpoint(name, tmp_path)
     expected = expected_logprobs(model, TOKENS)[:-1].gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]

@@ -15,6 +15,7 @@ from models.parallel.group import ALONE
 from recipes.assembly.families import decoder_config
 from recipes.assembly.sizing import max_positions
 from tests.device_kinds import Kind, on_each
+from tests.each_of import each_of
 from tests.lazy import transformers
 from tests.models.families import VARIANTS, Variant, make, wide
 from tests.models.tensor_rank import built
@@ -114,8 +115,8 @@ def test_geglu_is_the_tanh_form_of_gelu(tmp_path: Path) -> None:
     assert not torch.allclose(F.gelu(gate) * up, expected, atol=1e-5), "the exact form is another"
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
+@each_of(
+    "changes, words",
     [
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: 50.0; no published Gemma 3"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0; no published Gemma 3"),

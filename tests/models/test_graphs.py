@@ -17,6 +17,7 @@ from models.config import layer_specs
 from models.parallel.share import Share
 from models.step.graph_inputs import PLACE, SOURCE, GraphInputs, num_values, split
 from models.step.graphs import captured_sizes, doubling, ladder, smallest
+from tests.each_of import each_of
 from tests.models.test_share import WHOLE
 
 
@@ -36,8 +37,8 @@ def test_stages_of_unlike_numbers_of_layers_capture_the_same_sizes():
     assert len(longer) == 66, "25 layers have too many streams for all"
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 128])
-@pytest.mark.parametrize("most", [1, 2, 7, 16, 100, 256])
+@each_of("page_size", [1, 16, 128])
+@each_of("most", [1, 2, 7, 16, 100, 256])
 def test_the_ladder_reaches_the_most_and_leaves_at_most_a_page_of_filling(most, page_size):
     sizes = ladder(most, page_size)
     assert sizes[0] == 1
@@ -179,8 +180,8 @@ def spans(*lens_and_drafts: tuple[int, int], stop: int = 9) -> Batch:
     return Batch(rows, stops - lens, stops, rows, rows, stops, num_drafts=int(drafts.sum()))
 
 
-@pytest.mark.parametrize(
-    ("batch", "expected"),
+@each_of(
+    "batch, expected",
     [
         (spans((4, 3), (4, 3)), (2, 4)),
         (spans((4, 3), (4, 3), (4, 3)), (4, 4)),  # a row of padding

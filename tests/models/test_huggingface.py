@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from models.layers.dtypes import TORCH_DTYPES
-from recipes.assembly.families import FAMILIES, SUPPORTED, decoder_config, read
-from tests.lazy import transformers
-from tests.models.families import VARIANTS, Variant, make
+from recipes.assembly.families import SUPPORTED, decoder_config, read
+from tests.each_of import each_of
 
 LLAMA = {
     "model_type": "llama",
@@ -21,83 +19,11 @@ LLAMA = {
     "num_attention_heads": 4,
     "intermediate_size": 96,
 }
-UNKNOWN_TO_TRANSFORMERS = ("kimi_k2",)
-NEEDED = {  # what neither says, or what transformers says only where its own vocabulary is meant
-    "deepseek_v2": {"num_experts_per_tok": 6},
-    "glm4": {"eos_token_id": 5},
-    "glm4_moe": {"head_dim": 16},
-    "kimi_linear": {"eos_token_id": 5},
-    "minimax_m2": {"eos_token_id": 5},
-    "olmo3": {"eos_token_id": 5},
-    "phi3": {"eos_token_id": 5, "pad_token_id": None},
-}
 DEEPSEEK = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
 DEEPSEEK_V3 = {"model_type": "deepseek_v3"}
 PHI3 = LLAMA | {"model_type": "phi3"}
 FAMILY_NAMES = ", ".join(SUPPORTED)
 QWEN = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-def test_sizes_are_those_of_the_checkpoint(variant: Variant, tmp_path: Path) -> None:
-    model, path = make(variant, tmp_path)
-    config = decoder_config(read(path))
-    corrections = [each for name, each in model.named_buffers() if name.endswith("correction_bias")]
-    assert config.num_parameters == sum(each.numel() for each in [*model.parameters(), *corrections])
-    assert TORCH_DTYPES[config.dtype] == variant.saved_as
-    if config.latent is None:
-        assert config.head_dim == model.model.layers[0].self_attn.head_dim
-        assert config.scale == pytest.approx(model.model.layers[0].self_attn.scaling, rel=1e-12)
-    else:
-        attention = model.model.layers[0].self_attn
-        assert (config.num_kv_heads, config.head_dim) == (1, attention.kv_lora_rank)
-        assert config.scale == pytest.approx(attention.scaling, rel=1e-12)
-    assert config.rms_eps == model.config.rms_norm_eps
-    assert config.tie_embeddings == model.config.tie_word_embeddings
-
-
-@pytest.mark.parametrize("family", [each for each in FAMILIES if each not in UNKNOWN_TO_TRANSFORMERS])
-def test_what_a_file_leaves_out_is_as_in_transformers(family: str) -> None:
-    hf = LLAMA | {"num_attention_heads": 32} | NEEDED.get(family, {})
-    theirs = transformers.AutoConfig.for_model(family, **{key: hf[key] for key in hf if key != "model_type"})
-    ours = decoder_config(hf | {"model_type": family})
-    if ours.latent is None:
-        assert ours.num_kv_heads == theirs.num_key_value_heads
-        assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // 32)
-    else:
-        for ours_is, name in ((ours.latent.query_rank, "q_lora_rank"), (ours.latent.rank, "kv_lora_rank")):
-            assert ours_is == getattr(theirs, name)
-        assert ours.latent.query_dim == theirs.qk_nope_head_dim + theirs.qk_rope_head_dim
-        assert ours.latent.value_dim == theirs.v_head_dim
-        mixture = ours.mixture
-        assert mixture is not None
-        experts = "num_local_experts" if family == "kimi_linear" else "n_routed_experts"
-        assert mixture.num_experts == getattr(theirs, experts)
-        assert mixture.num_chosen == theirs.num_experts_per_tok
-        assert mixture.inner_size == theirs.moe_intermediate_size
-        assert mixture.shared_size == theirs.moe_intermediate_size * theirs.n_shared_experts
-        assert mixture.scale == theirs.routed_scaling_factor
-        assert mixture.normalizes == theirs.norm_topk_prob
-        groups = (mixture.num_groups, mixture.num_chosen_groups)
-        assert groups == (theirs.n_group or 1, theirs.topk_group or 1)
-        types = getattr(theirs, "mlp_layer_types", None)
-        num_dense = theirs.first_k_dense_replace if types is None else types.count("dense")
-        assert ours.num_mixtures == max(0, 2 - num_dense)
-    assert ours.rms_eps == theirs.rms_norm_eps
-    assert ours.max_positions == theirs.max_position_embeddings
-    ropes = getattr(theirs, "rope_parameters", None)  # which Kimi-Linear has not
-    if ours.window_rope is not None:
-        assert ours.window_rope.theta == ropes["sliding_attention"]["rope_theta"]
-        ropes = ropes["full_attention"]
-    if ropes is not None:
-        assert ours.rope.theta == ropes["rope_theta"]
-    assert ours.tie_embeddings == theirs.tie_word_embeddings
-    assert list(ours.eos_token_ids) == ([] if theirs.eos_token_id is None else [theirs.eos_token_id])
-    types = (
-        getattr(theirs, "layer_types", None) or ["sliding_attention" if family == "mistral" else "full"] * 2
-    )
-    assert ours.windows == tuple(theirs.sliding_window if kind[0] == "s" else None for kind in types)
-    assert ours.dtype == "float32"
 
 
 def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
@@ -113,22 +39,8 @@ def test_only_dynamic_rope_bounds_what_may_be_shared() -> None:
     assert decoder_config(LLAMA | dynamic).max_shared_positions == 40
 
 
-def test_windows_by_layer() -> None:
-    on = {"use_sliding_window": True, "sliding_window": 9}
-    sliding, full = "sliding_attention", "full_attention"
-    assert decoder_config(QWEN | {"sliding_window": 9, "max_window_layers": 0}).windows == (None, None)
-    assert decoder_config(QWEN | on | {"max_window_layers": 0}).windows == (9, 9)
-    assert decoder_config(QWEN | on | {"max_window_layers": 1}).windows == (None, 9)
-    assert decoder_config(QWEN | on).windows == (None, None)
-    assert decoder_config(QWEN | on | {"layer_types": [sliding, full]}).windows == (9, None)
-    assert decoder_config(QWEN | {"layer_types": [full, full]}).windows == (None, None)
-    mistral = LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}
-    assert decoder_config(mistral | {"sliding_window": 9}).windows == (9, 9)
-    assert decoder_config(mistral | {"sliding_window": None}).windows == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
+@each_of(
+    "changes, words",
     [
         (
             {"model_type": "gpt2"},

@@ -27,6 +27,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import section, settings, stand_in_alone
 from tests.models.families import VARIANTS, followed, make, wide
+from tests.thorough import cases
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
@@ -59,7 +60,10 @@ def joining(machine: Npu, tmp_path: Path) -> None:
     )
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_layer_types", "qwen3_moe"])
+HEADS = ["qwen3", "qwen3_layer_types", "qwen3_moe"]
+
+
+@pytest.fixture(scope="module", params=HEADS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A model whose heads have norms and the one size that the operator takes."""
     variant = wide(next(each for each in VARIANTS if each.name == request.param), 128)
@@ -131,6 +135,7 @@ def test_steps_that_are_too_long_are_normed_and_rotated_one_by_one(
     assert calls == {JOINED: {0, num_layers}, SPLIT: {0, num_layers}}
 
 
+@pytest.mark.parametrize("checkpoint", cases(["qwen3"], HEADS), indirect=True)
 @pytest.mark.parametrize("joins", [False, True])
 def test_one_product_in_int8_is_taken_by_either(
     joins: bool, checkpoint: tuple[Any, Path], machine: Npu, tmp_path: Path

@@ -17,6 +17,7 @@ from models.config import DecoderConfig
 from recipes.assembly.engine import build
 from recipes.assembly.families import FAMILIES, FIELDS, decoder_config
 from recipes.schema.reader import load
+from tests.each_of import each_of
 from tests.lazy import transformers
 from tests.models.families import CLASSES, VARIANTS, expected_logprobs, make
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
@@ -50,7 +51,7 @@ def test_each_family_states_its_fields() -> None:
     assert CLASSES.keys() == FAMILIES.keys() - {"kimi_k2"}, "Kimi's files are V3's"
 
 
-@pytest.mark.parametrize("family", CLASSES)
+@each_of("family", CLASSES)
 def test_no_field_of_transformers_class_is_unknown(family: str) -> None:
     known = class_of(family)()
     names = known.to_dict().keys() | type(known).attribute_map.keys()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from models.layers.logit_parts import LogitParts
 from models.ops.reference import Ops
 from models.parallel.group import Group
 from models.parallel.share import Share
+from tests.each_of import each_of
 from tests.models.test_share import WHOLE
 
 NAN, INF = float("nan"), float("inf")
@@ -52,9 +52,9 @@ def greedy(logits: Tensor, ranks: int) -> tuple[list[int], list[bool]]:
     return found[0]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("vocab_size", [7, 64, 509])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_of("ranks", [1, 2, 3, 4, 8])
+@each_of("vocab_size", [7, 64, 509])
+@each_of("dtype", [torch.float32, torch.bfloat16])
 def test_the_best_of_all_parts_is_the_first_of_the_best(
     ranks: int, vocab_size: int, dtype: torch.dtype
 ) -> None:
@@ -67,9 +67,9 @@ def test_the_best_of_all_parts_is_the_first_of_the_best(
     assert all(is_finite)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(
-    ("row", "is_finite"),
+@each_of("ranks", [2, 3])
+@each_of(
+    "row, is_finite",
     [
         ([0, 1, 2, NAN, 1, 0], False),
         ([NAN, 1, 2, 3, 4, 5], False),

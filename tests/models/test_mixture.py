@@ -27,6 +27,7 @@ from models.quantization import Quantization
 from recipes.assembly.families import decoder_config, read
 from recipes.assembly.int8_checkpoint import quantize
 from tests.device_kinds import has_npu, npu, operators
+from tests.each_of import each_of
 from tests.interpreter import DEVICE
 from tests.models.families import VARIANTS, make
 from tests.recipes.published import MIXTRAL_8X7B, QWEN3_30B_A3B
@@ -69,8 +70,8 @@ def test_the_router_weighs_the_best_by_their_chances(normalizes: bool) -> None:
         torch.testing.assert_close(weight.double(), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("kind", IMPLEMENTATIONS)
-@pytest.mark.parametrize("num_tokens", [1, 2, 9, 40])
+@each_of("kind", IMPLEMENTATIONS)
+@each_of("num_tokens", [1, 2, 9, 40])
 def test_a_token_gets_the_weighted_sum_of_its_experts(kind: type[Ops], num_tokens: int) -> None:
     x, shares, chosen = routed(num_tokens, normalizes=False)
     made = experts(3)

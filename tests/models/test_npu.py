@@ -146,12 +146,6 @@ def test_captured_steps_give_the_same_tokens_and_ask_for_no_operator(
     assert len(replayed) == sum(not count for _, count in steps) > 5
 
 
-@pytest.mark.parametrize("graphs", [0, 4])
-def test_a_step_that_is_made_while_another_runs_gives_the_same_tokens(graphs: int) -> None:
-    answers, _ = serve(engine_of("scheduler.overlap=true", f"device.graphs={graphs}"))
-    assert answers == serve(engine_of())[0]
-
-
 def test_more_graphs_than_streams_are_refused() -> None:
     deep = "model.config={model_type: llama, vocab_size: 64, hidden_size: 64, num_hidden_layers: 99,"
     deep += " num_attention_heads: 1, num_key_value_heads: 1, intermediate_size: 64, eos_token_id: 2}"

@@ -19,6 +19,7 @@ from models.packing import Packing, packing
 from recipes.assembly.families import config_in
 from recipes.assembly.int8_checkpoint import quantize
 from recipes.assembly.scoring import score
+from tests.each_of import each_of
 from tests.lazy import transformers
 from tests.models.families import VARIANTS, expected_logprobs, make
 from tests.models.packed_checkpoints import AWQ, FORMS, GPTQ, compressed, store
@@ -246,8 +247,8 @@ def test_each_rank_makes_its_part(form: str, tmp_path: Path) -> None:
     assert torch.equal(torch.cat(queries), one.attention.qkv.weight[:48])
 
 
-@pytest.mark.parametrize(
-    ("said", "words"),
+@each_of(
+    "said, words",
     [
         (AWQ | {"version": "gemv"}, "version: 'gemv'; of awq the version gemm"),
         (AWQ | {"bits": 3}, "bits: 3; of awq 4 bits"),
@@ -329,7 +330,7 @@ def test_it_is_not_quantised_twice_on_disk(tmp_path: Path) -> None:
         quantize(path, tmp_path / "int8")
 
 
-@pytest.mark.parametrize(
+@each_of(
     "left_out",
     [
         *([], ["gate"], ["mlp.gate"], ["gate_proj"], ["model.layers.1"], ["layers.1"], ["model.layers.1."]),
@@ -341,7 +342,6 @@ def test_it_is_not_quantised_twice_on_disk(tmp_path: Path) -> None:
             ["model.layers.[01].mlp", "experts.1.up_proj"],
         ),
     ],
-    ids=str,
 )
 def test_awq_leaves_out_what_transformers_leaves_out(left_out: list[str]) -> None:
     theirs = transformers.quantizers.quantizers_utils

@@ -26,6 +26,7 @@ from models.quantization import ACTIVATIONS, WEIGHTS, Quantization, quantization
 from recipes.assembly.families import decoder_config, read
 from tests import device_kinds
 from tests.device_kinds import Kind, Way, on_each
+from tests.each_of import each_of
 from tests.models.families import VARIANTS, make
 from tests.models.test_weights import bare
 
@@ -53,8 +54,8 @@ def stored_in_int8(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": JSON}))
 
 
-@pytest.mark.parametrize("kind", IMPLEMENTATIONS)
-@pytest.mark.parametrize("inputs", [1, 48, 1024, 1025, 4096])
+@each_of("kind", IMPLEMENTATIONS)
+@each_of("inputs", [1, 48, 1024, 1025, 4096])
 def test_products_are_exact_at_the_ends_of_the_range(kind: type[Ops], inputs: int) -> None:
     generator = torch.Generator().manual_seed(inputs)
     ops = kind()
@@ -255,8 +256,8 @@ def group(**changes: Any) -> dict[str, Any]:
     return {"config_groups": {"g": base | changes}}
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
+@each_of(
+    "changes, words",
     [
         ({"quant_method": "exl2"}, "quantization_config.quant_method: 'exl2'"),
         ({"quant_method": "bitsandbytes"}, "quantization_config.quant_method: 'bitsandbytes'"),

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.checkpoint.huggingface import rope_config
 from models.layers.rope import Rope, is_scaled
+from tests.each_of import each_of
 from tests.lazy import transformers
 
 DIM, MAX_POSITIONS = 32, 256
@@ -66,8 +67,8 @@ def ours(rope: dict[str, Any], theta: float) -> Rope:
     return Rope(rope_config({"rope_parameters": rope | {"rope_theta": theta}}, DIM, MAX_POSITIONS))
 
 
-@pytest.mark.parametrize("theta", [10000.0, 5e5, 123.0])
-@pytest.mark.parametrize("rope", KINDS.values(), ids=KINDS.keys())
+@each_of("theta", [10000.0, 5e5, 123.0])
+@each_of("rope", KINDS.values())
 def test_frequencies(rope: dict[str, Any], theta: float) -> None:
     frequencies, factor = theirs(rope, theta)
     mine = ours(rope, theta)
@@ -118,8 +119,8 @@ def test_original_length_beside_the_rope_comes_first() -> None:
     assert rope_config(hf, DIM, MAX_POSITIONS).original_max_positions == 32
 
 
-@pytest.mark.parametrize(
-    ("hf", "words"),
+@each_of(
+    "hf, words",
     [
         ({"rope_scaling": {"type": "abf"}}, "rope_scaling.rope_type: 'abf'; supported are default"),
         ({"rope_parameters": {"rope_type": "linear"}}, "no factor"),

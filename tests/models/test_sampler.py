@@ -22,6 +22,7 @@ from models.sampling import sampler as sampler_module
 from models.sampling import top_k_top_p
 from models.sampling.sampler import Sampler, uniforms
 from tests.device_kinds import Kind, Way, on_each, operators
+from tests.each_of import each_of
 from tests.pairs import pairs
 
 V = 48
@@ -173,7 +174,7 @@ def test_equals_at_a_threshold_all_stay(monkeypatch: pytest.MonkeyPatch) -> None
         )
 
 
-@pytest.mark.parametrize(("top_k", "top_p", "scale", "tile"), SORTS)
+@each_of("top_k, top_p, scale, tile", SORTS)
 def test_one_sort_keeps_what_the_cpu_keeps(top_k: int, top_p: float, scale: float, tile: int) -> None:
     logits = torch.stack([some_logits(seed, 4096, scale) for seed in range(6)])
     logits[0, :4000] = -math.inf

@@ -8,6 +8,7 @@ import pytest
 
 from models.config import DecoderConfig, RecurrentConfig, RopeConfig, layer_specs
 from models.parallel.share import Share
+from tests.each_of import each_of
 
 WHOLE = DecoderConfig(
     family="llama",
@@ -59,8 +60,8 @@ def test_the_ranks_hold_each_token_once() -> None:
     assert [len(share.tokens(few)) for share in shares(8)] == [1] * 5 + [0] * 3
 
 
-@pytest.mark.parametrize(
-    ("name", "first", "last"),
+@each_of(
+    "name, first, last",
     [
         (f"{ATTENTION}q_proj.weight", (slice(0, 32),), (slice(96, 128),)),
         (f"{ATTENTION}q_proj.bias", (slice(0, 32),), (slice(96, 128),)),
@@ -90,8 +91,8 @@ GATED, KIMI = RecurrentConfig("gated", 4, 8, 6, 5, 4), RecurrentConfig("kimi", 4
 STATE, OF_KIMI = "model.layers.0.linear_attn.", "model.layers.0.self_attn."
 
 
-@pytest.mark.parametrize(
-    ("recurrent", "name", "last", "ranges"),
+@each_of(
+    "recurrent, name, last, ranges",
     [
         (GATED, f"{STATE}in_proj_qkv.weight", (), (slice(18, 24), slice(42, 48), slice(78, 88))),
         (GATED, f"{STATE}conv1d.weight", (), (slice(18, 24), slice(42, 48), slice(78, 88))),

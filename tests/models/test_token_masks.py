@@ -11,6 +11,7 @@ from torch import Tensor
 
 from continuous_batching.request import Request, SamplingParams, packed_ids
 from models.sampling.token_masks import banned_tokens
+from tests.each_of import each_of
 from tests.lazy import transformers
 from tests.models.test_sampler import EOS, Row, V, edited, sample, some_logits, token
 from tests.models.test_sampler_engine import make_engine, requests, serve
@@ -22,7 +23,7 @@ def changed(params: SamplingParams, answer: tuple[int, ...] = (), seed: int = 0)
     return edited(Row(some_logits(seed), params, (1, 5), answer))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_of("seed", range(20))
 def test_bad_words_are_those_of_transformers_within_the_answer(seed: int) -> None:
     random = np.random.default_rng(seed)
     answer = tuple(random.choice([4, 5, 6, 7, 9], size=int(random.integers(1, 8))).tolist())

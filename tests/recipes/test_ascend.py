@@ -124,21 +124,22 @@ def test_show_plans_without_the_device(capsys: pytest.CaptureFixture[str]) -> No
 DEEPSEEK, QWEN = "recipes/deepseek/deepseek_v3.1_910c_tp16.yaml", "recipes/qwen3/qwen3_8b_910b.yaml"
 
 
-@pytest.mark.parametrize("count", [2, 8, 16])
-def test_ranks_that_divide_pages_hold_as_many_times_the_tokens(count: int) -> None:
+def test_ranks_that_divide_pages_hold_as_many_times_the_tokens() -> None:
     def planned(count: int) -> MemoryPlan:
         ranks = (f"parallel.context={count}", "cache.page_size=256")
         recipe = load(DEEPSEEK, [*ranks, "cache.memory_gib=6", "cache.memory_fraction=null"])
         config, share = share_of(recipe, 0)
         return plan_memory(recipe, config, 64 * GIB, share=share)
 
-    whole, divided = planned(1), planned(count)
-    assert divided.page_bytes * count == whole.page_bytes
-    assert count * whole.num_pages <= divided.num_pages < count * (whole.num_pages + 1)
-    shape = shape_of(256, Share(0, 16, contexts=count).part(share_of(load(DEEPSEEK), 0)[0]))
-    parts, _ = shapes_of(shape, count)
-    held = [sum(each.nbytes for each in LatentAttention(each).new_planes(3)) for each in (shape, parts)]
-    assert held[0] == count * held[1], "what is allocated is what is planned"
+    whole, (config, _) = planned(1), share_of(load(DEEPSEEK), 0)
+    for count in (2, 8, 16):
+        divided = planned(count)
+        assert divided.page_bytes * count == whole.page_bytes
+        assert count * whole.num_pages <= divided.num_pages < count * (whole.num_pages + 1)
+        shape = shape_of(256, Share(0, 16, contexts=count).part(config))
+        parts, _ = shapes_of(shape, count)
+        held = [sum(each.nbytes for each in LatentAttention(each).new_planes(3)) for each in (shape, parts)]
+        assert held[0] == count * held[1], "what is allocated is what is planned"
 
 
 @pytest.mark.parametrize(

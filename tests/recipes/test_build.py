@@ -11,14 +11,11 @@ import pytest
 import torch
 
 from attention.reference import Attention
-from continuous_batching.policies.batching import Static
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.preemption import lowest_priority
-from continuous_batching.step_time import StepTime
 from models.step.warm_up import largest_step_bytes
 from recipes.assembly import engine as building
 from recipes.assembly.engine import build
-from recipes.assembly.scheduler import policy
 from recipes.assembly.sizing import plan_memory
 from recipes.machine import start
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
@@ -58,10 +55,6 @@ def answers(recipe: Recipe) -> list[list[int]]:
     return [request.answer.tolist() for request in requests]
 
 
-def test_the_devices_own_attention_gives_the_tokens_of_the_plain_one():
-    assert answers(made()) == answers(made(attention="reference"))
-
-
 def test_random_weights_are_those_of_the_seed():
     assert answers(made()) == answers(made())
     assert answers(made()) != answers(made(seed=1))
@@ -95,13 +88,6 @@ def test_the_smallest_table_is_warmed_up_too(num_slots):
         scheduler=SchedulerSection(num_slots=num_slots, max_batch_tokens=num_slots),
     )
     assert build(recipe).engine.slots.max_tokens == 3
-
-
-def test_the_policy_is_the_one_named():
-    static = SchedulerSection(
-        policy="static", num_slots=4, max_batch_tokens=64, batch_size=2, max_wait_ms=250.0
-    )
-    assert policy(static, StepTime()) == Static(2, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -148,11 +134,6 @@ def test_what_was_chosen_is_logged(caplog):
     assert caplog.messages[1].startswith("model: llama, 0.1 M parameters, float32")
     assert "linear" in caplog.messages[3]
     assert caplog.messages[4].endswith("all plain torch")
-
-
-def test_what_attention_cannot_do_is_refused_before_weights_are_made():
-    with pytest.raises(ValueError, match="'gpt2'; supported are deepseek_v2"):
-        build(made(config={"model_type": "gpt2"}))
 
 
 def test_threads_are_set():

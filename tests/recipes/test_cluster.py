@@ -189,8 +189,8 @@ VOLCANO = launched("Volcano", 2, 1, Path())[1]
 MASTERED = {"VC_MASTER_HOSTS": "job-master-0.job", "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job"}
 
 
-@pytest.mark.parametrize(
-    ("keys", "environment", "words"),
+@each_of(
+    "keys, environment, words",
     [
         (
             {"tensor": 3},

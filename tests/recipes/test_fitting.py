@@ -27,6 +27,7 @@ from recipes.schema.recipe_error import RecipeError
 from scripts import generate
 from serving.llm import LLM, SamplingParams
 from tests.device_kinds import stand_in_alone
+from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.serving.warm import completed
 from tests.thorough import cases
@@ -170,8 +171,9 @@ def test_a_model_that_no_number_of_devices_holds_is_refused(tmp_path: Path) -> N
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("template", "keys"),
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+@each_of(
+    "template, keys",
     [
         (r'<tool_call>\n{\"name\": <function-name>} {% if "</think>" in x %}', ("hermes", "think")),
         ("<tool_call>\n<function=name>", ("qwen3_coder", None)),
@@ -208,7 +210,6 @@ def test_a_model_that_no_number_of_devices_holds_is_refused(tmp_path: Path) -> N
         ("<|python_start|>[f(a=1)]<|python_end|>", ("pythonic", None)),
     ],
 )
-@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
 def test_the_template_says_how_calls_and_thoughts_are_written(
     template: str, keys: tuple[str | None, str | None], file: str, tmp_path: Path
 ) -> None:

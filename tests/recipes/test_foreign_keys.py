@@ -22,6 +22,7 @@ from recipes.schema.reader import KEYS, load, read
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from scripts import follow, generate, serve, verify
+from tests.each_of import each_of
 
 GOOD = """
 model:
@@ -89,8 +90,8 @@ def test_the_command_line_takes_them_too(caplog: pytest.LogCaptureFixture) -> No
     assert "command line: max_num_seqs=3: max_num_seqs is taken as scheduler.num_slots=3" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
+@each_of(
+    "given, meant",
     [
         ("r.yaml --tensor-parallel-size 2", "r.yaml tensor_parallel_size=2"),
         ("--tensor-parallel-size 2 r.yaml a.b=c", "r.yaml tensor_parallel_size=2 a.b=c"),

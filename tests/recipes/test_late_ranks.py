@@ -66,6 +66,7 @@ def test_a_rank_that_loads_far_longer_than_the_others_is_waited_for(
     assert (done.returncode, done.stdout.strip()) == (0, "19"), done.stderr
 
 
+@pytest.mark.slow
 def test_a_start_that_takes_too_long_names_the_rank_and_the_key(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(LATE.replace(f"sleep({LATE_S})", "sleep(600)"))
     limit = "parallel.start_timeout_s=2"

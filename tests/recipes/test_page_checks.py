@@ -12,6 +12,7 @@ from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.reader import read
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.server_section import ServerSection
+from tests.each_of import each_of
 from tests.serving.server import TINY
 
 HERE, THERE = "tcp://127.0.0.1:7001", "tcp://[::1]:7002"
@@ -47,7 +48,7 @@ def test_an_engine_without_a_role_may_be_anything() -> None:
     assert not said(is_sharing=False, tensor=4, pipeline=2)
 
 
-@pytest.mark.parametrize(
+@each_of(
     "endpoint",
     ["", "127.0.0.1:7001", "http://a:1", "tcp://:7001", "tcp://a", "tcp://a:", "tcp://a:x", "tcp://a:65536"],
 )

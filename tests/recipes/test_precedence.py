@@ -11,10 +11,13 @@ from recipes.assembly.scheduler import changed
 from recipes.schema.reader import load, profiles, read
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
+from tests.each_of import each_of
 from tests.pairs import pairs
 from tests.recipes.conftest import GOOD, error
+from tests.thorough import cases
 
 POLICIES = ["stall_free", "split", "prefill_first", "orca", "static"]
+WAYS = pairs(POLICIES, [None, "fixed", "dynamic", "adaptive"], [None, *profiles()])
 RECIPES = sorted(path for path in ROOT.glob("recipes/**/*.yaml") if path.parent.name != "profiles")
 
 
@@ -54,15 +57,11 @@ def test_two_alternatives_in_one_place_are_refused(recipe):
     )
 
 
-@pytest.mark.parametrize(
-    ("policy", "chunk", "profile"),
-    pairs(POLICIES, [None, "fixed", "dynamic", "adaptive"], [None, *profiles()]),
-)
-def test_every_policy_and_way_of_chunking_works_on_every_recipe_by_its_name(
-    policy, chunk, profile, monkeypatch
-):
+@each_of("number, path", enumerate(RECIPES))
+def test_every_policy_and_way_of_chunking_works_on_recipes_by_its_name(number, path, monkeypatch):
+    """Each recipe with a tenth of the ways, which differ from those of the next; all with --thorough."""
     monkeypatch.setenv("MODELS", "/models")
-    for path in RECIPES:
+    for policy, chunk, profile in cases(WAYS[number % 10 :: 10], WAYS):
         overrides = ["model.path=x"] if path.parent.name == "any" else []
         overrides += [f"scheduler.policy={policy}"]
         if chunk is not None and policy in ("stall_free", "split"):

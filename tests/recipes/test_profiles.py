@@ -10,6 +10,7 @@ from recipes.assembly.sizing import plan_memory
 from recipes.schema.reader import load, profiles, read
 from recipes.schema.recipe import ROOT, Recipe
 from recipes.schema.recipe_error import RecipeError
+from tests.each_of import each_of
 
 MODELS = {"tiny": ROOT / "recipes/tiny/cpu.yaml", "125m": ROOT / "recipes/bench/llama_125m.yaml"}
 
@@ -18,9 +19,9 @@ def planned(recipe: Recipe, gib: float, **more: int) -> MemoryPlan:
     return plan_memory(recipe, model_config(recipe), int(gib * GIB), host_memory=int(gib * GIB), **more)
 
 
-@pytest.mark.parametrize("gib", [2, 8, 24, 512])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", profiles())
+@each_of("gib", [2, 8, 24, 512])
+@each_of("model", MODELS)
+@each_of("name", profiles())
 def test_a_profile_fits_machines_of_all_sizes(name: str, model: str, gib: int) -> None:
     plan = planned(load(MODELS[model], [], name), gib)
     assert plan.total_bytes <= gib * GIB

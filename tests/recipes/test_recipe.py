@@ -35,8 +35,8 @@ def made(**changes: Any) -> Recipe:
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@each_of(
+    "changes, message",
     [
         ({"cache__page_size": 0}, "cache.page_size: 0 is not allowed; it must be an integer from 1 to 1024"),
         ({"device__kind": "toaster"}, "device.kind: 'toaster' is not allowed; it must be cpu, cuda or npu"),

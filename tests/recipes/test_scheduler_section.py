@@ -25,6 +25,7 @@ from recipes.schema.recipe import CacheSection
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import LONGEST_STEP, completed, longest_request
 from recipes.schema.scheduler_section import SchedulerSection
+from tests.each_of import each_of
 
 DYNAMIC = {
     "chunk": "dynamic",
@@ -45,8 +46,8 @@ def whole(**values: Any) -> SchedulerSection:
     return completed(section(**values)).section
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
+@each_of(
+    "values, message",
     [
         (
             {"num_slots": 600},
@@ -118,8 +119,8 @@ def test_what_cannot_stand_together_is_refused(values: dict[str, Any], message: 
     assert str(problem).startswith(f"scheduler.{message}")
 
 
-@pytest.mark.parametrize(
-    ("values", "kind"),
+@each_of(
+    "values, kind",
     [
         ({}, StallFree),
         ({"policy": "split", "prompt_share": 0.5}, Split),

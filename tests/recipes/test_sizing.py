@@ -26,6 +26,7 @@ from recipes.assembly.sizing import estimate, max_positions, plan_memory
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import has_npu, operators, section
+from tests.each_of import each_of
 from tests.kv_cache.caches import plain_cache
 
 LLAMA = {
@@ -71,9 +72,9 @@ def refusal(recipe: Recipe, memory_bytes: int = 4 * GIB) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("tied", [True, False])
+@each_of("dtype", ["auto", "bfloat16"])
+@each_of("family", ["llama", "qwen2", "qwen3"])
+@each_of("tied", [True, False])
 def test_the_plan_equals_what_is_allocated(family, tied, dtype):
     recipe = made({"model_type": family, "tie_word_embeddings": tied}, dtype=dtype)
     recipe = replace(recipe, device=DeviceSection(kind="cuda"))  # which has the weights as they are

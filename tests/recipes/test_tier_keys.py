@@ -15,6 +15,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.tier_section import TierSection, tier_of
+from tests.each_of import each_of
 from tests.kv_cache import device
 
 TINY = "recipes/any/cpu.yaml"
@@ -38,8 +39,8 @@ def test_a_tier_says_where_pages_rest_and_how_many() -> None:
     assert tier_of(loaded(DISK, "cache.tier=null").cache.tier) is None
 
 
-@pytest.mark.parametrize(
-    ("tier", "more", "refusal"),
+@each_of(
+    "tier, more, refusal",
     [
         (
             "kind: disk, path: pages",

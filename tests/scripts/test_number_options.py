@@ -12,6 +12,7 @@ import pytest
 
 from recipes.schema.numbers import MOST_COUNT, real, whole, wholes
 from recipes.schema.recipe import ROOT
+from tests.each_of import each_of
 
 RECIPE = "recipes/tiny/cpu.yaml"
 SERVED = ["--base-url", "http://127.0.0.1:9", "--trace", "none"]
@@ -57,9 +58,7 @@ ALLOWED |= {("benchmark serve", option, "1e-300") for option in ("--ready-check-
 ALLOWED |= {("trace", "--priorities={}=1", "-1")}
 
 
-@pytest.mark.parametrize(
-    ("verb", "option"), [(verb, option) for verb, (_, options) in OPTIONS.items() for option in options]
-)
+@each_of("verb, option", [(verb, option) for verb, (_, options) in OPTIONS.items() for option in options])
 def test_an_absurd_number_is_refused_in_one_line_that_names_the_option(
     verb: str,
     option: str,

@@ -17,6 +17,7 @@ from recipes.cluster.rank_process import common
 from recipes.schema.reader import load
 from recipes.schema.recipe_error import RecipeError
 from scripts.place import main
+from tests.each_of import each_of
 from tests.recipes.published import QWEN3_30B_A3B
 from tests.serving.server import TINY
 
@@ -49,7 +50,7 @@ def test_the_most_chosen_go_to_the_least_loaded_rank_with_room(
     assert imbalance(counts, order, parts) == pytest.approx(after)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_of("seed", range(20))
 def test_it_is_near_the_best_of_all_placements(seed: int) -> None:
     rng = random.Random(seed)
     counts = [rng.randint(0, 30) for _ in range(6)]

@@ -13,6 +13,7 @@ from recipes.schema.recipe_error import RecipeError
 from scripts import generate, serve
 from serving.async_llm import AsyncLLM
 from serving.llm import LLM
+from tests.each_of import each_of
 
 TINY = "recipes/tiny/cpu.yaml"
 GIVEN = [TINY, "cache.page_size=8", "--profile", "low_latency", "cache.num_pages=9"]
@@ -36,7 +37,7 @@ PARSERS = {
 PARSERS |= {"generate": (generate.parser, ["--prompt", "a"]), "serve": (serve.parser, [])}
 
 
-@pytest.mark.parametrize("verb", PARSERS)
+@each_of("verb", PARSERS)
 def test_every_verb_takes_a_recipe_overrides_and_a_profile(verb: str) -> None:
     parser, others = PARSERS[verb]
     options = parser().parse_intermixed_args([*GIVEN, *others])

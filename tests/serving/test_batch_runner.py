@@ -22,6 +22,7 @@ from serving.api.api_keys import ANYBODY, ApiKeys, Client, Rights
 from serving.api.batch_runner import PRIORITY, Batches
 from serving.batches.lines import LineCheck, WrongLine, expired, read_line, split_lines
 from serving.batches.store import WINDOW_S, BatchStore, StoredBatch
+from tests.each_of import each_of
 
 URL = "/v1/completions"
 
@@ -44,8 +45,8 @@ def test_lines_are_the_file_again(content: bytes) -> None:
     assert len(lines) == sum(bool(each.strip()) for each in whole)
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
+@each_of(
+    "text, reason",
     [
         (b"{", "it is not JSON: Input data was truncated"),
         (b'"\xff"', "it is no request of a batch: Expected `object`, got `str`"),

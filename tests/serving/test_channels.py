@@ -24,6 +24,7 @@ from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text
 from serving.tools.channels import HARMONY, LONGEST_HEAD, ChannelParser
 from serving.tools.parsing import MOST_SPACE
+from tests.each_of import each_of
 from tests.serving.channel_model import write_model
 from tests.serving.test_tool_grammars import SCHEMA, tool
 from tests.serving.test_tool_parsing import NAMES, Calls, cut
@@ -103,8 +104,8 @@ def test_a_call_is_found_as_models_and_templates_write_it(head: str) -> None:
     assert parsed([unknown]) == ("Look.", unknown.partition("<|end|>")[2], [])
 
 
-@pytest.mark.parametrize(
-    ("answer", "content"),
+@each_of(
+    "answer, content",
     [
         ("Hello", "Hello"),
         ("to be", "to be"),

@@ -25,6 +25,7 @@ import pytest
 from pydantic import AnyUrl, BaseModel, Field, create_model
 
 from serving.grammars.json_schema import prepared
+from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server
 
@@ -111,7 +112,7 @@ def test_a_field_that_asks_for_nothing_or_for_what_is_here_is_taken(tiny: httpx.
     assert {name: each for name, each in found.items() if each[0] != 200} == {}
 
 
-@pytest.mark.parametrize(("name", "value", "said"), REFUSED)
+@each_of("name, value, said", REFUSED)
 def test_what_is_not_here_is_refused_by_its_name(
     tiny: httpx.Client, name: str, value: Any, said: str
 ) -> None:
@@ -143,6 +144,7 @@ TALKS: dict[str, list[dict[str, Any]]] = {
     "blocks of thoughts": [USER, {**SAYS, "thinking_blocks": [], "provider_specific_fields": {}}, USER],
     "details of thoughts": [USER, {**SAYS, "reasoning_details": []}, USER],
     "an id": [USER, {**SAYS, "id": "msg_1"}, USER],
+    "an answer without a word": [USER, {"role": "assistant", "content": None}, USER],
     "marks of a cache": [
         {
             "role": "system",
@@ -179,7 +181,7 @@ TALKS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", TALKS)
+@each_of("name", TALKS)
 def test_messages_are_taken_as_frameworks_send_them_back(tooled: httpx.Client, name: str) -> None:
     assert asked(tooled, messages=TALKS[name]) == (200, "")
 
@@ -192,6 +194,11 @@ def test_messages_are_taken_as_frameworks_send_them_back(tooled: httpx.Client, n
         (
             {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
             "messages[0].content[0] must be",
+        ),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "this model reads text"),
+        (
+            {"role": "assistant", "tool_calls": [{**PRICE, "function": {"name": "f", "arguments": 1}}]},
+            "a string",
         ),
     ],
 )

@@ -48,10 +48,6 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
         client.models.retrieve("other/model")
 
 
-def test_the_version_is_told(http: httpx.Client) -> None:
-    assert http.get("/version").json()["version"]
-
-
 def test_experts_that_are_not_counted_are_not_found(http: httpx.Client) -> None:
     told = http.get("/experts")
     assert told.status_code == 404
@@ -78,13 +74,6 @@ def test_the_recipe_the_versions_and_the_machine_are_told(http: httpx.Client) ->
     assert told["machine"]["python"] == platform.python_version()
     assert told["machine"]["torch"] == metadata.version("torch")
     assert told["machine"]["transformers"] == metadata.version("transformers")
-
-
-def test_metrics_are_told(http: httpx.Client) -> None:
-    response = http.get("/metrics")
-    assert response.status_code == 200
-    assert response.headers["content-type"].startswith("text/plain")
-    assert "vllm:num_requests_running" in response.text
 
 
 @pytest.mark.parametrize("prompt", ["348+275=", "有一天，😀", "<s>One day</s>"])

@@ -1,4 +1,4 @@
-"""A conversation reaches the model as its template reads it, and the server takes back what it answered.
+"""A conversation reaches the model as its template reads it; test_reported_cases.py asks over HTTP.
 
 The right texts are those of transformers' `apply_chat_template`, except where a template asks whether a
 content is none: transformers 5 leaves the key away, and such templates were written for transformers 4.
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
-from borders.refusal import BadRequest
 from serving.text.chat_options import ChatOptions
 from serving.text.chat_template import ChatTemplate, check_messages
+from tests.each_of import each_of
 from tests.lazy import transformers
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -27,7 +26,6 @@ SAYS = {
     "is string": "{% if m.content is string %}{{ m.content }}{% else %}no text{% endif %}",
     "is defined": "{% if m.content is defined %}{{ m.content }}{% else %}undefined{% endif %}",
     "joins": "{{ 'says ' + m['content'] }}",
-    "is none": "{% if m['content'] is none %}nothing{% else %}{{ m['content'] }}{% endif %}",
     "is not none": "{% if m.content is not none %}{{ m.content }}{% endif %}",
     "compares": "{% if m.content == none %}nothing{% else %}{{ m.content }}{% endif %}",
 }
@@ -45,8 +43,8 @@ def theirs(template: str, messages: list[Any]) -> str:
     return render([messages], chat_template=template)[0][0]
 
 
-@pytest.mark.parametrize("way", ["prints", "if content", "is string", "is defined"])
-@pytest.mark.parametrize("content", [None, "", "Let me see."])
+@each_of("way", ["prints", "if content", "is string", "is defined"])
+@each_of("content", [None, "", "Let me see."])
 def test_calls_may_stand_without_text(way: str, content: str | None) -> None:
     template = EACH + SAYS[way] + END
     called: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [CALL]}
@@ -58,7 +56,7 @@ def test_calls_may_stand_without_text(way: str, content: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("way", "said"),
-    [("is none", "nothing"), ("is not none", ""), ("compares", "nothing"), ("joins", "says ")],
+    [("is not none", ""), ("compares", "nothing"), ("joins", "says ")],
 )
 def test_a_template_may_ask_whether_there_is_text(way: str, said: str) -> None:
     messages = [ASKED, {"role": "assistant", "content": None, "reasoning_content": "Hm."}]
@@ -66,8 +64,8 @@ def test_a_template_may_ask_whether_there_is_text(way: str, said: str) -> None:
     assert shown(EACH + SAYS[way] + END, messages) == f"{opening}assistant:{said};"
 
 
-@pytest.mark.parametrize("sent", ["reasoning_content", "reasoning", "thinking"])
-@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
+@each_of("sent", ["reasoning_content", "reasoning", "thinking"])
+@each_of("read", ["reasoning_content", "reasoning", "thinking"])
 def test_thoughts_have_the_name_that_the_template_reads(sent: str, read: str) -> None:
     template = (
         EACH + "{% if m." + read + " %}<{{ m['" + read + "'] }}>{% endif %}{{ m.content }};{% endfor %}"
@@ -90,8 +88,8 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("way", LOOPS)
-@pytest.mark.parametrize("role", ["user", "tool"])
+@each_of("way", LOOPS)
+@each_of("role", ["user", "tool"])
 def test_a_template_that_reads_parts_gets_them(way: str, role: str) -> None:
     template = "{% for m in messages %}" + LOOPS[way] + "{% endfor %}"
     message = {"role": role, "content": PARTS}
@@ -102,18 +100,7 @@ def test_other_templates_get_parts_as_lines() -> None:
     assert shown(EACH + SAYS["prints"] + END, [{"role": "user", "content": PARTS}]) == "user:Hel\nlo;"
 
 
-@pytest.mark.parametrize("names", [["id", "type", "function"], ["function", "id", "type"]])
-def test_a_calls_keys_keep_their_order(names: list[str]) -> None:
-    function = {"arguments": {"b": 2, "a": 1}, "name": "add"}
-    call = {name: (CALL | {"function": function})[name] for name in names}
-    messages = [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert shown(EACH + END, messages) == theirs(EACH + END, messages)
-
-
-def test_arguments_that_were_cut_stay_as_they_are() -> None:
-    cut = CALL | {"function": {"name": "add", "arguments": '{"a": 1'}}
-    (message,) = check_messages([{"role": "assistant", "content": None, "tool_calls": [cut]}])
-    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": 1'
+def test_a_template_that_reads_arguments_as_text_gets_them_so() -> None:
     (message,) = check_messages([{"role": "assistant", "tool_calls": [CALL]}], text_arguments=True)
     assert message["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
     as_object = CALL | {"function": {"name": "add", "arguments": {"a": "é"}}}
@@ -129,49 +116,3 @@ def test_roles_that_a_template_may_not_know() -> None:
     assert shown(EACH + SAYS["prints"] + END, messages) == "system:Be kind.;tool:2;"
     knows = "{% if messages[0].role == 'developer' %}{{ messages[0].content }}{% endif %}"
     assert shown(knows, messages) == "Be kind."
-
-
-def test_a_thought_that_was_cut_is_continued() -> None:
-    template = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}\n</think>\n"
-        "{{ m.content }}<end>{% endif %}{% endfor %}"
-    )
-    messages = [ASKED, {"role": "assistant", "content": None, "reasoning_content": "I add one"}]
-    options = {"continue_final_message": True, "add_generation_prompt": False}
-    assert shown(template, messages, **options) == "<think>\nI add one"
-
-
-@pytest.mark.parametrize(
-    ("message", "said"),
-    [
-        ({"role": "user", "content": None}, r"messages\[0\].content must be a string"),
-        (
-            {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": 1}}]},
-            "a string",
-        ),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "this model reads text"),
-    ],
-)
-def test_what_is_no_message_is_refused(message: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadRequest, match=said):
-        check_messages([message])
-
-
-def test_a_server_takes_back_its_own_answers(http: httpx.Client) -> None:
-    """As the official client sends a message on: with its id, its nulls, and whatever was cut."""
-    asked = {"messages": [ASKED], "max_tokens": 3}
-    answered = http.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
-    cut = {"role": "assistant", "content": None, "id": "msg_1", "tool_calls": [
-        CALL | {"function": {"name": "add", "arguments": '{"a'}}
-    ]}  # fmt: skip
-    talk = [
-        ASKED,
-        answered | {"id": "msg_0"},
-        ASKED,
-        cut,
-        RESULT,
-        {"role": "assistant", "content": None},
-        ASKED,
-    ]
-    response = http.post("/v1/chat/completions", json=asked | {"messages": talk})
-    assert response.status_code == 200, response.text

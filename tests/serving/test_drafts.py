@@ -38,7 +38,6 @@ DRAFT = (
     "speculation.max_tokens=8",
     "speculation.adaptive=fixed",
 )
-BOTH = pytest.mark.parametrize("settings", [NGRAM, DRAFT], ids=["ngram", "draft"])
 PROMPT = "one two three four five six seven one two three four five six seven one two three"
 REQUEST = Params(temperature=0, max_tokens=40, ignore_eos=True)
 PARAMS = [
@@ -94,18 +93,6 @@ def test_answers_end_where_they_do_without_drafts(plain: list[list[tuple[object,
     counters = llm.engine.scheduler.counters
     assert counters.accepted_tokens > 100
     assert counters.sampled_tokens / counters.steps > 4
-
-
-@BOTH
-def test_a_request_may_do_without(settings: tuple[str, ...], plain: list[list[tuple[object, ...]]]) -> None:
-    """Alone, and beside one that has drafts: neither changes a token."""
-    llm = LLM(RECIPE, *settings)
-    off = replace(PARAMS[0], max_draft_tokens=0)
-    counters = llm.engine.scheduler.counters
-    assert answers(llm.generate(PROMPT, off, use_tqdm=False)) == plain[:1]
-    assert counters.draft_tokens == 0
-    assert answers(llm.generate([PROMPT] * 2, [off, PARAMS[0]], use_tqdm=False)) == plain[:1] * 2
-    assert counters.accepted_tokens > 0
 
 
 @pytest.mark.slow

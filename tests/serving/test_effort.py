@@ -13,6 +13,7 @@ from serving.text.chat_template import ChatTemplate
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
 from serving.tools.formats import ThoughtFormat
+from tests.each_of import each_of
 from tests.lazy import transformers
 
 TALK: list[Any] = [{"role": "user", "content": "What is 1?"}]
@@ -31,8 +32,8 @@ GPT_OSS = (
 PLAIN = "{{ messages[0].content }}"
 
 
-@pytest.mark.parametrize(
-    ("template", "effort", "variables"),
+@each_of(
+    "template, effort, variables",
     [
         (QWEN3, None, {}),
         (QWEN3, "none", {"enable_thinking": False}),

@@ -20,6 +20,7 @@ from serving.api.schemas import ChatBody, CompletionBody, TokenizeBody
 from serving.api.scores import RerankBody, ScoreBody
 from serving.outputs import VllmSamplingParams
 from serving.text.request_fields import BUDGET, parse_request
+from tests.each_of import each_of
 from tests.serving.test_thinking import text_with_marks
 
 BESIDE = {
@@ -52,9 +53,7 @@ def beyond(value: float, towards: float, kind: Numeric) -> float:
     return beyond(found, towards, kind) if found in (kind.zero, kind.range.also) else found
 
 
-@pytest.mark.parametrize(
-    "field", [each for each in FIELDS.values() if isinstance(each.kind, Numeric)], ids=lambda each: each.name
-)
+@each_of("field", [each for each in FIELDS.values() if isinstance(each.kind, Numeric)])
 def test_both_ends_of_a_range_are_taken_and_nothing_beyond(field: RequestField) -> None:
     assert isinstance(field.kind, Numeric)
     limits = field.kind.range
@@ -72,9 +71,7 @@ def test_both_ends_of_a_range_are_taken_and_nothing_beyond(field: RequestField) 
                 SamplingParams(**{field.attribute: outside})
 
 
-@pytest.mark.parametrize(
-    "field", [each for each in FIELDS.values() if each.default is not None], ids=lambda each: each.name
-)
+@each_of("field", [each for each in FIELDS.values() if each.default is not None])
 def test_a_default_that_is_shown_can_be_sent(field: RequestField) -> None:
     if field.name not in {each.name for each in taken_by("tokenize")} | {"parallel_tool_calls"}:
         parsed(field.name, field.default)  # the others need a chat template

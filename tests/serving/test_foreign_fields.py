@@ -10,6 +10,7 @@ import pytest
 from borders.field_table import FIELDS
 from borders.foreign_fields import FOREIGN
 from serving.api.schemas import ChatBody, CompletionBody
+from tests.each_of import each_of
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 PROMPT: dict[str, Any] = {"prompt": "Hello"}
@@ -105,8 +106,8 @@ def test_every_foreign_field_is_taken_as_null() -> None:
     assert read(ChatBody, CHAT | dict.fromkeys(FOREIGN.keys() - FIELDS.keys() - {"messages"})) == {}
 
 
-@pytest.mark.parametrize(
-    ("foreign", "own"),
+@each_of(
+    "foreign, own",
     [
         ({"n_predict": 5}, {"max_tokens": 5}),
         ({"max_new_tokens": 5, "min_new_tokens": 2}, {"max_tokens": 5, "min_tokens": 2}),
@@ -199,8 +200,8 @@ def test_prompts_of_completions_get_their_special_tokens() -> None:
         read(CompletionBody, PROMPT | {"add_special_tokens": False})
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
+@each_of(
+    "fields, said",
     [
         ({"mirostat": 2}, "mirostat is not supported as llama.cpp has it; `0` is accepted: leave it out"),
         ({"typical_p": 0.9}, "typical_p is not supported"),

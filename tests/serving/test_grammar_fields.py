@@ -21,6 +21,7 @@ from serving.grammars.json_schema import (
 from serving.grammars.matching import Grammars
 from serving.grammars.structured_output import form_notes, grammar_of
 from serving.tools.definitions import tool_use
+from tests.each_of import each_of
 
 
 class Bytes:
@@ -65,7 +66,7 @@ def test_each_field_says_its_kind() -> None:
 LARGE = {f"p{number}": {} for number in range(MOST_PROPERTIES)}
 
 
-@pytest.mark.parametrize(
+@each_of(
     "schema",
     [
         nested(MOST_LEVELS),
@@ -78,15 +79,14 @@ LARGE = {f"p{number}": {} for number in range(MOST_PROPERTIES)}
         {"minProperties": 2, "properties": {"a": {}, "b": {}}, "additionalProperties": False},
         {"title": "a", "$ref": "#/$defs/a", "minimum": 1, "$defs": {"a": {"type": "integer"}}},
     ],
-    ids=lambda schema: next(iter(schema)),
 )
 def test_what_is_within_the_limits_is_taken(schema: dict[str, Any]) -> None:
     kept = {keyword: value for keyword, value in schema.items() if keyword != "title"}
     assert asked(guided_json=schema)[2] == kept, "annotations are left out"
 
 
-@pytest.mark.parametrize(
-    ("schema", "kept", "notes"),
+@each_of(
+    "schema, kept, notes",
     [
         # Schemas that pydantic, zod, OpenAPI and Gemini's clients write
         ({"type": "string", "format": "uri-reference"}, {"type": "string"}, ("format uri-reference",)),
@@ -149,8 +149,8 @@ A = {"type": "object", "properties": {"k": {"const": "a"}}, "required": ["k"]}
 B = {"type": "object", "properties": {"k": {"enum": ["b", "c"]}}, "required": ["k"]}
 
 
-@pytest.mark.parametrize(
-    ("branches", "are_apart"),
+@each_of(
+    "branches, are_apart",
     [
         ([A, B], True),
         ([A, B, {"type": "null"}, {"type": ["string", "boolean"]}, {"type": "integer"}], True),
@@ -199,8 +199,8 @@ def test_branches_become_alternatives_where_no_value_can_meet_two(branches: Any,
     assert ("anyOf" if are_apart else "oneOf") in asked(response_format=form)[2], "the matcher judges it"
 
 
-@pytest.mark.parametrize(
-    ("schema", "kept"),
+@each_of(
+    "schema, kept",
     [
         ({"$ref": "#/x/a", "x": {"a": {"type": "null"}}}, {"a": {"type": "null"}}),
         ({"$ref": "#/x/A%20b", "x": {"A b": {"enum": [1]}}}, {"part.0": {"enum": [1]}}),
@@ -345,8 +345,8 @@ for number in range(4):
     LOOPS = {"properties": {"a": LOOPS, "b": {"$ref": "#" + "/properties/a" * (4 - number)}}}
 
 
-@pytest.mark.parametrize(
-    ("schema", "said"),
+@each_of(
+    "schema, said",
     [
         (nested(MOST_LEVELS + 1), "is nested more than 32 levels deep"),
         (
@@ -401,7 +401,6 @@ for number in range(4):
         ("{", "guided_json is no JSON"),
         ({"const": float("nan")}, "cannot be written as JSON"),
     ],
-    ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
 def test_what_is_not_is_refused(schema: Any, said: str) -> None:
     with pytest.raises(BadRequest) as refused:
@@ -411,8 +410,8 @@ def test_what_is_not_is_refused(schema: Any, said: str) -> None:
     assert refused.value.field == "guided_json"
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
+@each_of(
+    "fields, said",
     [
         ({"response_format": "json"}, "response_format is"),
         ({"response_format": {"type": "xml"}}, 'response_format.type is "xml"'),
@@ -443,7 +442,6 @@ def test_what_is_not_is_refused(schema: Any, said: str) -> None:
         ({"guided_grammar": "a", "guided_regex": "b"}, "both set the form of the answer"),
         ({"response_format": {"type": "text"}, "guided_regex": "b"}, "both set the form of the answer"),
     ],
-    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
 def test_fields_are_refused_by_name(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(BadRequest) as refused:

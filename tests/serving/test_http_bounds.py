@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from borders.refusal import abbreviate_json
 from serving.api import access, protocol
 from serving.api.access import MOST_CONTAINERS, check_size
+from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.serving.faults import Served
 from tests.serving.test_connections import connected, request
@@ -70,7 +71,7 @@ TOO_MANY = {  # bodies of megabytes, which are made when they are tried
 }
 
 
-@pytest.mark.parametrize("name", TOO_MANY)
+@each_of("name", TOO_MANY)
 def test_too_many_values_are_counted_before_any_is_made(name: str) -> None:
     with pytest.raises(HTTPException, match="the body holds") as caught:
         check_size(TOO_MANY[name](), MOST)

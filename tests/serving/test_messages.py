@@ -10,6 +10,7 @@ import pytest
 
 from borders.refusal import BadRequest
 from serving.api.messages_input import messages_of, signature_of, thinking_of, tool_choice_of, tools_of
+from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server
 from tests.thorough import cases
@@ -319,8 +320,8 @@ def test_turns_of_a_conversation_become_those_of_a_chat() -> None:
     assert messages_of([{"role": "user", "content": []}], "s")[-1] == {"role": "user", "content": ""}
 
 
-@pytest.mark.parametrize(
-    ("content", "place"),
+@each_of(
+    "content, place",
     [
         (7, "[0].content is 7"),
         ([7], "[0].content[0] is 7"),

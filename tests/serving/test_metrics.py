@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from borders.version import VERSION
 from recipes.schema.recipe import ROOT
+from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.serving.promql import OF_TARGET, grouping, in_prometheus, selectors
 from tests.serving.server import TINY, Server
@@ -156,10 +157,8 @@ def test_what_was_counted_agrees_with_what_was_asked(server: Server) -> None:
         assert found[f"{name}_bucket"]["+Inf"] == found[f"{name}_count"][""]
 
 
-@pytest.mark.parametrize(
-    "expression", [*(rule["expr"] for rule in RULES), *dict.fromkeys(SHOWN)], ids=lambda each: each[:60]
-)
-def test_every_expression_asks_for_what_is_there(expression: str, labels: dict[str, Labels]) -> None:
+def check_expression(expression: str, labels: dict[str, Labels]) -> None:
+    """All names, labels and values that it asks for are there."""
     known: set[str] = set()
     for name, matchers in selectors(expression):
         if name == "up":  # Prometheus's own
@@ -174,6 +173,11 @@ def test_every_expression_asks_for_what_is_there(expression: str, labels: dict[s
     assert not grouping(expression) - known
 
 
+@each_of("expression", [*(rule["expr"] for rule in RULES), *dict.fromkeys(SHOWN)])
+def test_every_expression_asks_for_what_is_there(expression: str, labels: dict[str, Labels]) -> None:
+    check_expression(expression, labels)
+
+
 def test_a_burst_of_errors_is_an_increase(labels: dict[str, Labels]) -> None:
     # Prometheus sees none where a series begins with the burst: each status must be there before it happens
     assert {"401", "429", "500", "503"} <= labels["cb_http_responses_total"]["code"]
@@ -181,13 +185,13 @@ def test_a_burst_of_errors_is_an_increase(labels: dict[str, Labels]) -> None:
 
 def test_an_expression_about_what_is_not_there_would_be_seen(labels: dict[str, Labels]) -> None:
     with pytest.raises(AssertionError):
-        test_every_expression_asks_for_what_is_there("rate(cb_request_total[5m])", labels)
+        check_expression("rate(cb_request_total[5m])", labels)
     with pytest.raises(AssertionError):
-        test_every_expression_asks_for_what_is_there('cb_rejects_total{reason="full"}', labels)
+        check_expression('cb_rejects_total{reason="full"}', labels)
     with pytest.raises(AssertionError):
-        test_every_expression_asks_for_what_is_there("sum by (tenant) (cb_samples_open)", labels)
+        check_expression("sum by (tenant) (cb_samples_open)", labels)
     with pytest.raises(ValueError, match="parenthesis"):
-        test_every_expression_asks_for_what_is_there("rate(cb_samples_total[5m]", labels)
+        check_expression("rate(cb_samples_total[5m]", labels)
 
 
 def test_alerts_are_written_as_prometheus_reads_them() -> None:

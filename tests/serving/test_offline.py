@@ -20,6 +20,7 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 from serving.offline import Job, read_jobs, run_jobs
 from serving.text.tokenizer import Text
+from tests.each_of import each_of
 from tests.serving.conftest import KINDS
 
 EOS = 2  # of byte_level: <|im_end|>
@@ -176,8 +177,8 @@ ABORTED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "at_step"),
+@each_of(
+    "kind, at_step",
     [*itertools.product(("plain", "stop", "n", "best_of"), (1, 2, 4)), ("beams", 1)],
 )
 def test_a_job_that_somebody_aborts_has_its_record(texts: dict[str, Text], kind: str, at_step: int) -> None:

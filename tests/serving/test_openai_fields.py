@@ -23,6 +23,7 @@ from serving.api.embeddings import EmbeddingsBody
 from serving.api.responses import ResponsesBody
 from serving.api.schemas import IGNORED, ChatBody, CompletionBody, problem_of
 from serving.failures import ClientGone, CutOff, ShutDown
+from tests.each_of import each_of
 from tests.lazy import openai
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
@@ -48,7 +49,7 @@ def test_no_field_of_openai_s_client_is_unknown(route: str, body: Any) -> None:
     assert not sent - body.model_fields.keys() - body.ignored.keys()
 
 
-@pytest.mark.parametrize(
+@each_of(
     "fields",
     [
         {"metadata": {f"{n:064}": "x" * 512 for n in range(16)}},
@@ -65,8 +66,8 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
     assert ChatBody(**HELLO, **fields).messages == HELLO["messages"]
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "beside"),
+@each_of(
+    "field, value, beside",
     [
         ("metadata", {str(n): "x" for n in range(17)}, {}),
         ("metadata", {"a" * 65: "x"}, {}),
@@ -200,15 +201,3 @@ def test_a_request_that_forbids_itself_every_token_is_a_mistake_of_its_own(clien
     only = {"allowed_token_ids": [300, 301], "bad_words": ["x"], "return_token_ids": True}
     answer = client.completions.create(model="tiny", prompt="a", max_tokens=4, extra_body=only)
     assert set(answer.choices[0].model_extra["token_ids"]) <= {300, 301}  # type: ignore[index]
-
-
-def test_a_message_can_be_continued(client: openai.OpenAI) -> None:
-    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
-    asked = {"continue_final_message": True, "add_generation_prompt": False}
-    create = client.chat.completions.create
-    opened = create(model="tiny", messages=talk, max_tokens=2, extra_body=asked)  # type: ignore[arg-type]
-    closed = create(model="tiny", messages=talk, max_tokens=2)  # type: ignore[arg-type]
-    assert opened.usage is not None and closed.usage is not None  # noqa: PT018
-    assert opened.usage.prompt_tokens < closed.usage.prompt_tokens
-    with pytest.raises(openai.BadRequestError, match="set add_generation_prompt to false"):
-        create(model="tiny", messages=talk, extra_body={"continue_final_message": True})  # type: ignore[arg-type]

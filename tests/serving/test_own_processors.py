@@ -15,6 +15,7 @@ from recipes.schema.reader import load
 from serving.offline import read_jobs, run_jobs
 from serving.own_processors import KnownProcessors, read_processors
 from serving.text.tokenizer import Text
+from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
 
@@ -100,8 +101,8 @@ def test_what_fails_ends_its_request_alone(way: str) -> None:
     assert last["text"] == "623"
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
+@each_of(
+    "fields, said",
     [
         (own("Other"), 'logits_processors[0].name is "Other"; it must be "Ban" or "Echo" or "Fail"'),
         (own("Ban"), "logits_processors[0].args of Ban: TypeError: "),

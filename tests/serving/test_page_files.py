@@ -12,6 +12,7 @@ import pytest
 
 from serving.api import page_files
 from serving.metrics.history import NUM_COLOURS
+from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server
 from tests.test_imports import ROOT
@@ -26,7 +27,7 @@ SINKS = (
 )
 
 
-@pytest.mark.parametrize("name", FILES)
+@each_of("name", FILES)
 def test_a_file_loads_nothing_from_elsewhere_and_makes_no_markup_of_text(name: str) -> None:
     text = FILES[name].replace("http://www.w3.org/2000/svg", "")
     assert not re.findall(r"https?:|//\w+\.|@import|\burl\(['\"#]", text)
@@ -106,8 +107,8 @@ def contrast(one: str, other: str) -> float:
     return (bright + 0.05) / (dim + 0.05)
 
 
-@pytest.mark.parametrize("sight", SIGHTS)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@each_of("sight", SIGHTS)
+@each_of("scheme", ["light", "dark"])
 def test_neighbouring_colours_can_be_told_apart(scheme: str, sight: str) -> None:
     names = colours(LIGHT.split("{")[1].split("}")[0]) | (colours(DARK) if scheme == "dark" else {})
     requests = [f"request-{number}" for number in range(NUM_COLOURS)]

@@ -15,6 +15,7 @@ from serving.text.chat_options import ChatOptions
 from serving.text.chat_template import ChatTemplate
 from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text
+from tests.each_of import each_of
 from tests.lazy import transformers
 from tests.serving.conftest import CHATML
 from tests.serving.server import TINY
@@ -33,9 +34,9 @@ def llm() -> LLM:
     return LLM(TINY, *SMALL)
 
 
-@pytest.mark.parametrize("template", [CHATML, CHATML.replace(" | trim", ""), REPEATS])
-@pytest.mark.parametrize("options", [{}, {"add_generation_prompt": False}, OPEN], ids=str)
-@pytest.mark.parametrize("final", [" It is  ", "It is", "What is 1?", "多。", "im", " > ", "<|im_end|>"])
+@each_of("template", [CHATML, CHATML.replace(" | trim", ""), REPEATS])
+@each_of("options", [{}, {"add_generation_prompt": False}, OPEN])
+@each_of("final", [" It is  ", "It is", "What is 1?", "多。", "im", " > ", "<|im_end|>"])
 def test_a_conversation_ends_as_transformers_lets_it_end(
     template: str, options: dict[str, bool], final: str
 ) -> None:
@@ -72,8 +73,8 @@ def nested(depth: int) -> Any:
     return value
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
+@each_of(
+    "kwargs, message",
     [
         ({"messages": []}, "has messages, which the server gives the template: leave it out"),
         ({"bos_token": "x"}, "has bos_token, which"),
@@ -99,8 +100,8 @@ def test_variables_are_bounded_and_cannot_stand_for_the_server_s_own(
     assert message in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
+@each_of(
+    "fields, message",
     [
         ({"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt needs messages"),
         ({"messages": TALK, "continue_final_message": True}, "excludes add_generation_prompt, which is true"),

@@ -289,15 +289,16 @@ def test_thoughts_reach_the_template_under_its_name(
 
 
 def test_the_keys_of_a_call_keep_their_order(first: httpx.Client) -> None:
-    call = ADD | {"id": "call_1"}
+    function = {"arguments": '{"b": 2, "a": 1}', "name": "add"}
+    call = {"function": function, "id": "call_1", "type": "function"}
     talk = [
         {"role": "user", "content": "go"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         RESULT | {"tool_call_id": "call_1"},
     ]
     right = (
-        '<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n[{"id": "call_1", "type": "function", '
-        '"function": {"name": "add", "arguments": {"a": 1}}}]<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n'
+        '<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n[{"function": {"arguments": {"b": 2, "a": 1},'
+        ' "name": "add"}, "id": "call_1", "type": "function"}]<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n'
         + GO_ON
     )
     check(first, case("keys", talk), right)

@@ -14,6 +14,8 @@ from continuous_batching.request import SamplingParams
 from kv_cache.page_keys import page_salt
 from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text, TextOptions
+from tests.each_of import each_of
+from tests.thorough import cases
 
 IDS = {"id": "a", "prompt_token_ids": [1, 2]}
 
@@ -73,6 +75,18 @@ def test_every_field_arrives(texts: dict[str, Text]) -> None:
     )
 
 
+def test_the_fields_of_a_search_and_of_samples() -> None:
+    search = {"beam_width": 4, "length_penalty": 0.5, "early_stopping": "never", "n": 3, "temperature": 0}
+    request = parse_request(IDS | search, None)
+    assert request.params == SamplingParams(
+        beam_width=4, length_penalty=0.5, early_stopping="never", temperature=0.0
+    )
+    assert request.followers == []
+    request = parse_request(IDS | {"n": 3, "seed": 7}, None)
+    assert [each.id for each in request.followers] == ["a#1", "a#2"]
+    assert [each.params.seed for each in (request, *request.followers)] == [7, 8, 9]
+
+
 def test_each_form_of_prompt(texts: dict[str, Text]) -> None:
     text = texts["byte_level"]
     messages = [{"role": "user", "content": "Hi"}]
@@ -113,8 +127,8 @@ def test_one_stop_string_needs_no_list(texts: dict[str, Text]) -> None:
     assert parse_request({**IDS, "stop": "\n"}, texts["byte_level"]).params.stop == ("\n",)
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
+@each_of(
+    "fields, said",
     [
         ({"temprature": 1}, 'unknown field "temprature"; did you mean temperature?'),
         ({"max_new_token": 1}, "did you mean max_tokens?"),
@@ -168,6 +182,19 @@ def test_one_stop_string_needs_no_list(texts: dict[str, Text]) -> None:
         ({"tenant": ["x" * 100]}, "it must be a string"),
         ({"timeout_s": 0}, "timeout_s is 0; it must be a number above 0"),
         ({"priority": 2**31}, "priority is 2147483648; it must be an integer from -2147483647 to 2147483647"),
+        ({"n": 3, "best_of": 2}, "best_of is 2; it must be an integer from n (3) to 128"),
+        ({"beam_width": 4, "best_of": 4}, "best_of is 4; it must be left out beside beam_width"),
+        ({"beam_width": 4, "n": 5}, "n is 5; it must be at most beam_width (4)"),
+        ({"beam_width": 1}, "beam_width is 1; it must be 0"),
+        (
+            {"beam_width": 4, "early_stopping": "soon"},
+            'early_stopping is "soon"; it must be true, false or "never"',
+        ),
+        ({"beam_width": 4, "early_stopping": 1}, "early_stopping is 1; it must be true"),
+        ({"beam_width": 4, "temperature": 0.7}, "temperature is 0.7; it must be left out beside beam_width"),
+        ({"beam_width": 4, "top_p": 0.9}, "top_p is 0.9; it must be left out beside beam_width"),
+        ({"beam_width": 4, "seed": 1}, "seed is 1; it must be left out beside beam_width"),
+        ({"length_penalty": 2}, "length_penalty is 2.0; it must be left out without beam_width"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
@@ -212,7 +239,7 @@ NAMES = [
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=5), st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=cases(100, 400), deadline=None)
 def test_anything_else_is_a_request_or_a_refusal(
     texts: dict[str, Text], fields: dict[str, Any], bare: bool
 ) -> None:

@@ -27,6 +27,7 @@ from serving.text.chat_template import check_messages, joined
 from serving.text.tokenizer import Text, TextOptions
 from tests.lazy import openai
 from tests.serving.test_tool_parsing import cut, written
+from tests.thorough import cases
 
 TOOLS: list[Any] = [{"type": "function", "name": name, "parameters": {}} for name in ("add", "get_weather")]
 CALLS: list[tuple[str, dict[str, Any]]] = [("add", {"a": 1}), ("get_weather", {"city": '"}天'})]
@@ -97,7 +98,7 @@ def test_every_way_to_cut_an_answer_gives_the_same_response(text: Text) -> None:
         "<tool_call>",
         "天气",
     ]
-    for _ in range(200):
+    for _ in range(cases(80, 200)):
         answer = "".join(rng.choice(words) for _ in range(rng.randrange(7)))
         reason = rng.choice(["stop", "length"])
         whole = json.loads(b"".join(response_of(text).whole(deltas([answer], reason))))

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
+from tests.each_of import each_of
 from tests.lazy import openai
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server
@@ -172,8 +173,8 @@ def test_a_parsed_response_can_be_sent_back(client: openai.OpenAI) -> None:
     assert ask(client, [*given, {"role": "user", "content": "Hello"}]).status == "completed"
 
 
-@pytest.mark.parametrize(
-    ("fields", "said", "param"),
+@each_of(
+    "fields, said, param",
     [
         ({"previous_response_id": "resp_1"}, "send the items of earlier ones in input", None),
         ({"conversation": "conv_1"}, "conversation is not supported", None),

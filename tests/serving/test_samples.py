@@ -1,4 +1,4 @@
-"""Several answers to one prompt: which, in which order, and what each line says."""
+"""Several answers to one prompt, drawn or searched: which, in which order, and what each line says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from serving.answers.answers import SampleAnswers
 from serving.offline import read_jobs, run_jobs
-from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text, TextOptions
 
 
@@ -53,39 +52,28 @@ def test_a_sample_that_ended_takes_no_more_tokens() -> None:
     assert samples.num_open == 1
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"n": 0}, "n is 0; it must be an integer from 1 to 128"),
-        ({"n": 129}, "n is 129; it must be an integer from 1 to 128"),
-        ({"n": 3, "best_of": 2}, r"best_of is 2; it must be an integer from n \(3\) to 128"),
-        ({"best_of": 500}, "best_of is 500"),
-    ],
-)
-def test_counts_out_of_range_are_refused(fields: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_request({"id": "a", "prompt_token_ids": [1], **fields}, None)
-
-
-def test_samples_have_ids_and_seeds_of_their_own() -> None:
-    request = parse_request({"id": "a", "prompt_token_ids": [1], "n": 3, "seed": 7}, None)
-    assert [each.id for each in request.followers] == ["a#1", "a#2"]
-    assert [each.params.seed for each in (request, *request.followers)] == [7, 8, 9]
-
-
-def test_one_line_comes_out_for_each_answer() -> None:
+def test_the_best_hypotheses_come_out_best_first() -> None:
     engine = build(load("recipes/tiny/cpu.yaml", ["device.compile=false", "device.threads=1"])).engine
     text = Text.load("recipes/tiny/weights")
     lines = [
-        {"id": "three", "prompt": "One day", "n": 3, "seed": 1, "temperature": 2.0, "max_tokens": 12},
-        {"id": "best", "prompt": "One day", "best_of": 4, "seed": 1, "max_tokens": 12},
-        {"id": "one", "prompt": "12+7=", "temperature": 0, "max_tokens": 6},
+        {"id": "three", "prompt": "One day", "beam_width": 5, "n": 3, "max_tokens": 12, "logprobs": 1},
+        {"id": "one", "prompt": "348+275=", "beam_width": 4, "max_tokens": 8},
+        {"id": "wide", "prompt": "348+275=", "beam_width": 100, "max_tokens": 8},
     ]
     records = list(run_jobs(engine, text, list(read_jobs(map(json.dumps, lines), text))))
-    three = sorted((each for each in records if each["id"] == "three"), key=lambda each: each["index"])
+    (wide,) = (each for each in records if each["id"] == "wide")
+    assert "beam_width is 100; " in wide["error"]
+    (one,) = (each for each in records if each["id"] == "one")
+    assert one["text"] == "623"
+    assert one["finish_reason"] == "stop"
+    assert "index" not in one
+    assert "logprobs" not in one
+    assert one["score"] == pytest.approx(one["cumulative_logprob"] / len(one["token_ids"]))
+    three = [each for each in records if each["id"] == "three"]
     assert [each["index"] for each in three] == [0, 1, 2]
-    assert len({each["text"] for each in three}) > 1
-    (best,) = (each for each in records if each["id"] == "best")
-    assert "index" not in best
-    assert "logprobs" not in best
-    assert engine.scheduler.counters.copied_pages > 0, "samples share the page that their prompt ends in"
+    assert sorted((each["score"] for each in three), reverse=True) == [each["score"] for each in three]
+    assert len({each["text"] for each in three}) == 3
+    for each in three:
+        assert sum(line["logprob"] for line in each["logprobs"]) == pytest.approx(each["cumulative_logprob"])
+        assert [line["token"] for line in each["logprobs"]] == each["token_ids"]
+        assert each["first_token_s"] is not None

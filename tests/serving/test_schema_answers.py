@@ -21,6 +21,7 @@ from recipes.schema.recipe import ROOT
 from serving.grammars.matching import Grammars
 from serving.grammars.structured_output import grammar_of
 from serving.text.tokenizer import Text
+from tests.each_of import each_of
 
 pytestmark = pytest.mark.in_order  # the last test counts what those before it saw
 
@@ -183,8 +184,8 @@ def test_most_of_them_came_to_an_end() -> None:
 TREE = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["v"]}
 
 
-@pytest.mark.parametrize(
-    ("schema", "values"),
+@each_of(
+    "schema, values",
     [
         (TREE | {"additionalProperties": False}, [{"v": 1, "next": {"v": 2}}, {"v": 1, "next": {}}, {}]),
         (

@@ -110,8 +110,8 @@ def test_nesting_is_refused_at_any_depth(server: Server, depth: int) -> None:
     refused(ask(server, CHAT, f'{{"messages": [{{"role": "user", "content": {lists}}}]}}'), status)
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
+@each_of(
+    "body, said",
     [
         ({"n": 129}, "n is 129; it must be an integer from 1 to 128"),
         ({"best_of": 129}, "best_of is 129"),
@@ -147,7 +147,6 @@ def test_nesting_is_refused_at_any_depth(server: Server, depth: int) -> None:
         ({"tools": [{"type": "function"}]}, "unknown field"),
         ({"repetition_penalty": [1.0]}, "repetition_penalty"),
     ],
-    ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
 def test_limits(server: Server, body: dict[str, Any], said: str) -> None:
     assert said in refused(ask(server, COMPLETIONS, {"prompt": "1+1=", "max_tokens": 2} | body))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
@@ -16,9 +15,10 @@ import jsonschema
 import pytest
 from pydantic import BaseModel
 
+from tests.each_of import each_of
 from tests.lazy import openai
 from tests.patience import PATIENCE_S
-from tests.serving.server import TINY, Server, started
+from tests.serving.server import Server
 
 PERSON = {
     "type": "object",
@@ -31,18 +31,6 @@ PERSON = {
     "additionalProperties": False,
 }
 ASKED = [{"role": "user", "content": "Who are you?"}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    one = started((TINY, "cache.num_pages=400", "scheduler.num_slots=8"))
-    yield one
-    one.close()
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S, max_retries=0)
 
 
 def schema_format(schema: dict[str, Any]) -> Any:
@@ -122,26 +110,19 @@ def test_other_forms(client: openai.OpenAI, extra: dict[str, Any], form: str) ->
             assert re.fullmatch(form, choice.text, re.ASCII), choice.text
 
 
-@pytest.mark.parametrize(
-    ("extra", "said"),
+@each_of(
+    "extra, said",
     [
         ({"response_format": schema_format({"not": {}})}, 'uses the keyword "not", which cannot be enforced'),
-        ({"guided_json": {"multipleOf": 9_999_991}}, "at multipleOf"),
-        ({"guided_json": {"$ref": "http://127.0.0.1:9/a"}}, "at $ref"),
-        ({"guided_json": {"$ref": "#/nowhere"}}, "leads to no place in the schema"),
-        ({"guided_json": {"$ref": "#"}}, "refers to itself before it comes to a value"),
         ({"guided_json": {"type": "integer", "minimum": 5, "maximum": 3}}, "cannot be followed"),
         ({"guided_regex": "(?=a)b"}, "the regular expression in guided_regex cannot be followed"),
         ({"guided_regex": "(a"}, "the regular expression in guided_regex cannot be followed"),
         ({"guided_grammar": "hello"}, "the grammar in guided_grammar cannot be followed"),
-        ({"guided_choice": ["a"], "guided_regex": "a"}, "both set the form of the answer"),
-        ({"structured_outputs": {"json": {}, "regex": "a"}}, "exactly one of"),
         ({"structured_outputs": {"structural_tag": "a"}}, 'has no "structural_tag"'),
         ({"guided_regex": "a", "beam_width": 2}, "beam_width searches for answers of any form"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
         ({"guided_regex": "a", "min_tokens": 9}, "the answer's grammar, "),
     ],
-    ids=lambda value: "" if isinstance(value, str) else json.dumps(value)[:40],
 )
 def test_what_cannot_be_followed_is_refused(client: openai.OpenAI, extra: dict[str, Any], said: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
@@ -150,55 +131,55 @@ def test_what_cannot_be_followed_is_refused(client: openai.OpenAI, extra: dict[s
     assert "\n" not in refused.value.message
 
 
-def test_a_header_names_what_is_not_enforced(server: Server) -> None:
+def test_a_header_names_what_is_not_enforced(shared: Server) -> None:
     schema = {"type": "array", "items": {"enum": [1]}, "minItems": 1, "maxItems": 1, "uniqueItems": True}
     body = {"model": "tiny", "prompt": "1+1=", "max_tokens": 20, "guided_json": schema}
-    noted = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
+    noted = httpx.post(f"{shared.url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert json.loads(noted.json()["choices"][0]["text"]) == [1]
     assert noted.headers["x-schema-notes"] == "not enforced: uniqueItems"
     form = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
     asked = {"model": "tiny", "input": "1+1=", "max_output_tokens": 20, "text": form}
-    noted = httpx.post(f"{server.url}/v1/responses", json=asked, timeout=PATIENCE_S)
+    noted = httpx.post(f"{shared.url}/v1/responses", json=asked, timeout=PATIENCE_S)
     assert noted.headers["x-schema-notes"] == "not enforced: uniqueItems"
     many = {"type": "object", "properties": {f"p{number}": schema for number in range(10)}}
-    noted = httpx.post(f"{server.url}/v1/completions", json=body | {"guided_json": many}, timeout=PATIENCE_S)
+    noted = httpx.post(f"{shared.url}/v1/completions", json=body | {"guided_json": many}, timeout=PATIENCE_S)
     places = "; ".join(f"properties.p{number}.uniqueItems" for number in range(8))
     assert noted.headers["x-schema-notes"] == f"not enforced: {places}; and more"
     del schema["uniqueItems"]
     assert (
         "x-schema-notes"
-        not in httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).headers
+        not in httpx.post(f"{shared.url}/v1/completions", json=body, timeout=PATIENCE_S).headers
     )
 
 
-def test_minus_one_lets_a_completion_be_as_long_as_fits(server: Server) -> None:
+def test_minus_one_lets_a_completion_be_as_long_as_fits(shared: Server) -> None:
     """llama.cpp's and LM Studio's clients mean by it that there is no bound."""
     body = {"model": "tiny", "prompt": [5] * 2000, "ignore_eos": True}  # a context of 2,048 is nearly full
     used = [
-        httpx.post(f"{server.url}/v1/completions", json=body | more, timeout=PATIENCE_S).json()["usage"]
+        httpx.post(f"{shared.url}/v1/completions", json=body | more, timeout=PATIENCE_S).json()["usage"]
         for more in ({}, {"n_predict": -1})
     ]
     assert used[0]["completion_tokens"] == 16
     assert used[1]["completion_tokens"] == 48
 
 
-def test_an_answer_that_nobody_reads_ends_while_its_grammar_is_compiled(server: Server) -> None:
+def test_an_answer_that_nobody_reads_ends_while_its_grammar_is_compiled(shared: Server) -> None:
     large = {
         "type": "object",
         "properties": {f"p{number}": {"type": "string"} for number in range(400)},
         "required": [f"p{number}" for number in range(400)],
     }
-    with httpx.Client(base_url=server.url, timeout=0.001) as impatient, pytest.raises(httpx.TimeoutException):
+    with httpx.Client(base_url=shared.url, timeout=0.001) as impatient, pytest.raises(httpx.TimeoutException):
         impatient.post("/v1/completions", json={"prompt": "a", "guided_json": large, "max_tokens": 1500})
     answer = httpx.post(
-        f"{server.url}/v1/completions", json={"prompt": "1+1=", "max_tokens": 2}, timeout=PATIENCE_S
+        f"{shared.url}/v1/completions", json={"prompt": "1+1=", "max_tokens": 2}, timeout=PATIENCE_S
     )
     assert answer.status_code == 200
 
 
-def test_metrics_say_what_grammars_cost(server: Server, client: openai.OpenAI) -> None:
+def test_metrics_say_what_grammars_cost(shared: Server, client: openai.OpenAI) -> None:
     def values() -> dict[str, float]:
-        text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
+        text = httpx.get(f"{shared.url}/metrics", timeout=PATIENCE_S).text
         found = re.findall(r"^cb_grammar_(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE)
         return {
             name + ("/refused" if "refused" in labels else ""): float(value) for name, labels, value in found
@@ -218,4 +199,4 @@ def test_metrics_say_what_grammars_cost(server: Server, client: openai.OpenAI) -
     while values()["compiles_total/refused"] == before["compiles_total/refused"]:
         assert time.monotonic() < until_s
         time.sleep(0.05)
-    assert after["errors_total"] == 0
+    assert after["errors_total"] == before["errors_total"]

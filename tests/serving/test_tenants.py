@@ -26,6 +26,7 @@ from serving.failures import Unavailable
 from serving.metrics.history import FIRST_COLOUR, FREE, OTHERS
 from serving.metrics.server_stats import NO_GAUGES, ServerStats
 from serving.text.tokenizer import TextOptions
+from tests.each_of import each_of
 from tests.serving.server import TINY
 
 KEYS = {key: Rights(tenant) for key, tenant in {"one": "a", "two": "a", "three": "", "gate": "*"}.items()}
@@ -83,8 +84,8 @@ def test_a_tenant_is_its_keys_and_only_a_gateway_names_others() -> None:
     assert ANYBODY.tenant_for(None, None) == ""
 
 
-@pytest.mark.parametrize(
-    ("key", "named", "expected"),
+@each_of(
+    "key, named, expected",
     [
         ("three", {}, "key 3"),
         ("three", {"user": "somebody"}, "key 3"),
@@ -119,15 +120,15 @@ def test_what_a_request_counts_against(key: str, named: dict[str, str], expected
         assert (response.status_code, asked) == (503, [(expected, client_of(key).owner)])
 
 
-@pytest.mark.parametrize(
-    ("most", "asked", "is_let_in"),
+@each_of(
+    "most, asked, is_let_in",
     [
         *((0, 1, False), (0, 0, True), (0, None, True), (0, -3, True)),
         *((-2, -1, False), (-2, 0, False), (-2, None, True), (-2, -2, True)),
         *((5, 5, True), (5, 6, False), (None, 10**6, True)),
     ],
 )
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@each_of("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_key_asks_for_no_priority_above_its_own(
     path: str, most: int | None, asked: int | None, is_let_in: bool
 ) -> None:

@@ -23,6 +23,7 @@ from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
 from serving.tools.formats import THOUGHT_FORMATS
 from serving.tools.parsing import ReasoningParser
+from tests.each_of import each_of
 from tests.serving.test_constrained_schedules import PLAIN, RECIPE, WAYS
 from tests.serving.test_tool_parsing import cut
 
@@ -234,8 +235,8 @@ def parsed(pieces: list[str], *, is_open: bool) -> tuple[str, str]:
     return "".join(each[0] for each in parts), "".join(each[1] for each in parts)
 
 
-@pytest.mark.parametrize(
-    ("answer", "is_open", "thoughts", "text"),
+@each_of(
+    "answer, is_open, thoughts, text",
     [
         ("<think>\nSo.\n\nYes.\n</think>\n\nIt is 42.", False, "So.\n\nYes.", "It is 42."),
         ("So.\n</think>\n\nIt is 42.", True, "So.", "It is 42."),

@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 from serving.text.tokenizer import Text
 from serving.text.tokenizer_settings import MORE_KEYS, SPECIAL_KEYS
 from serving.text.vocabulary import read_tokenizer_files
+from tests.each_of import each_of
+from tests.patience import PATIENCE_S
 from tests.serving.conftest import KINDS, byte_level, write_settings
 
 SAMPLES = [
@@ -30,8 +32,8 @@ SAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sample", SAMPLES)
+@each_of("kind", KINDS)
+@each_of("sample", SAMPLES)
 def test_a_text_survives_the_round_trip(texts: dict[str, Text], kind: str, sample: str) -> None:
     if "▁" in sample and kind != "byte_level":
         sample = sample.replace("▁", " ")  # these tokenizers write a space so
@@ -45,8 +47,8 @@ def test_any_text_survives_the_round_trip(texts: dict[str, Text], kind: str, sam
     assert texts[kind].decode(texts[kind].encode(sample)) == sample
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-@pytest.mark.parametrize("sample", [*SAMPLES, "a<|im_end|>b", "<s>x</s>y"])
+@each_of("kind", ["byte_level", "byte_fallback"])
+@each_of("sample", [*SAMPLES, "a<|im_end|>b", "<s>x</s>y"])
 def test_encode_and_decode_are_the_librarys(
     texts: dict[str, Text], folders: dict[str, Path], kind: str, sample: str
 ) -> None:
@@ -59,8 +61,8 @@ def test_encode_and_decode_are_the_librarys(
     assert texts[kind].vocab_size == tokenizer.get_vocab_size()
 
 
-@pytest.mark.parametrize("kind", ["sentence_pieces", "sentence_pieces_bare"])
-@pytest.mark.parametrize("sample", SAMPLES)
+@each_of("kind", ["sentence_pieces", "sentence_pieces_bare"])
+@each_of("sample", SAMPLES)
 def test_encode_and_decode_are_sentencepieces(
     texts: dict[str, Text], folders: dict[str, Path], kind: str, sample: str
 ) -> None:
@@ -226,8 +228,8 @@ def test_a_template_that_fails_is_a_refusal_of_one_line(tmp_path: Path, template
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("messages", "said"),
+@each_of(
+    "messages, said",
     [
         ("hello", "messages must be a list"),
         ([], "messages must be a list of at least one"),
@@ -321,5 +323,7 @@ def num_turns(text: Text) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_others_run_while_a_long_text_is_tokenised(kind: str, texts: dict[str, Text]) -> None:
     # A library that keeps the interpreter to itself leaves two to five turns, before and after; one that does
-    # not, a hundred and more. Three tries, because the machine may have other work
-    assert any(num_turns(texts[kind]) > 30 for _ in range(3))
+    # not, a hundred and more, once the machine gives this thread its share
+    until_s = time.monotonic() + PATIENCE_S
+    while (turns := num_turns(texts[kind])) <= 30:
+        assert time.monotonic() < until_s, f"the last of many texts left another thread {turns} turns"

@@ -55,7 +55,7 @@ def takes(use: ToolUse, name: str, answer: str, formed: FormedAnswer | None = No
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@each_of("name", TOOL_FORMATS)
 def test_a_required_call_is_all_of_the_answer(name: str) -> None:
     form, use = TOOL_FORMATS[name], asked(tool_choice="required")
     right = [("add", {"x": 1, "y": "a"}), ("add", {"y": "b", "z": True}), ("get_weather", {})]
@@ -68,7 +68,7 @@ def test_a_required_call_is_all_of_the_answer(name: str) -> None:
     assert not takes(use, name, f"So: {answer}")
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@each_of("name", TOOL_FORMATS)
 def test_a_named_call_is_one_of_that_function(name: str) -> None:
     use = asked(tool_choice=tool("add"))
     one = ("add", {"y": "a"})
@@ -77,7 +77,7 @@ def test_a_named_call_is_one_of_that_function(name: str) -> None:
     assert not takes(use, name, written(name, [("get_weather", {})]))
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@each_of("name", TOOL_FORMATS)
 def test_a_strict_tool_is_called_right_or_not_at_all(name: str) -> None:
     form, use = TOOL_FORMATS[name], asked()
     right, wrong = ("add", {"y": "a"}), ("add", {"y": "c"})
@@ -91,7 +91,7 @@ def test_a_strict_tool_is_called_right_or_not_at_all(name: str) -> None:
     assert not takes(asked(parallel_tool_calls=False), name, written(name, [right, right]))
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@each_of("name", TOOL_FORMATS)
 def test_an_answer_of_a_form_or_calls(name: str) -> None:
     form, formed = TOOL_FORMATS[name], FormedAnswer("response_format", SCHEMA)
     loose = tool_use({"tools": [tool("add", parameters=SCHEMA), tool("other", parameters={"not": {}})]})
@@ -174,7 +174,7 @@ def read_by(name: str, schema: Any, answer: str) -> Any:
     return json.loads("".join(each.arguments for each in calls))
 
 
-@pytest.mark.parametrize(
+@each_of(
     "schema",
     [
         MANY_WAYS,
@@ -223,7 +223,7 @@ def check_taken(name: str, use: ToolUse, right: list[Any], wrong: list[Any]) -> 
         assert not takes(use, name, written(name, [("f", values)])), values
 
 
-@pytest.mark.parametrize("name", NOT_JSON)
+@each_of("name", NOT_JSON)
 def test_a_grammar_visits_each_reference_once(name: str) -> None:
     check_taken(name, one_tool(MANY_WAYS), [{"v": "x"}], [{}, {"v": 1, "w": 2}])
 
@@ -297,14 +297,14 @@ def test_what_a_notation_cannot_hold_is_named(schema: Any, what: str) -> None:
     assert free.notes_in(TOOL_FORMATS["glm45"]) == ()
 
 
-@pytest.mark.parametrize("schema", [{"type": "object"}, {}, {"additionalProperties": {"type": "integer"}}])
-@pytest.mark.parametrize("name", NOT_JSON)
+@each_of("schema", [{"type": "object"}, {}, {"additionalProperties": {"type": "integer"}}])
+@each_of("name", NOT_JSON)
 def test_arguments_may_have_any_name_where_the_schema_names_none(name: str, schema: Any) -> None:
     check_taken(name, one_tool(schema), [{}, {"a": 1}, {"a": 1, "b_2": 20}], [])
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
+@each_of(
+    "name, key",
     [
         *(("olmo3", key) for key in ("from", "None", "user-id", "$filter")),
         *(("qwen3_coder", key) for key in ("a>b", "a\nb", "", " a", "a ")),
@@ -319,7 +319,7 @@ def test_names_that_the_parser_cannot_read_are_left_out(name: str, key: str) -> 
     assert note == f"f: the name {json.dumps(key)}"
 
 
-@pytest.mark.parametrize(
+@each_of(
     "pattern",
     [
         *(
@@ -389,8 +389,8 @@ MIXED: list[tuple[Any, list[Any], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "right", "wrong"), MIXED)
-@pytest.mark.parametrize("name", TEXTS)
+@each_of("value, right, wrong", MIXED)
+@each_of("name", TEXTS)
 def test_text_and_other_types_stand_beside_each_other(name: str, value: Any, right: Any, wrong: Any) -> None:
     use = one_tool(having(value))
     check_taken(name, use, [{"v": each} for each in right], [{"v": each} for each in wrong])

@@ -11,6 +11,7 @@ import pytest
 
 from serving.tools.formats import MOST_SPACE, TOOL_FORMATS, ToolFormat
 from serving.tools.parsing import ToolParser
+from tests.each_of import each_of
 from tests.serving.call_templates import Turn, render
 from tests.thorough import cases
 
@@ -95,7 +96,7 @@ def test_no_way_to_cut_an_answer_changes_what_is_found(name: str) -> None:
     assert num_calls > 15
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@each_of("name", TOOL_FORMATS)
 def test_calls_are_found_with_all_their_arguments(name: str) -> None:
     form = TOOL_FORMATS[name]
     calls = [
@@ -108,7 +109,7 @@ def test_calls_are_found_with_all_their_arguments(name: str) -> None:
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@each_of("name", TOOL_FORMATS)
 def test_what_only_begins_like_a_call_is_given_back(name: str) -> None:
     form = TOOL_FORMATS[name]
     known = written(name, [("add", {"x": 1})])
@@ -122,7 +123,7 @@ def test_what_only_begins_like_a_call_is_given_back(name: str) -> None:
         assert parsed(form, [answer]) == (answer, [])
 
 
-@pytest.mark.parametrize("name", [name for name, form in TOOL_FORMATS.items() if not form.is_whole])
+@each_of("name", [name for name, form in TOOL_FORMATS.items() if not form.is_whole])
 def test_text_stands_before_and_behind_calls(name: str) -> None:
     form = TOOL_FORMATS[name]
     answer = f"I look.\n{written(name, [('add', {'x': 1})])}\nDone."
@@ -197,8 +198,8 @@ def test_white_space_within_calls_does_not_hold_an_answer_back(answer: str) -> N
 GEMMA = "<|tool_call>call:add{}<tool_call|>"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "meant"),
+@each_of(
+    "arguments, meant",
     [
         ("{a:1, b:2}", {"a": 1, "b": 2}),
         ("{a:{ b:1 , c : [ 2 , 3 ] } }", {"a": {"b": 1, "c": [2, 3]}}),
@@ -216,8 +217,8 @@ def test_gemmas_arguments_are_json_whatever_their_space_and_words(arguments: str
     assert found == json.dumps(json.loads(found)).replace("-1500.0", "-1.5e3")
 
 
-@pytest.mark.parametrize("name", [name for name, form in TOOL_FORMATS.items() if not form.is_whole])
-@pytest.mark.parametrize("wrong", [0, 1, 2])
+@each_of("name", [name for name, form in TOOL_FORMATS.items() if not form.is_whole])
+@each_of("wrong", [0, 1, 2])
 def test_a_call_of_what_is_no_tool_does_not_hide_those_beside_it(name: str, wrong: int) -> None:
     calls: list[tuple[str, dict[str, Any]]] = [("add", {"x": 1}), ("get_weather", {}), ("add", {"y": [2]})]
     calls.insert(wrong, ("unknown", {"z": 3}))
@@ -291,7 +292,7 @@ def test_the_schema_says_the_type_of_a_value_whose_tag_does_not(value: str) -> N
     )
 
 
-@pytest.mark.parametrize("name", [name for name, form in TOOL_FORMATS.items() if form.head[-1:] != '"'])
+@each_of("name", [name for name, form in TOOL_FORMATS.items() if form.head[-1:] != '"'])
 def test_white_space_may_stand_before_a_name(name: str) -> None:
     call = written(name, [("add", {"x": 1})])
     begin = "functions." if name == "kimi_k2" else "add"

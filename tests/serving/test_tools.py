@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.each_of import each_of
 from tests.lazy import openai
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server
@@ -91,8 +92,8 @@ def test_text_stays_text_where_tools_may_be_called(client: openai.OpenAI) -> Non
         assert (beside.finish_reason, beside.message.tool_calls) == (plain.finish_reason, None)
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
+@each_of(
+    "fields, said",
     [
         ({"tools": [ADD, ADD]}, 'tools[1].function.name is "add", which an earlier tool has'),
         (

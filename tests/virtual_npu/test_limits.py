@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.each_of import each_of
 from tests.virtual_npu.batches import paged
 from virtual_npu.contract import Conditions, ContractError
 from virtual_npu.operators import operator
@@ -136,7 +137,7 @@ ON_310P: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES + ON_310P, ids=lambda case: f"{case[0]}-{case[3]}")
+@each_of("case", CASES + ON_310P)
 def test_a_limit_holds_where_it_is_said_to(case: Case) -> None:
     rule, name, make, right, wrong = case
     conditions = Conditions(product=P310 if case in ON_310P else A2)
