@@ -29,6 +29,7 @@
 #include <omp.h>
 #endif
 
+#include "amx.h"
 #include "vectors.h"
 
 namespace {
@@ -52,6 +53,14 @@ constexpr long ROOM = 1 << 23;  // numbers that rows' parts take at a time: 32 M
 constexpr long LINE = 64;       // bytes that a prefetch brings
 constexpr long FEW_TOKENS = 32;  // so many tokens are written as fast by one thread as by several
 constexpr float LEAST = -std::numeric_limits<float>::infinity();
+#if defined(HAS_AMX)
+constexpr bool MAY_USE_AMX = KIND == BFLOAT16;
+constexpr int ROWS_TOGETHER = MAY_USE_AMX ? AMX_ROWS : MOST_HEADS;  // rows of a prompt's block that are computed at once
+#else
+constexpr bool MAY_USE_AMX = false;
+constexpr int ROWS_TOGETHER = MOST_HEADS;
+#endif
+static_assert(ROWS_TOGETHER % MOST_HEADS == 0);
 
 inline long thread_number() {
 #if defined(_OPENMP)
@@ -62,7 +71,8 @@ inline long thread_number() {
 }
 
 constexpr long IN_A_LINE = LINE / sizeof(float);
-inline long whole_lines(long numbers) { return (numbers + IN_A_LINE - 1) / IN_A_LINE * IN_A_LINE; }
+inline long whole(long count, long step) { return (count + step - 1) / step * step; }
+inline long whole_lines(long numbers) { return whole(numbers, IN_A_LINE); }
 
 // Numbers that begin with a line of the cache, so that each of their vectors lies in one line; null where there is no
 // memory.
@@ -171,6 +181,40 @@ struct Aside {
     }
 };
 
+// Lay V * LANES keys of a tile's head aside at a time, [tokens / LANES, D, LANES]; without a tile, zeros.
+template <int V>
+void lay_keys_aside(const Pages& of, const Item* keys, const Item* ahead, Number* to) {
+    const long numbers = of.dim / TOGETHER * LANES;
+    if (!keys) std::memset(to, 0, sizeof(*to) * of.tile / LANES * numbers);
+    for (long token = 0; keys && token < of.tile; token += V * LANES, to += V * numbers) {
+        const long first = token / of.key_lanes * of.dim * of.key_lanes + token % of.key_lanes;
+        const InPage vectors = {keys + first, ahead + first, of.key_lanes};
+        for (long k = 0; k < of.dim / TOGETHER; k++) {
+            Terms<KIND>::Vector of_k[V];
+            vectors.read<V>(k, of_k);
+            for (int v = 0; v < V; v++) Terms<KIND>::lay_aside(to + v * numbers + k * LANES, of_k[v]);
+        }
+    }
+}
+
+// Lay the values of a tile's head aside, [D / LANES, tokens, LANES], where those of LANES channels lie `apart`; of pairs, what
+// lies before token `low` or from `high` on may be anything, and is laid as zeros. Without a tile, all are.
+template <int V>
+void lay_values_aside(const Pages& of, const Item* values, const Item* ahead, long low, long high, Number* to, long apart) {
+    for (long d = 0; d < of.dim; d += V * LANES, to += V * apart) {
+        const long first = d / of.value_lanes * of.tile * of.value_lanes + d % of.value_lanes;
+        InPage vectors = {values + first, ahead + first, of.value_lanes};
+        for (int v = 0; v < V && !values; v++) std::memset(to + v * apart, 0, sizeof(*to) * of.tile / TOGETHER * LANES);
+        for (long k = 0; values && k < of.tile / TOGETHER; k++) {
+            const auto is_seen = [&](long token) { return token >= low && token < high; };
+            vectors.seen = (is_seen(k * TOGETHER) ? FIRST : 0) | (is_seen(k * TOGETHER + 1) ? SECOND : 0);
+            Terms<KIND>::Vector of_k[V];
+            vectors.read<V>(k, of_k);
+            for (int v = 0; v < V; v++) Terms<KIND>::lay_aside(to + v * apart + k * LANES, of_k[v]);
+        }
+    }
+}
+
 // Adds N rows' numbers first .. last, rows `stride` apart, times V vectors of each to the sums. These stay in
 // registers, which takes that each loop over them is unrolled.
 template <int N, int V, typename Vectors>
@@ -189,15 +233,14 @@ inline __attribute__((always_inline)) void add(const Number* rows, long stride, 
 // int8.
 template <int N, int V, typename Vectors>
 void scored(const Pages& of, const Number* query, const Vectors& keys, const float* scales, float* scores, long stride) {
-    Vec sums[N][V] = {}, factors[V];
+    Vec sums[N][V] = {};
     add(query, of.dim / TOGETHER, keys, 0, of.dim / TOGETHER, sums);
-    for (int v = 0; v < V; v++) {
-        factors[v] = Vec{} + of.scale;
-        if constexpr (KIND == INT8) factors[v] *= load(scales + v * LANES);
-    }
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++)
-        for (int v = 0; v < V; v++) store(scores + n * stride + v * LANES, sums[n][v] * factors[v]);
+        for (int v = 0; v < V; v++) {
+            if constexpr (KIND == INT8) sums[n][v] *= load(scales + v * LANES);
+            store(scores + n * stride + v * LANES, sums[n][v]);
+        }
 }
 
 // Adds N rows' weights of tokens low .. high times V vectors of their values to the sums. Where pairs are multiplied,
@@ -246,12 +289,13 @@ inline void narrow_query(const NewItem* query, long dim, Number* narrow) {
     for (long d = 0; d < dim; d += LANES) Terms<KIND>::narrow(narrow, d, Stored<NEW_KIND>::widen(query + d));
 }
 
-// The weights of one head's scores of `count` tokens, which come in their place, as they are multiplied; returns their
-// sum, and the largest score in `peak`.
-float softened(float* scores, long count, float cap, float* peak) {
-    if (cap > 0)
+// The weights of one head's products of queries and keys of `count` tokens, which come in their place, as they are
+// multiplied; returns their sum, and the largest score in `peak`.
+float softened(float* scores, long count, const Pages& of, float* peak) {
+    const float scale = of.cap > 0 ? 1.0f : of.scale;
+    if (of.cap > 0)
         for (long i = 0; i < count; i++)
-            if (scores[i] > LEAST) scores[i] = cap * std::tanh(scores[i] / cap);
+            if (scores[i] > LEAST) scores[i] = of.cap * std::tanh(scores[i] * of.scale / of.cap);
     constexpr int CHAINS = 4;  // which do not wait for one another
     Vec most[CHAINS] = {};
     for (int c = 0; c < CHAINS; c++) most[c] += LEAST;
@@ -260,10 +304,10 @@ float softened(float* scores, long count, float cap, float* peak) {
         for (int c = 0; c < CHAINS; c++) most[c] = larger(load(scores + i + c * LANES), most[c]);
     for (; i < count; i += LANES) most[0] = larger(load(scores + i), most[0]);
     for (int c = 1; c < CHAINS; c++) most[0] = larger(most[c], most[0]);
-    const float top = largest_of(most[0]);
+    const float top = scale * largest_of(most[0]);
     Vec sums = {};
     for (i = 0; i < count; i += LANES)
-        sums += Terms<KIND>::narrow(weights_of(scores), i, exponential<false>(load(scores + i) - top));
+        sums += Terms<KIND>::narrow(weights_of(scores), i, exponential<false>(load(scores + i) * scale - top));
     *peak = top;
     return total_of(sums);
 }
@@ -304,6 +348,118 @@ void weighed_tile(const Pages& of, const Number* weights, long stride, const Ite
     }
 }
 
+#if !defined(HAS_AMX)
+constexpr long AMX_ROWS = 16;
+struct Registers {
+    explicit Registers(bool) {}
+};
+inline bool uses_amx(const Pages&) { return false; }
+#else
+// AMX computes heads of whole registers. A weight is summed among those of 32 tokens that begin at a multiple of 32.
+constexpr long AMX_TOKENS = 2 * AMX_WORDS;
+inline bool uses_amx(const Pages& of) { return MAY_USE_AMX && of.dim % (2 * AMX_WORDS) == 0 && may_use_amx(); }
+
+typedef AmxRegisters Registers;
+
+// Adds to sums [rows, C * 16], of rows `y_stride` apart, or begins them: rows of x, `x_stride` apart, times C matrices
+// [steps * 16 pairs, 16], which lie `apart`. How many rows there are, the registers know.
+template <int C, bool BEGINS>
+void add_in_amx(const Number* x, long x_stride, const Number* w, long apart, long steps, float* y, long y_stride) {
+    const long from = sizeof(*x) * x_stride, to = sizeof(*y) * y_stride;
+    constexpr long LINE_OF_W = 4 * AMX_WORDS, STEP = AMX_WORDS * AMX_WORDS;
+    amx_memory();
+    if constexpr (BEGINS) {
+        _tile_zero(0);
+        _tile_zero(1);
+        if constexpr (C > 2) _tile_zero(2);
+        if constexpr (C > 2) _tile_zero(3);
+    } else {
+        _tile_loadd(0, y, to);
+        _tile_loadd(1, y + AMX_WORDS, to);
+        if constexpr (C > 2) _tile_loadd(2, y + 2 * AMX_WORDS, to);
+        if constexpr (C > 2) _tile_loadd(3, y + 3 * AMX_WORDS, to);
+    }
+    for (long step = 0; step < steps; step++, w += STEP) {
+        _tile_loadd(4, x + step * AMX_WORDS, from);
+        _tile_loadd(6, w, LINE_OF_W);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, w + apart, LINE_OF_W);
+        _tile_dpbf16ps(1, 4, 7);
+        if constexpr (C > 2) {
+            _tile_loadd(6, w + 2 * apart, LINE_OF_W);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_loadd(7, w + 3 * apart, LINE_OF_W);
+            _tile_dpbf16ps(3, 4, 7);
+        }
+    }
+    _tile_stored(0, y, to);
+    _tile_stored(1, y + AMX_WORDS, to);
+    if constexpr (C > 2) _tile_stored(2, y + 2 * AMX_WORDS, to);
+    if constexpr (C > 2) _tile_stored(3, y + 3 * AMX_WORDS, to);
+}
+
+// The same for any even number of matrices.
+template <bool BEGINS>
+void add_all_in_amx(const Number* x, long x_stride, const Number* w, long apart, long count, long steps, float* y,
+                    long y_stride) {
+    long c = 0;
+    for (; c + 4 <= count; c += 4)
+        add_in_amx<4, BEGINS>(x, x_stride, w + c * apart, apart, steps, y + c * AMX_WORDS, y_stride);
+    if (c < count) add_in_amx<2, BEGINS>(x, x_stride, w + c * apart, apart, steps, y + c * AMX_WORDS, y_stride);
+}
+
+// One part of a row, as part_of computes it, of up to 16 query heads, a stretch of tokens at a time.
+void part_in_amx(long heads, const Step& of, long row, long head, long first, long last, float* scores, float* sums,
+                 float* peaks, float* totals) {
+    const long kv_head = head / (of.heads / of.kv_heads), together = std::max(1L, AMX_TOKENS / of.tile);
+    const long missing = (of.first_tile[row] + first) % together;  // tiles of the first 32 tokens that the row has not
+    const long begin = first - missing, stretch = STRETCH / of.tile;
+    const long end = begin + whole(last - begin, together), count = (end - begin) * of.tile;
+    const long of_query = of.dim / TOGETHER;
+    Number *query = weights_of(scores + heads * count), *aside = query + heads * of_query;
+    narrow_query(of.query + (row * of.heads + head) * of.dim, heads * of.dim, query);
+    const AmxRegisters registers(true, heads);
+    const auto tile = [&](const void* plane, long i) {
+        return i < first || i >= last ? nullptr : of_tile(of, plane, row, i, kv_head);
+    };
+    const auto ahead = [&](const void* plane, long i) {
+        return of_tile(of, plane, row, std::min(std::max(i + 2, first), last - 1), kv_head);
+    };
+    const auto seen = [&](const int32_t* bound, long i) { return bound[of.of_row[row * of.most_tiles + i]]; };
+    for (long from = begin; from < end; from += stretch) {
+        const long to = std::min(from + stretch, end), tokens = (to - from) * of.tile, place = (from - begin) * of.tile;
+        for (long i = from; i < to; i++)
+            lay_keys_aside<1>(of, tile(of.keys, i), ahead(of.keys, i), aside + (i - from) * of.tile * of_query);
+        add_all_in_amx<true>(query, of_query, aside, of_query * AMX_WORDS, tokens / AMX_WORDS, of_query / AMX_WORDS,
+                             scores + place, count);
+    }
+    for (long n = 0; n < heads; n++) {
+        float* own = scores + n * count;
+        std::fill(own, own + missing * of.tile, LEAST);
+        std::fill(own + (last - begin) * of.tile, own + count, LEAST);
+        for (long i = first; i < last; i++) {
+            float* those = own + (i - begin) * of.tile;
+            std::fill(those, those + seen(of.low, i), LEAST);
+            std::fill(those + seen(of.high, i), those + of.tile, LEAST);
+        }
+        totals[n] = softened(own, count, of, peaks + n);
+    }
+    std::fill(sums, sums + heads * of.dim, 0.0f);
+    for (long from = begin; from < end; from += stretch) {
+        const long to = std::min(from + stretch, end), tokens = (to - from) * of.tile, place = (from - begin) * of.tile;
+        const long apart = tokens / TOGETHER * AMX_WORDS;
+        for (long i = from; i < to; i++) {
+            const bool is_there = tile(of.values, i);
+            lay_values_aside<1>(of, tile(of.values, i), ahead(of.values, i), is_there ? seen(of.low, i) : 0,
+                                is_there ? seen(of.high, i) : 0, aside + (i - from) * of.tile / TOGETHER * AMX_WORDS,
+                                apart);
+        }
+        add_all_in_amx<false>(weights_of(scores) + place / TOGETHER, count, aside, apart, of.dim / AMX_WORDS,
+                              tokens / AMX_TOKENS, sums, of.dim);
+    }
+}
+#endif
+
 // One part of a row: N query heads from `head` on over some of the row's tiles. Returns sums [N, D], the largest
 // scores and the sums of weights.
 template <int N>
@@ -331,7 +487,7 @@ void part_of(const Step& of, long row, long head, long first, long last, float* 
             std::fill(own + of.high[j], own + of.tile, LEAST);
         }
     }
-    for (int n = 0; n < N; n++) totals[n] = softened(scores + n * count, count, of.cap, peaks + n);
+    for (int n = 0; n < N; n++) totals[n] = softened(scores + n * count, count, of, peaks + n);
     std::fill(sums, sums + N * of.dim, 0.0f);
     for (long i = first; i < last; i++) {
         const long j = of.of_row[row * of.most_tiles + i], place = (i - first) * of.tile;
@@ -356,12 +512,21 @@ void part_of_heads(long count, const Step& of, long row, long head, long first, 
         part_of_heads<N - 1>(count, of, row, head, first, last, scores, sums, peaks, totals);
 }
 
+inline long most_heads(const Pages& of) { return uses_amx(of) ? AMX_ROWS : MOST_HEADS; }
+
 // The heads of a group read each tile together, or in as few equal shares as the registers allow.
 void heads_of(const Step& of, long row, long kv_head, long first, long last, float* scores, float* sums, float* peaks,
               float* totals) {
-    const long group = of.heads / of.kv_heads, shares = (group + MOST_HEADS - 1) / MOST_HEADS;
+    const long group = of.heads / of.kv_heads, most = most_heads(of), shares = (group + most - 1) / most;
     for (long share = 0; share < shares; share++) {
         const long from = group * share / shares, count = group * (share + 1) / shares - from;
+#if defined(HAS_AMX)
+        if (uses_amx(of)) {
+            part_in_amx(count, of, row, kv_head * group + from, first, last, scores, sums + from * of.dim, peaks + from,
+                        totals + from);
+            continue;
+        }
+#endif
         part_of_heads(count, of, row, kv_head * group + from, first, last, scores, sums + from * of.dim, peaks + from,
                       totals + from);
     }
@@ -394,8 +559,10 @@ inline void finish(const Read& read, long dim, NewItem* output) {
 inline long tiles_of_part(const Pages& of) { return std::max(1L, PART / of.tile); }
 inline long most_parts(const Step& of) { return (of.most_tiles + 2 * tiles_of_part(of) - 2) / tiles_of_part(of); }
 
-// Numbers that one part takes of a thread: its scores, and its queries.
-inline long room_of_part(const Pages& of) { return MOST_HEADS * (tiles_of_part(of) * of.tile + of.dim); }
+// Numbers that one part takes of a thread: its scores, its queries, and what is laid aside.
+inline long room_of_part(const Pages& of) {
+    return ROWS_TOGETHER * (tiles_of_part(of) * of.tile + of.dim) + (MAY_USE_AMX ? STRETCH * of.dim : 0);
+}
 
 // Numbers that the parts of a row's heads take until they are joined.
 inline long room_of_row(const Step& of) { return most_parts(of) * of.heads * (of.dim + 2); }
@@ -477,7 +644,7 @@ struct Room {
 
     static long rows_of(const Pages& of) {
         const long group = of.heads / of.kv_heads, rows = std::max(1L, BLOCK / group) * group;
-        return (rows + MOST_HEADS - 1) / MOST_HEADS * MOST_HEADS;
+        return whole(rows, ROWS_TOGETHER);
     }
     // Rows of scores lie apart by no power of 2, so that they do not fall into the same lines of the first cache.
     static long stride(const Pages& of) { return tiles_of_part(of) * of.tile + LINE / sizeof(float); }
@@ -516,62 +683,70 @@ struct Stretch {
     const Block& block;
     long begin, from, to;
 
+    // Null where no query of the block sees the tile.
     const Item* tile(const void* plane, long token) const {
+        const long tokens = block.of.tile;
+        if (token + tokens <= block.low(0) || token > block.last) return nullptr;
         return head_of_tile(block.of, plane, block.address[token / block.of.tile], block.kv_head);
     }
 };
 
-// Lay the keys of a stretch aside, [tokens / LANES, D, LANES], and in int8 their scales.
+// Lay the keys of a stretch aside, and in int8 their scales.
 void lay_keys_aside(const Stretch& of, const Room& room) {
     const Pages& pages = of.block.of;
-    const long lanes = pages.key_lanes, dim = pages.dim;
-    Number* to = room.aside;
-    for (long token = of.from; token < of.to; token += LANES) {
-        const Item* keys = of.tile(pages.keys, token);
-        const long place = token % pages.tile, first = place / lanes * dim * lanes + place % lanes;
-        for (long k = 0; k < dim / TOGETHER; k++, to += LANES)
-            Terms<KIND>::lay_aside(to, Terms<KIND>::widen(keys + first + k * TOGETHER * lanes, lanes, BOTH));
-        if constexpr (KIND == INT8) store(room.scales + (token - of.from), load(scales_of(pages, keys) + place));
+    for (long token = of.from; token < of.to; token += pages.tile) {
+        const Item *keys = of.tile(pages.keys, token), *next = of.tile(pages.keys, token + pages.tile);
+        lay_keys_aside<1>(pages, keys, next ? next : keys, room.aside + (token - of.from) * pages.dim / TOGETHER);
+        if constexpr (KIND == INT8)
+            std::memcpy(room.scales + (token - of.from), scales_of(pages, keys), sizeof(float) * pages.tile);
     }
 }
 
-// Lay the values of a stretch aside, [D / LANES, tokens, LANES]; of pairs, what the block does not see may be anything.
+// Lay the values of a stretch aside; of pairs, what the block does not see may be anything.
 void lay_values_aside(const Stretch& of, const Room& room) {
     const Pages& pages = of.block.of;
-    const long lanes = pages.value_lanes, count = of.to - of.from;
     for (long token = of.from; token < of.to; token += pages.tile) {
-        const Item* values = of.tile(pages.values, token);
-        const long low = of.block.low(0) - token, high = of.block.last + 1 - token;
-        for (long d = 0; d < pages.dim; d += LANES) {
-            const Item* numbers = values + d / lanes * pages.tile * lanes + d % lanes;
-            Number* to = room.aside + (d * count + (token - of.from) * LANES) / TOGETHER;
-            for (long i = 0; i < pages.tile; i += TOGETHER, to += LANES) {
-                const uint32_t seen = (i >= low ? FIRST : 0) | (i + 1 < high ? SECOND : 0);
-                Terms<KIND>::lay_aside(to, Terms<KIND>::widen(numbers + i * lanes, lanes, seen));
-            }
-        }
+        const Item *values = of.tile(pages.values, token), *next = of.tile(pages.values, token + pages.tile);
+        Number* to = room.aside + (token - of.from) * LANES / TOGETHER;
+        lay_values_aside<1>(pages, values, next ? next : values, of.block.low(0) - token, of.block.last + 1 - token, to,
+                            (of.to - of.from) * LANES / TOGETHER);
     }
 }
 
-// Scores of all rows of a block with a stretch, those that a row does not see being -infinity. A row's scores end with
-// the vector of the last token that one of its MOST_HEADS rows sees.
+// How many of tokens from .. to have scores for the ROWS_TOGETHER rows from one of them on: up to the last that one of
+// them sees, in whole vectors, or in all tokens whose weights AMX multiplies together.
+inline long scored_tokens(const Block& block, long row, long from, long to) {
+    return whole(std::min(block.high(row + ROWS_TOGETHER - 1), to) - from, uses_amx(block.of) ? 2 * LANES : LANES);
+}
+
+// Scores of all rows of a block with a stretch, those that a row does not see being -infinity.
 void scores_of(const Stretch& of, const Room& room, long stride) {
     constexpr int N = MOST_HEADS;
     const Block& block = of.block;
     const Pages& pages = block.of;
     lay_keys_aside(of, room);
-    for (long row = 0; row < room.rows; row += N) {
-        const long count = (std::min(block.high(row + N - 1), of.to) - of.from + LANES - 1) / LANES * LANES;
+    for (long row = 0; row < room.rows; row += ROWS_TOGETHER) {
+        const long count = scored_tokens(block, row, of.from, of.to);
         float* scores = room.scores + row * stride + (of.from - of.begin);
-        for (long token = 0; token < count; token += 2 * LANES) {
-            const Aside keys = {room.aside + token * pages.dim / TOGETHER, pages.dim / TOGETHER * LANES};
-            const Number* query = room.query + row * pages.dim / TOGETHER;
-            if (token + LANES < count)
-                scored<N, 2>(pages, query, keys, room.scales + token, scores + token, stride);
-            else
-                scored<N, 1>(pages, query, keys, room.scales + token, scores + token, stride);
-        }
-        for (int n = 0; n < N && count > 0; n++) {
+        const Number* query = room.query + row * pages.dim / TOGETHER;
+        const long apart = pages.dim / TOGETHER * LANES;
+#if defined(HAS_AMX)
+        if (count > 0 && uses_amx(pages))
+            add_all_in_amx<true>(query, pages.dim / TOGETHER, room.aside, apart, count / AMX_WORDS,
+                                 pages.dim / AMX_TOKENS, scores, stride);
+        else
+#endif
+            for (long more = 0; more < ROWS_TOGETHER; more += N)
+                for (long token = 0; token < count; token += 2 * LANES) {
+                    const Aside keys = {room.aside + token * pages.dim / TOGETHER, apart};
+                    const Number* of_more = query + more * pages.dim / TOGETHER;
+                    float* to = scores + more * stride + token;
+                    if (token + LANES < count)
+                        scored<N, 2>(pages, of_more, keys, room.scales + token, to, stride);
+                    else
+                        scored<N, 1>(pages, of_more, keys, room.scales + token, to, stride);
+                }
+        for (int n = 0; n < ROWS_TOGETHER && count > 0; n++) {
             float* own = scores + n * stride;
             const long low = block.low(row + n) - of.from, high = block.high(row + n) - of.from;
             if (low > 0) std::fill(own, own + std::min(low, count), LEAST);
@@ -587,6 +762,16 @@ void weigh(const Stretch& of, const Room& room, long stride) {
     const Pages& pages = block.of;
     const long count = of.to - of.from;
     lay_values_aside(of, room);
+#if defined(HAS_AMX)
+    for (long row = 0; uses_amx(pages) && row < room.rows; row += AMX_ROWS) {
+        const long tokens = scored_tokens(block, row, of.from, of.to);
+        if (tokens > 0 && block.low(row) < of.to)
+            add_all_in_amx<false>(weights_of(room.scores) + row * stride + (of.from - of.begin) / TOGETHER, stride,
+                                  room.aside, count / TOGETHER * AMX_WORDS, pages.dim / AMX_WORDS, tokens / AMX_TOKENS,
+                                  room.sums + row * pages.dim, pages.dim);
+    }
+    if (uses_amx(pages)) return;
+#endif
     for (long row = 0; row < room.rows; row += N) {
         const long low = std::max(block.low(row) - of.from, 0L);
         const long high = std::min(block.high(row + N - 1) - of.from, count);
@@ -616,12 +801,11 @@ void read_part(const Block& block, const Room& room, Read* reads, long begin, lo
         scores_of({block, begin, from, std::min(from + STRETCH, end)}, room, stride);
     const auto sees = [&](long row) { return block.low(row) < end && block.high(row) > begin; };
     for (long row = 0; row < room.rows; row++) {
-        const long last = std::min(block.high(row / MOST_HEADS * MOST_HEADS + MOST_HEADS - 1), end);
-        const long count = (last - begin + LANES - 1) / LANES * LANES;
+        const long count = scored_tokens(block, row / ROWS_TOGETHER * ROWS_TOGETHER, begin, end);
         float* own = room.scores + row * stride;
         if (count <= 0) continue;
         if (sees(row))
-            room.totals[row] = softened(own, count, of.cap, room.tops + row);
+            room.totals[row] = softened(own, count, of, room.tops + row);
         else
             std::fill(own, own + count, 0.0f);
     }
@@ -634,14 +818,17 @@ void read_part(const Block& block, const Room& room, Read* reads, long begin, lo
 
 void read_block(const Block& block, const Room& room, Read* reads, long first_row) {
     const Prompts& of = block.of;
+    [[maybe_unused]] const Registers registers(uses_amx(of));
     for (long row = 0; row < room.rows; row++) {
         const long head = block.kv_head * block.group + row % block.group;
         const long at = ((first_row + block.position(row) - block.first) * of.heads + head) * of.dim;
         narrow_query(of.query + at, of.dim, room.query + row * of.dim / TOGETHER);
         reads[row] = begun(of.sinks[head], room.output + row * of.dim, of.dim);
     }
-    const long tiles = tiles_of_part(of), end = (block.last + of.tile) / of.tile;
-    for (long begin = block.low(0) / of.tile; begin < end;) {
+    // AMX multiplies weights of 32 tokens together, which may be those of two tiles
+    const long together = uses_amx(of) ? std::max(1L, STRETCH / 2 / of.tile) : 1;
+    const long tiles = tiles_of_part(of), end = whole(block.last / of.tile + 1, together);
+    for (long begin = block.low(0) / of.tile / together * together; begin < end;) {
         const long stop = std::min((begin / tiles + 1) * tiles, end);
         read_part(block, room, reads, begin * of.tile, stop * of.tile);
         begin = stop;
@@ -745,8 +932,8 @@ bool extend(const Pages* pages, const void* query, const int64_t* address, const
 
 // key and value [T, K, D] are of the pages' type, or float32 where that is int8, and rows lie as far apart as their
 // strides say; places [T] are those of tokens in the cache, counted over all pages.
-void write(const Pages* pages, const void* key, const void* value, const int64_t* places, long num_tokens,
-           long key_stride, long value_stride, bool in_units, int num_threads) {
+void write_tokens(const Pages* pages, const void* key, const void* value, const int64_t* places, long num_tokens,
+                  long key_stride, long value_stride, bool in_units, int num_threads) {
     const Pages& of = *pages;
     const auto *keys = static_cast<const NewItem*>(key), *values = static_cast<const NewItem*>(value);
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens > FEW_TOKENS)

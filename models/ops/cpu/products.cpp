@@ -209,7 +209,8 @@ void turn_tile(const uint32_t* x, long stride, long rows, long num, uint32_t* to
 template <int KIND>
 struct InVectors : Panel<KIND> {
     typedef Panel<KIND> Stored;
-    static constexpr long MOST_ROWS = M_BLOCK, K_BLOCK = BLOCK / (Stored::WORDS * sizeof(typename Stored::Item));
+    static constexpr long MOST_ROWS = M_BLOCK;
+    static long k_block(long) { return BLOCK / (Stored::WORDS * sizeof(typename Stored::Item)); }
     struct Registers {};
     static long kept_rows(long rows) { return rows; }
     static long kept_inputs(long num) { return num; }
@@ -228,7 +229,9 @@ struct InVectors : Panel<KIND> {
 #if defined(HAS_AMX)
 // In AMX's registers, by tiles of up to 32 rows: what is missing in the last 16 rows and in the last 16 pairs is zeros.
 struct InAmx : Panel<PAIRS> {
-    static constexpr long MOST_ROWS = 512, K_BLOCK = BLOCK / (Panel<PAIRS>::WORDS * sizeof(Item));
+    static constexpr long MOST_ROWS = 512;
+    // Of few rows, which lie in the first cache beside a block, sums take less of it than a longer block would
+    static long k_block(long rows) { return (rows > 64 ? BLOCK : BLOCK / 2) / (Panel<PAIRS>::WORDS * sizeof(Item)); }
     typedef AmxRegisters Registers;
     static_assert(NR == 2 * AMX_WORDS);
     static long kept_rows(long rows) { return (rows + AMX_ROWS - 1) / AMX_ROWS * AMX_ROWS; }
@@ -301,9 +304,9 @@ struct InAmx : Panel<PAIRS> {
 // Write rows m0 .. m0 + mc of x in the order in which tiles read them: [block of k, tile, what a tile turns].
 template <typename Way>
 void turn(const Product& of, long m0, long mc, typename Way::Number* turned) {
-    const long kept = Way::kept_rows(mc);
-    for (long k0 = 0; k0 < of.num_inputs; k0 += Way::K_BLOCK) {
-        const long kc = std::min(Way::K_BLOCK, of.num_inputs - k0);
+    const long kept = Way::kept_rows(mc), block = Way::k_block(mc);
+    for (long k0 = 0; k0 < of.num_inputs; k0 += block) {
+        const long kc = std::min(block, of.num_inputs - k0);
         for (long t = 0; t < Way::tiles_of(mc); t++) {
             const long from = Way::first_of(mc, t), rows = Way::first_of(mc, t + 1) - from;
             const auto* x = static_cast<const typename Way::Number*>(of.x) + (m0 + from) * of.x_stride + k0;
@@ -327,13 +330,13 @@ bool many_rows(const Product& of, long first, long last) {
     [[maybe_unused]] const typename Way::Registers registers;
     for (long m0 = 0; has_memory && m0 < of.num_rows; m0 += Way::MOST_ROWS) {
         const long mc = std::min(Way::MOST_ROWS, of.num_rows - m0), kept = Way::kept_rows(mc);
-        const long tiles = Way::tiles_of(mc), step = BYTES / tiles;
+        const long tiles = Way::tiles_of(mc), step = BYTES / tiles, block = Way::k_block(mc);
         turn<Way>(of, m0, mc, turned);
         for (long q0 = first; q0 < last; q0 += group) {
             const long q1 = std::min(q0 + group, last);
             for (long q = q0; q < q1; q++) begin(of, q, sums + (q - q0) * kept * NR, kept);
-            for (long k0 = 0; k0 < of.num_inputs; k0 += Way::K_BLOCK) {
-                const long kc = std::min(Way::K_BLOCK, of.num_inputs - k0);
+            for (long k0 = 0; k0 < of.num_inputs; k0 += block) {
+                const long kc = std::min(block, of.num_inputs - k0);
                 for (long q = q0; q < q1; q++) {
                     const auto* p = all + (q * of.num_inputs + k0) * Way::WORDS;
                     const long then = q + 1 < q1                ? (q + 1) * of.num_inputs + k0
