@@ -43,6 +43,14 @@ inline Bits words(const uint16_t* p) {
 #endif
 }
 
+inline Bits words_of(Halves halves) {
+#if defined(__AVX512F__)
+    return (Bits)_mm512_cvtepu16_epi32((__m256i)halves);
+#else
+    return __builtin_convertvector(halves, Bits);
+#endif
+}
+
 // How numbers of a kind are stored: `widen` is exact, `narrow` rounds to the nearest, and to even among equals.
 template <Kind KIND>
 struct Stored {
@@ -192,4 +200,19 @@ inline Vec exponential(Vec x) {
     const Vec found = x < -87.0f ? Vec{} : fraction * power;
     if constexpr (!IS_POSITIVE_TOO) return found;
     return x > 88.0f ? Vec{} + __builtin_inff() : found;
+}
+
+// e^x for x up to 0, to 2 parts in 100,000; under -87 what rounds to 0 in bfloat16. A polynomial of 2^x between whole
+// numbers, with the least largest error.
+inline Vec rough_exponential(Vec x) {
+#if defined(__AVX512F__)
+    const Vec power = (Vec)_mm512_max_ps((__m512)(x * 1.44269504f), _mm512_set1_ps(-127.0f));
+    const Vec count = (Vec)_mm512_roundscale_ps((__m512)power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Vec rest = power - count;
+    Vec sum = Vec{} + 0.00957010165f;
+    for (const float each : {0.0559178621f, 0.240247448f, 0.693121815f, 0.999999261f}) sum = sum * rest + each;
+    return (Vec)_mm512_scalef_ps((__m512)sum, (__m512)count);
+#else
+    return exponential<false>(x);
+#endif
 }

@@ -4,7 +4,8 @@
 // or int8 and widened to float32 in registers, exactly. In int8, the numbers of each head of a tile are followed by the
 // float32 scales of its W tokens, by which scores and weights are multiplied in place of keys and values. Where the
 // processor multiplies pairs of bfloat16 itself, those of the pages stay as they are, queries and weights are rounded
-// to bfloat16, and products are summed in float32.
+// to bfloat16, and products are summed in float32. Where it does so by AMX (devices/amx.h), prompts' heads of a multiple
+// of 32 channels are multiplied by it, and single queries in its order.
 //
 // A query reads its tiles in the order of their tokens, in parts that begin at the same positions of every request, and
 // the parts' softmaxes are joined in their order. What a query computes for a head of finite keys and values thus
@@ -29,6 +30,7 @@
 #include <omp.h>
 #endif
 
+#include "amx.h"
 #include "vectors.h"
 
 namespace {
@@ -48,6 +50,7 @@ constexpr long SCALES = KIND == INT8 ? sizeof(float) : 0;  // items of a token's
 constexpr long PART = 512;      // tokens of a part at most: their scores stay in the first cache
 constexpr long STRETCH = 64;    // tokens of a prompt that are laid aside at a time: a multiple of every tile
 constexpr long BLOCK = 64;      // rows, of queries and heads, that read a prompt's tiles together
+constexpr long AMX_BLOCK = 192;  // the same in AMX, where laying aside takes a larger part of the time
 constexpr long ROOM = 1 << 23;  // numbers that rows' parts take at a time: 32 MiB
 constexpr long LINE = 64;       // bytes that a prefetch brings
 constexpr long FEW_TOKENS = 32;  // so many tokens are written as fast by one thread as by several
@@ -62,7 +65,8 @@ inline long thread_number() {
 }
 
 constexpr long IN_A_LINE = LINE / sizeof(float);
-inline long whole_lines(long numbers) { return (numbers + IN_A_LINE - 1) / IN_A_LINE * IN_A_LINE; }
+inline long whole(long count, long step) { return (count + step - 1) / step * step; }
+inline long whole_lines(long numbers) { return whole(numbers, IN_A_LINE); }
 
 // Numbers that begin with a line of the cache, so that each of their vectors lies in one line; null where there is no
 // memory.
@@ -113,6 +117,8 @@ struct Terms {
         store(row + i, v);
         return v;
     }
+    static inline Vec weight(Vec x) { return exponential<false>(x); }
+    static inline Vec narrowed(Vec v) { return v; }
 };
 
 #if defined(HAS_PAIRS)
@@ -129,12 +135,15 @@ struct Terms<BFLOAT16> {
     static inline Vector aside(const Number* p) { return as_pairs(*reinterpret_cast<const Bits*>(p)); }
     static inline void lay_aside(Number* p, Vector v) { *reinterpret_cast<Bits*>(p) = (Bits)v; }
     static inline Vec add(Vec sum, Number a, Vector v) { return add_pairs(sum, as_pairs(Bits{} + a), v); }
+    static inline Vec narrowed(Vec v) { return (Vec)(words_of(rounded(v)) << 16); }
     // Numbers i .. i + LANES of a row, which may lie where the row's float32 lay; returns them rounded.
     static inline Vec narrow(Number* row, long i, Vec v) {
-        auto* p = reinterpret_cast<uint16_t*>(row) + i;
-        *reinterpret_cast<Halves*>(p) = rounded(v);
-        return Stored<BFLOAT16>::widen(p);
+        const Halves halves = rounded(v);
+        *reinterpret_cast<Halves*>(reinterpret_cast<uint16_t*>(row) + i) = halves;
+        return (Vec)(words_of(halves) << 16);
     }
+    // Their bits are fewer than those of float32.
+    static inline Vec weight(Vec x) { return rough_exponential(x); }
 };
 #endif
 
@@ -171,6 +180,41 @@ struct Aside {
     }
 };
 
+// Lay the keys of a tile's head aside, [tokens / LANES, D, LANES]; without a tile, zeros.
+void lay_keys_aside(const Pages& of, const Item* keys, const Item* ahead, Number* to) {
+    if (!keys) std::memset(to, 0, sizeof(*to) * of.tile * of.dim / TOGETHER);
+    for (long token = 0; keys && token < of.tile; token += LANES) {
+        const long first = token / of.key_lanes * of.dim * of.key_lanes + token % of.key_lanes;
+        const InPage vectors = {keys + first, ahead + first, of.key_lanes};
+        for (long k = 0; k < of.dim / TOGETHER; k++, to += LANES) {
+            Terms<KIND>::Vector of_k[1];
+            vectors.read<1>(k, of_k);
+            Terms<KIND>::lay_aside(to, of_k[0]);
+        }
+    }
+}
+
+// Lay the values of a tile's head aside, [D / LANES, tokens, LANES], where those of LANES channels lie `apart`; of pairs,
+// what lies before token `low` or from `high` on may be anything, and is laid as zeros. Without a tile, all are.
+void lay_values_aside(const Pages& of, const Item* values, const Item* ahead, long low, long high, Number* to,
+                      long apart) {
+    for (long d = 0; d < of.dim; d += LANES, to += apart) {
+        if (!values) {
+            std::memset(to, 0, sizeof(*to) * of.tile / TOGETHER * LANES);
+            continue;
+        }
+        const long first = d / of.value_lanes * of.tile * of.value_lanes + d % of.value_lanes;
+        InPage vectors = {values + first, ahead + first, of.value_lanes};
+        const auto is_seen = [&](long token) { return token >= low && token < high; };
+        for (long k = 0; k < of.tile / TOGETHER; k++) {
+            vectors.seen = (is_seen(k * TOGETHER) ? FIRST : 0) | (is_seen(k * TOGETHER + 1) ? SECOND : 0);
+            Terms<KIND>::Vector of_k[1];
+            vectors.read<1>(k, of_k);
+            Terms<KIND>::lay_aside(to + k * LANES, of_k[0]);
+        }
+    }
+}
+
 // Adds N rows' numbers first .. last, rows `stride` apart, times V vectors of each to the sums. These stay in
 // registers, which takes that each loop over them is unrolled.
 template <int N, int V, typename Vectors>
@@ -189,15 +233,14 @@ inline __attribute__((always_inline)) void add(const Number* rows, long stride, 
 // int8.
 template <int N, int V, typename Vectors>
 void scored(const Pages& of, const Number* query, const Vectors& keys, const float* scales, float* scores, long stride) {
-    Vec sums[N][V] = {}, factors[V];
+    Vec sums[N][V] = {};
     add(query, of.dim / TOGETHER, keys, 0, of.dim / TOGETHER, sums);
-    for (int v = 0; v < V; v++) {
-        factors[v] = Vec{} + of.scale;
-        if constexpr (KIND == INT8) factors[v] *= load(scales + v * LANES);
-    }
 #pragma GCC unroll 8
     for (int n = 0; n < N; n++)
-        for (int v = 0; v < V; v++) store(scores + n * stride + v * LANES, sums[n][v] * factors[v]);
+        for (int v = 0; v < V; v++) {
+            if constexpr (KIND == INT8) sums[n][v] *= load(scales + v * LANES);
+            store(scores + n * stride + v * LANES, sums[n][v]);
+        }
 }
 
 // Adds N rows' weights of tokens low .. high times V vectors of their values to the sums. Where pairs are multiplied,
@@ -246,12 +289,14 @@ inline void narrow_query(const NewItem* query, long dim, Number* narrow) {
     for (long d = 0; d < dim; d += LANES) Terms<KIND>::narrow(narrow, d, Stored<NEW_KIND>::widen(query + d));
 }
 
-// The weights of one head's scores of `count` tokens, which come in their place, as they are multiplied; returns their
-// sum, and the largest score in `peak`.
-float softened(float* scores, long count, float cap, float* peak) {
-    if (cap > 0)
+// The weights of one head's products of queries and keys of `count` tokens, which come in their place, as they are
+// multiplied, or IN_FLOATS as numbers of float32; returns their sum, and the largest score in `peak`.
+template <bool IN_FLOATS = false>
+float softened(float* scores, long count, const Pages& of, float* peak) {
+    const float scale = of.cap > 0 ? 1.0f : of.scale;
+    if (of.cap > 0)
         for (long i = 0; i < count; i++)
-            if (scores[i] > LEAST) scores[i] = cap * std::tanh(scores[i] / cap);
+            if (scores[i] > LEAST) scores[i] = of.cap * std::tanh(scores[i] * of.scale / of.cap);
     constexpr int CHAINS = 4;  // which do not wait for one another
     Vec most[CHAINS] = {};
     for (int c = 0; c < CHAINS; c++) most[c] += LEAST;
@@ -260,10 +305,17 @@ float softened(float* scores, long count, float cap, float* peak) {
         for (int c = 0; c < CHAINS; c++) most[c] = larger(load(scores + i + c * LANES), most[c]);
     for (; i < count; i += LANES) most[0] = larger(load(scores + i), most[0]);
     for (int c = 1; c < CHAINS; c++) most[0] = larger(most[c], most[0]);
-    const float top = largest_of(most[0]);
+    const float top = scale * largest_of(most[0]);
     Vec sums = {};
-    for (i = 0; i < count; i += LANES)
-        sums += Terms<KIND>::narrow(weights_of(scores), i, exponential<false>(load(scores + i) - top));
+    for (i = 0; i < count; i += LANES) {
+        const Vec weight = Terms<KIND>::weight(load(scores + i) * scale - top);
+        if constexpr (IN_FLOATS) {
+            store(scores + i, Terms<KIND>::narrowed(weight));
+            sums += load(scores + i);
+        } else {
+            sums += Terms<KIND>::narrow(weights_of(scores), i, weight);
+        }
+    }
     *peak = top;
     return total_of(sums);
 }
@@ -304,6 +356,183 @@ void weighed_tile(const Pages& of, const Number* weights, long stride, const Ite
     }
 }
 
+#if !defined(HAS_AMX)
+constexpr long AMX_ROWS = 16, AMX_TOKENS = 32;
+struct Registers {
+    explicit Registers(bool) {}
+};
+inline bool uses_amx(const Pages&) { return false; }
+#else
+// AMX computes heads of whole registers. A weight is summed among those of 32 tokens that begin at a multiple of 32.
+constexpr long AMX_TOKENS = 2 * AMX_WORDS;
+inline bool uses_amx(const Pages& of) { return KIND == BFLOAT16 && of.dim % (2 * AMX_WORDS) == 0 && may_use_amx(); }
+
+typedef AmxRegisters Registers;
+
+// Adds to sums [rows, C * 16], of rows `y_stride` apart, or begins them: rows of x, `x_stride` apart, times C matrices
+// [steps * 16 pairs, 16], which lie `apart`. How many rows there are, the registers know.
+template <int C, bool BEGINS>
+void add_in_amx(const Number* x, long x_stride, const Number* w, long apart, long steps, float* y, long y_stride) {
+    const long from = sizeof(*x) * x_stride, to = sizeof(*y) * y_stride;
+    constexpr long LINE_OF_W = 4 * AMX_WORDS, STEP = AMX_WORDS * AMX_WORDS;
+    amx_memory();
+    if constexpr (BEGINS) {
+        _tile_zero(0);
+        _tile_zero(1);
+        if constexpr (C > 2) _tile_zero(2);
+        if constexpr (C > 2) _tile_zero(3);
+    } else {
+        _tile_loadd(0, y, to);
+        _tile_loadd(1, y + AMX_WORDS, to);
+        if constexpr (C > 2) _tile_loadd(2, y + 2 * AMX_WORDS, to);
+        if constexpr (C > 2) _tile_loadd(3, y + 3 * AMX_WORDS, to);
+    }
+    for (long step = 0; step < steps; step++, w += STEP) {
+        _tile_loadd(4, x + step * AMX_WORDS, from);
+        _tile_loadd(6, w, LINE_OF_W);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, w + apart, LINE_OF_W);
+        _tile_dpbf16ps(1, 4, 7);
+        if constexpr (C > 2) {
+            _tile_loadd(6, w + 2 * apart, LINE_OF_W);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_loadd(7, w + 3 * apart, LINE_OF_W);
+            _tile_dpbf16ps(3, 4, 7);
+        }
+    }
+    _tile_stored(0, y, to);
+    _tile_stored(1, y + AMX_WORDS, to);
+    if constexpr (C > 2) _tile_stored(2, y + 2 * AMX_WORDS, to);
+    if constexpr (C > 2) _tile_stored(3, y + 3 * AMX_WORDS, to);
+}
+
+// The same for any even number of matrices.
+template <bool BEGINS>
+void add_all_in_amx(const Number* x, long x_stride, const Number* w, long apart, long count, long steps, float* y,
+                    long y_stride) {
+    long c = 0;
+    for (; c + 4 <= count; c += 4)
+        add_in_amx<4, BEGINS>(x, x_stride, w + c * apart, apart, steps, y + c * AMX_WORDS, y_stride);
+    if (c < count) add_in_amx<2, BEGINS>(x, x_stride, w + c * apart, apart, steps, y + c * AMX_WORDS, y_stride);
+}
+
+// What AMX adds to N vectors of sums is added by these vectors in the same order, so that a query alone has the bits of a
+// prompt's; of few rows they are as fast as AMX, and need nothing laid aside.
+template <int N>
+struct Chains {
+    Vec of_first[N] = {}, of_second[N] = {};  // of a pair
+
+    inline __attribute__((always_inline)) void add(bool is_second, const float* rows, long stride, const Item* p) {
+        const Vec numbers = Stored<BFLOAT16>::widen(reinterpret_cast<const uint16_t*>(p));
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            if (is_second)
+                of_second[n] += rows[n * stride] * numbers;  // a fused multiply-add
+            else
+                of_first[n] += rows[n * stride] * numbers;
+        }
+    }
+    inline void end(Vec (&sums)[N]) {
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            sums[n] += of_first[n] + of_second[n];
+            of_first[n] = of_second[n] = Vec{};
+        }
+    }
+};
+
+// While it lives, this thread takes numbers under 2^-126 for zeros, as AMX does.
+struct NoSmallNumbers {
+    const unsigned before = _mm_getcsr();
+    NoSmallNumbers() { _mm_setcsr(before | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
+    ~NoSmallNumbers() { _mm_setcsr(before); }
+};
+
+// Scores of N rows with all keys of one tile's head.
+template <int N>
+void score_as_amx(const Pages& of, const float* query, const Item* keys, const Item* ahead, float* scores, long stride) {
+    for (long from = 0; from < of.tile; from += LANES) {
+        const long first = from / of.key_lanes * of.dim * of.key_lanes + from % of.key_lanes;
+        Chains<N> chains;
+        Vec sums[N] = {};
+        for (long d = 0; d < of.dim; d += AMX_TOKENS) {
+            for (long k = d; k < d + AMX_TOKENS; k += 2) {
+                const long at = first + k * of.key_lanes;
+                __builtin_prefetch(ahead + at, 0, 2);
+                __builtin_prefetch(ahead + at + of.key_lanes, 0, 2);
+                chains.add(false, query + k, of.dim, keys + at);
+                chains.add(true, query + k + 1, of.dim, keys + at + of.key_lanes);
+            }
+            chains.end(sums);
+        }
+        for (int n = 0; n < N; n++) store(scores + n * stride + from, sums[n]);
+    }
+}
+
+// Values of tokens low .. high of a tile, weighed by N rows' weights, are added to the chains.
+template <int N>
+inline void weigh_as_amx(const Pages& of, const float* weights, long stride, const Item* values, const Item* ahead,
+                         long low, long high, Chains<N>& chains) {
+    const auto add = [&](bool is_second, long token) {
+        __builtin_prefetch(ahead + token * of.value_lanes, 0, 2);
+        chains.add(is_second, weights + token, stride, values + token * of.value_lanes);
+    };
+    if (low % 2 && low < high) add(true, low++);
+    for (; low + 1 < high; low += 2) {
+        add(false, low);
+        add(true, low + 1);
+    }
+    if (low < high) add(false, low);
+}
+
+// One part of a row, as part_of computes it.
+template <int N>
+void part_as_amx(const Step& of, long row, long head, long first, long last, float* scores, float* sums, float* peaks,
+                 float* totals) {
+    const long kv_head = head / (of.heads / of.kv_heads), count = (last - first) * of.tile;
+    float* query = scores + N * count;
+    for (long d = 0; d < N * of.dim; d += LANES)
+        store(query + d, Stored<NEW_KIND>::widen(of.query + (row * of.heads + head) * of.dim + d));
+    const auto tile = [&](const void* plane, long i) { return of_tile(of, plane, row, std::min(i, last - 1), kv_head); };
+    const auto seen = [&](const int32_t* bound, long i) { return bound[of.of_row[row * of.most_tiles + i]]; };
+    for (long i = first; i < last; i++) {
+        const Item* ahead = i + 2 < last ? tile(of.keys, i + 2) : tile(of.values, first + (i + 2 - last));
+        {
+            const NoSmallNumbers as_zeros;
+            score_as_amx<N>(of, query, tile(of.keys, i), ahead, scores + (i - first) * of.tile, count);
+        }
+        for (int n = 0; n < N; n++) {
+            float* own = scores + n * count + (i - first) * of.tile;
+            std::fill(own, own + seen(of.low, i), LEAST);
+            std::fill(own + seen(of.high, i), own + of.tile, LEAST);
+        }
+    }
+    for (int n = 0; n < N; n++) totals[n] = softened<true>(scores + n * count, count, of, peaks + n);
+    std::fill(sums, sums + N * of.dim, 0.0f);
+    const NoSmallNumbers as_zeros;
+    const long together = std::max(1L, AMX_TOKENS / of.tile);
+    for (long i = first; i < last;) {
+        const long end = std::min(last, i + together - (of.first_tile[row] + i) % together);
+        for (long from = 0; from < of.tile; from += AMX_TOKENS)
+            for (long d = 0; d < of.dim; d += LANES) {
+                const long lying = d / of.value_lanes * of.tile * of.value_lanes + d % of.value_lanes;
+                Chains<N> chains;
+                Vec total[N];
+                for (int n = 0; n < N; n++) total[n] = load(sums + n * of.dim + d);
+                for (long j = i; j < end; j++) {
+                    const long low = std::max<long>(seen(of.low, j), from);
+                    const long high = std::min<long>(seen(of.high, j), from + AMX_TOKENS);
+                    weigh_as_amx<N>(of, scores + (j - first) * of.tile, count, tile(of.values, j) + lying,
+                                    tile(of.values, j + 2) + lying, low, high, chains);
+                }
+                chains.end(total);
+                for (int n = 0; n < N; n++) store(sums + n * of.dim + d, total[n]);
+            }
+        i = end;
+    }
+}
+#endif
+
 // One part of a row: N query heads from `head` on over some of the row's tiles. Returns sums [N, D], the largest
 // scores and the sums of weights.
 template <int N>
@@ -331,7 +560,7 @@ void part_of(const Step& of, long row, long head, long first, long last, float* 
             std::fill(own + of.high[j], own + of.tile, LEAST);
         }
     }
-    for (int n = 0; n < N; n++) totals[n] = softened(scores + n * count, count, of.cap, peaks + n);
+    for (int n = 0; n < N; n++) totals[n] = softened(scores + n * count, count, of, peaks + n);
     std::fill(sums, sums + N * of.dim, 0.0f);
     for (long i = first; i < last; i++) {
         const long j = of.of_row[row * of.most_tiles + i], place = (i - first) * of.tile;
@@ -350,10 +579,14 @@ void part_of(const Step& of, long row, long head, long first, long last, float* 
 template <int N = MOST_HEADS>
 void part_of_heads(long count, const Step& of, long row, long head, long first, long last, float* scores, float* sums,
                    float* peaks, float* totals) {
-    if (count == N)
+    if (count == N) {
+#if defined(HAS_AMX)
+        if (uses_amx(of)) return part_as_amx<N>(of, row, head, first, last, scores, sums, peaks, totals);
+#endif
         part_of<N>(of, row, head, first, last, scores, sums, peaks, totals);
-    else if constexpr (N > 1)
-        part_of_heads<N - 1>(count, of, row, head, first, last, scores, sums, peaks, totals);
+    }
+    if constexpr (N > 1)
+        if (count < N) part_of_heads<N - 1>(count, of, row, head, first, last, scores, sums, peaks, totals);
 }
 
 // The heads of a group read each tile together, or in as few equal shares as the registers allow.
@@ -380,10 +613,12 @@ inline Read begun(float sink, float* output, long dim) {
 
 // Join one part more, of which something is seen.
 inline void join(Read& read, float peak, float total, const float* sums, long dim) {
-    const float top = std::max(read.top, peak), before = std::exp(read.top - top), now = std::exp(peak - top);
-    read.top = top;
-    read.total = read.total * before + total * now;
-    for (long d = 0; d < dim; d++) read.output[d] = read.output[d] * before + sums[d] * now;
+    const bool is_higher = peak > read.top;
+    const float before = is_higher ? std::exp(read.top - peak) : 1.0f, now = is_higher ? 1.0f : std::exp(peak - read.top);
+    read.top = is_higher ? peak : read.top;
+    // Which product is fused with the sum is said here, lest a compiler fuse another one elsewhere
+    read.total = __builtin_fmaf(read.total, before, total * now);
+    for (long d = 0; d < dim; d++) read.output[d] = __builtin_fmaf(read.output[d], before, sums[d] * now);
 }
 
 inline void finish(const Read& read, long dim, NewItem* output) {
@@ -475,23 +710,30 @@ struct Room {
     Number *query, *aside;
     long rows;
 
-    static long rows_of(const Pages& of) {
-        const long group = of.heads / of.kv_heads, rows = std::max(1L, BLOCK / group) * group;
-        return (rows + MOST_HEADS - 1) / MOST_HEADS * MOST_HEADS;
+    static long queries_of(const Pages& of) {
+        return std::max(1L, (uses_amx(of) ? AMX_BLOCK : BLOCK) / (of.heads / of.kv_heads));
     }
+    static long rows_of(const Pages& of) {
+        return whole(queries_of(of) * (of.heads / of.kv_heads), uses_amx(of) ? AMX_ROWS : MOST_HEADS);
+    }
+    // Scores and sums are kept for so many rows, and so many tokens are laid aside. AMX goes through a part some rows
+    // at a time, whose scores stay in the first cache.
+    static long rows_at_once(const Pages& of) { return uses_amx(of) ? AMX_ROWS : rows_of(of); }
+    static long tokens_aside(const Pages& of) { return uses_amx(of) ? 2 * tiles_of_part(of) * of.tile : STRETCH; }
     // Rows of scores lie apart by no power of 2, so that they do not fall into the same lines of the first cache.
     static long stride(const Pages& of) { return tiles_of_part(of) * of.tile + LINE / sizeof(float); }
     static long numbers(const Pages& of) {
-        return rows_of(of) * (3 * of.dim + stride(of)) + STRETCH * (of.dim + 1) + whole_lines(2 * rows_of(of));
+        return rows_of(of) * 2 * of.dim + rows_at_once(of) * (of.dim + stride(of)) + STRETCH +
+               tokens_aside(of) * of.dim + whole_lines(2 * rows_of(of));
     }
     Room(const Pages& of, float* at) : rows(rows_of(of)) {
         query = weights_of(at);
-        sums = at + rows * of.dim;
-        output = sums + rows * of.dim;
-        scores = output + rows * of.dim;
-        scales = scores + rows * stride(of);
+        output = at + rows * of.dim;
+        sums = output + rows * of.dim;
+        scores = sums + rows_at_once(of) * of.dim;
+        scales = scores + rows_at_once(of) * stride(of);
         aside = weights_of(scales + STRETCH);
-        tops = scales + STRETCH * (of.dim + 1);
+        tops = scales + STRETCH + tokens_aside(of) * of.dim;
         totals = tops + rows;
     }
 };
@@ -509,6 +751,8 @@ struct Block {
         const long at = position(row), seen = std::min(of.first_key, at);
         return of.window ? std::max(seen, at + 1 - of.window) : seen;
     }
+    // Whether a row sees some of tokens begin .. end.
+    bool sees(long row, long begin, long end) const { return low(row) < end && high(row) > begin; }
 };
 
 // Tokens from .. to of a block: a stretch of a part, which begins at token `begin`.
@@ -516,40 +760,33 @@ struct Stretch {
     const Block& block;
     long begin, from, to;
 
+    // Null where no query of the block sees the tile.
     const Item* tile(const void* plane, long token) const {
+        const long tokens = block.of.tile;
+        if (token + tokens <= block.low(0) || token > block.last) return nullptr;
         return head_of_tile(block.of, plane, block.address[token / block.of.tile], block.kv_head);
     }
 };
 
-// Lay the keys of a stretch aside, [tokens / LANES, D, LANES], and in int8 their scales.
-void lay_keys_aside(const Stretch& of, const Room& room) {
+// Lay the keys of a stretch aside, and in int8 their scales.
+void lay_keys_aside(const Stretch& of, Number* aside, float* scales) {
     const Pages& pages = of.block.of;
-    const long lanes = pages.key_lanes, dim = pages.dim;
-    Number* to = room.aside;
-    for (long token = of.from; token < of.to; token += LANES) {
-        const Item* keys = of.tile(pages.keys, token);
-        const long place = token % pages.tile, first = place / lanes * dim * lanes + place % lanes;
-        for (long k = 0; k < dim / TOGETHER; k++, to += LANES)
-            Terms<KIND>::lay_aside(to, Terms<KIND>::widen(keys + first + k * TOGETHER * lanes, lanes, BOTH));
-        if constexpr (KIND == INT8) store(room.scales + (token - of.from), load(scales_of(pages, keys) + place));
+    for (long token = of.from; token < of.to; token += pages.tile) {
+        const Item *keys = of.tile(pages.keys, token), *next = of.tile(pages.keys, token + pages.tile);
+        lay_keys_aside(pages, keys, next ? next : keys, aside + (token - of.from) * pages.dim / TOGETHER);
+        if constexpr (KIND == INT8)
+            std::memcpy(scales + (token - of.from), scales_of(pages, keys), sizeof(float) * pages.tile);
     }
 }
 
-// Lay the values of a stretch aside, [D / LANES, tokens, LANES]; of pairs, what the block does not see may be anything.
-void lay_values_aside(const Stretch& of, const Room& room) {
+// Lay the values of a stretch aside; of pairs, what the block does not see may be anything.
+void lay_values_aside(const Stretch& of, Number* aside) {
     const Pages& pages = of.block.of;
-    const long lanes = pages.value_lanes, count = of.to - of.from;
     for (long token = of.from; token < of.to; token += pages.tile) {
-        const Item* values = of.tile(pages.values, token);
-        const long low = of.block.low(0) - token, high = of.block.last + 1 - token;
-        for (long d = 0; d < pages.dim; d += LANES) {
-            const Item* numbers = values + d / lanes * pages.tile * lanes + d % lanes;
-            Number* to = room.aside + (d * count + (token - of.from) * LANES) / TOGETHER;
-            for (long i = 0; i < pages.tile; i += TOGETHER, to += LANES) {
-                const uint32_t seen = (i >= low ? FIRST : 0) | (i + 1 < high ? SECOND : 0);
-                Terms<KIND>::lay_aside(to, Terms<KIND>::widen(numbers + i * lanes, lanes, seen));
-            }
-        }
+        const Item *values = of.tile(pages.values, token), *next = of.tile(pages.values, token + pages.tile);
+        Number* to = aside + (token - of.from) * LANES / TOGETHER;
+        lay_values_aside(pages, values, next ? next : values, of.block.low(0) - token, of.block.last + 1 - token, to,
+                            (of.to - of.from) * LANES / TOGETHER);
     }
 }
 
@@ -559,9 +796,9 @@ void scores_of(const Stretch& of, const Room& room, long stride) {
     constexpr int N = MOST_HEADS;
     const Block& block = of.block;
     const Pages& pages = block.of;
-    lay_keys_aside(of, room);
+    lay_keys_aside(of, room.aside, room.scales);
     for (long row = 0; row < room.rows; row += N) {
-        const long count = (std::min(block.high(row + N - 1), of.to) - of.from + LANES - 1) / LANES * LANES;
+        const long count = whole(std::min(block.high(row + N - 1), of.to) - of.from, LANES);
         float* scores = room.scores + row * stride + (of.from - of.begin);
         for (long token = 0; token < count; token += 2 * LANES) {
             const Aside keys = {room.aside + token * pages.dim / TOGETHER, pages.dim / TOGETHER * LANES};
@@ -586,7 +823,7 @@ void weigh(const Stretch& of, const Room& room, long stride) {
     const Block& block = of.block;
     const Pages& pages = block.of;
     const long count = of.to - of.from;
-    lay_values_aside(of, room);
+    lay_values_aside(of, room.aside);
     for (long row = 0; row < room.rows; row += N) {
         const long low = std::max(block.low(row) - of.from, 0L);
         const long high = std::min(block.high(row + N - 1) - of.from, count);
@@ -607,6 +844,40 @@ void weigh(const Stretch& of, const Room& room, long stride) {
     }
 }
 
+#if defined(HAS_AMX)
+// Read one part, tokens begin .. end, as read_part does, 16 rows at a time.
+void read_part_in_amx(const Block& block, const Room& room, Read* reads, long begin, long end) {
+    const Prompts& of = block.of;
+    const Stretch part = {block, begin, begin, end};
+    const long stride = Room::stride(of), of_query = of.dim / TOGETHER;
+    Number *keys = room.aside, *values = keys + (end - begin) * of_query;
+    lay_keys_aside(part, keys, room.scales);
+    lay_values_aside(part, values);
+    for (long row = 0; row < room.rows; row += AMX_ROWS) {
+        const long seen = std::min(block.high(row + AMX_ROWS - 1), end) - begin, count = whole(seen, AMX_TOKENS);
+        if (seen <= 0 || block.low(row) >= end) continue;
+        add_all_in_amx<true>(room.query + row * of_query, of_query, keys, of_query * AMX_WORDS, count / AMX_WORDS,
+                             of_query / AMX_WORDS, room.scores, stride);
+        for (long n = 0; n < AMX_ROWS; n++) {
+            float* own = room.scores + n * stride;
+            const long low = std::min(block.low(row + n) - begin, count), high = block.high(row + n) - begin;
+            if (low > 0) std::fill(own, own + low, LEAST);
+            if (high < count) std::fill(own + std::max(high, 0L), own + count, LEAST);
+            if (block.sees(row + n, begin, end))
+                room.totals[row + n] = softened(own, count, of, room.tops + row + n);
+            else
+                std::fill(own, own + count, 0.0f);
+        }
+        std::fill(room.sums, room.sums + AMX_ROWS * of.dim, 0.0f);
+        add_all_in_amx<false>(weights_of(room.scores), stride, values, (end - begin) / TOGETHER * AMX_WORDS,
+                              of.dim / AMX_WORDS, count / AMX_TOKENS, room.sums, of.dim);
+        for (long n = row; n < row + AMX_ROWS; n++)
+            if (block.sees(n, begin, end))
+                join(reads[n], room.tops[n], room.totals[n], room.sums + (n - row) * of.dim, of.dim);
+    }
+}
+#endif
+
 // Read one part, tokens begin .. end: weights of the rows that see some of it, and the sums of their values, which are
 // joined.
 void read_part(const Block& block, const Room& room, Read* reads, long begin, long end) {
@@ -614,14 +885,13 @@ void read_part(const Block& block, const Room& room, Read* reads, long begin, lo
     const long stride = Room::stride(of);
     for (long from = begin; from < end; from += STRETCH)
         scores_of({block, begin, from, std::min(from + STRETCH, end)}, room, stride);
-    const auto sees = [&](long row) { return block.low(row) < end && block.high(row) > begin; };
     for (long row = 0; row < room.rows; row++) {
         const long last = std::min(block.high(row / MOST_HEADS * MOST_HEADS + MOST_HEADS - 1), end);
-        const long count = (last - begin + LANES - 1) / LANES * LANES;
+        const long count = whole(last - begin, LANES);
         float* own = room.scores + row * stride;
         if (count <= 0) continue;
-        if (sees(row))
-            room.totals[row] = softened(own, count, of.cap, room.tops + row);
+        if (block.sees(row, begin, end))
+            room.totals[row] = softened(own, count, of, room.tops + row);
         else
             std::fill(own, own + count, 0.0f);
     }
@@ -629,21 +899,30 @@ void read_part(const Block& block, const Room& room, Read* reads, long begin, lo
     for (long from = begin; from < end; from += STRETCH)
         weigh({block, begin, from, std::min(from + STRETCH, end)}, room, stride);
     for (long row = 0; row < room.rows; row++)
-        if (sees(row)) join(reads[row], room.tops[row], room.totals[row], room.sums + row * of.dim, of.dim);
+        if (block.sees(row, begin, end))
+            join(reads[row], room.tops[row], room.totals[row], room.sums + row * of.dim, of.dim);
 }
 
 void read_block(const Block& block, const Room& room, Read* reads, long first_row) {
     const Prompts& of = block.of;
+    [[maybe_unused]] const Registers registers(uses_amx(of));
     for (long row = 0; row < room.rows; row++) {
         const long head = block.kv_head * block.group + row % block.group;
         const long at = ((first_row + block.position(row) - block.first) * of.heads + head) * of.dim;
         narrow_query(of.query + at, of.dim, room.query + row * of.dim / TOGETHER);
         reads[row] = begun(of.sinks[head], room.output + row * of.dim, of.dim);
     }
-    const long tiles = tiles_of_part(of), end = (block.last + of.tile) / of.tile;
-    for (long begin = block.low(0) / of.tile; begin < end;) {
+    // AMX multiplies weights of 32 tokens together, which may be those of two tiles
+    const long together = uses_amx(of) ? std::max(1L, AMX_TOKENS / of.tile) : 1;
+    const long tiles = tiles_of_part(of), end = whole(block.last / of.tile + 1, together);
+    for (long begin = block.low(0) / of.tile / together * together; begin < end;) {
         const long stop = std::min((begin / tiles + 1) * tiles, end);
-        read_part(block, room, reads, begin * of.tile, stop * of.tile);
+#if defined(HAS_AMX)
+        if (uses_amx(of))
+            read_part_in_amx(block, room, reads, begin * of.tile, stop * of.tile);
+        else
+#endif
+            read_part(block, room, reads, begin * of.tile, stop * of.tile);
         begin = stop;
     }
     for (long row = 0; row < (block.last - block.first + 1) * block.group; row++) {
@@ -655,7 +934,7 @@ void read_block(const Block& block, const Room& room, Read* reads, long first_ro
 
 // Returns false where there is no memory. The longest blocks come first, so that no thread waits for one at the end.
 bool prompts_read(const Prompts& of, int num_threads) {
-    const long numbers = Room::numbers(of), group = of.heads / of.kv_heads, queries = std::max(1L, BLOCK / group);
+    const long numbers = Room::numbers(of), group = of.heads / of.kv_heads, queries = Room::queries_of(of);
     const long rows = Room::rows_of(of);
     float* rooms = room_for(numbers * num_threads);
     Read* reads = static_cast<Read*>(std::malloc(sizeof(Read) * rows * num_threads));
@@ -745,8 +1024,8 @@ bool extend(const Pages* pages, const void* query, const int64_t* address, const
 
 // key and value [T, K, D] are of the pages' type, or float32 where that is int8, and rows lie as far apart as their
 // strides say; places [T] are those of tokens in the cache, counted over all pages.
-void write(const Pages* pages, const void* key, const void* value, const int64_t* places, long num_tokens,
-           long key_stride, long value_stride, bool in_units, int num_threads) {
+void write_tokens(const Pages* pages, const void* key, const void* value, const int64_t* places, long num_tokens,
+                  long key_stride, long value_stride, bool in_units, int num_threads) {
     const Pages& of = *pages;
     const auto *keys = static_cast<const NewItem*>(key), *values = static_cast<const NewItem*>(value);
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens > FEW_TOKENS)

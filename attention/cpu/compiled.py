@@ -58,7 +58,7 @@ class CompiledAttention:
 
     def __init__(self, library: ctypes.CDLL, shape: AttentionShape, lying: TileShape) -> None:
         pointer, integer = ctypes.c_void_p, ctypes.c_long
-        self._decode, self._extend, self._write = library.decode, library.extend, library.write
+        self._decode, self._extend, self._write = library.decode, library.extend, library.write_tokens
         self._decode.argtypes = [pointer] * 10 + [integer] * 2 + [ctypes.c_int]
         self._extend.argtypes = [pointer] * 5 + [integer] * 3 + [ctypes.c_int]
         self._write.argtypes = [pointer] * 4 + [integer] * 3 + [ctypes.c_bool, ctypes.c_int]

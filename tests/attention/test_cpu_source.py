@@ -155,15 +155,17 @@ def test_more_rows_than_are_read_at_a_time_have_the_bits_of_one() -> None:
         },
         {"dtype": torch.float32, "num_heads": 30, "num_kv_heads": 2, "score_cap": 5.0, "first_key": 1},
         {"dtype": torch.float32, "windows": (None, 600), "int8_pages": True},
+        {"dtype": torch.bfloat16, "windows": (40, 600), "num_kv_heads": 1, "head_dim": 128, "first_key": 1},
+        {"dtype": torch.bfloat16, "windows": (None, 40), "page_size": 128, "head_dim": 96, "score_cap": 5.0},
     ],
-    ids=["windows", "sinks", "cap", "int8"],
+    ids=["windows", "sinks", "cap", "int8", "bfloat16", "bfloat16, cap"],
 )
 def test_a_query_has_the_same_bits_however_its_prompt_is_cut(changes: dict[str, Any]) -> None:
     """In whole, in chunks, token by token, and beside another prompt; over borders of blocks and of parts."""
-    attention, stop = attention_of(page_size=16, **changes), 1100
+    attention, stop = attention_of(**{"page_size": 16} | changes), 1100
     own, generator = attention.shape, torch.Generator().manual_seed(4)
     table = 1 + np.arange(2 * 70, dtype=np.int32).reshape(2, 70)
-    cache = KVCache([LayerPages(attention.new_planes)] * len(own.windows), 16, [1 + table.size])
+    cache = KVCache([LayerPages(attention.new_planes)] * len(own.windows), own.page_size, [1 + table.size])
     fill(attention, cache, generator)
     query = torch.randn(stop, own.num_heads, own.head_dim, generator=generator).to(own.dtype)
 

@@ -122,6 +122,21 @@ def test_numbers_of_bfloat16_are_kept_as_such() -> None:
     assert narrowed(wide.half()).dtype == torch.float16
 
 
+@pytest.fixture(params=["", "-mno-amx-bf16"], ids=["native", "without AMX"])
+def of_pairs(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, afresh: None
+) -> Products:
+    """The products of pairs in AMX's registers and in vectors, where this processor has both."""
+    if request.param:
+        if "amx_bf16" not in Path("/proc/cpuinfo").read_text():
+            pytest.skip("this processor has no AMX, so that the other case is this one")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setenv("CXX", compiler(tmp_path, request.param))
+    made = products()
+    assert isinstance(made, Products), made
+    return made
+
+
 def pairs(found: Products, *shape: int) -> Tensor:
     """A weight of bfloat16 that is multiplied in pairs, where this processor does."""
     weight = some(torch.bfloat16, *shape)
@@ -130,12 +145,13 @@ def pairs(found: Products, *shape: int) -> Tensor:
     return weight
 
 
-def test_pairs_of_bfloat16_are_multiplied_as_they_are(found: Products) -> None:
+def test_pairs_of_bfloat16_are_multiplied_as_they_are(of_pairs: Products) -> None:
     """By a processor that does so, for each number of rows of a tile, and for part panels."""
+    found = of_pairs
     for num_outputs, num_inputs in ((1, 2), (31, 6), (33, 254), (100, 600), (160, 1024)):
         weight, bias = pairs(found, num_outputs, num_inputs), some(torch.bfloat16, num_outputs)
         for num_rows, offset, kind in itertools.product(
-            (*range(14), 40, 97, 200), (None, bias), (torch.float32, torch.bfloat16)
+            (*range(14), 16, 17, 32, 33, 49, 97, 200, 530), (None, bias), (torch.float32, torch.bfloat16)
         ):
             x = some(kind, num_rows, 2 * num_inputs + 1)[:, :num_inputs]
             y = found.multiply(x, found.pack(weight, offset, is_widened=False))
@@ -146,7 +162,8 @@ def test_pairs_of_bfloat16_are_multiplied_as_they_are(found: Products) -> None:
     assert not found.multiplies(some(torch.float32, 4, 8))
 
 
-def test_a_row_of_pairs_is_summed_in_one_order_in_any_batch(found: Products) -> None:
+def test_a_row_of_pairs_is_summed_in_one_order_in_any_batch(of_pairs: Products) -> None:
+    found = of_pairs
     weight, x = pairs(found, 100, 600), some(torch.bfloat16, 97, 600)
     packed = found.pack(weight, some(torch.bfloat16, 100), is_widened=False)
     expected = found.multiply(x, packed)
@@ -154,6 +171,21 @@ def test_a_row_of_pairs_is_summed_in_one_order_in_any_batch(found: Products) -> 
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             assert torch.equal(found.multiply(x[first:last], packed), expected[first:last])
+
+
+def test_sums_of_AMX_are_in_the_order_that_its_header_states(found: Products) -> None:
+    if "amx_bf16" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no AMX")
+    weight, bias, x = some(torch.bfloat16, 40, 600), some(torch.bfloat16, 40), some(torch.bfloat16, 33, 600)
+    total = bias.float()
+    for first in range(0, 600, 32):
+        halves = []
+        for one in (0, 1):
+            picked = slice(first + one, min(first + 32, 600), 2)
+            halves.append(chain(x[:, picked], weight[:, picked], torch.zeros(40)))
+        total = total + (halves[0] + halves[1])
+    packed = found.pack(weight, bias, is_widened=False)
+    assert torch.equal(found.multiply(x, packed), total.bfloat16())
 
 
 @of_bfloat16

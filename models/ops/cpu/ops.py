@@ -1,7 +1,7 @@
 """Override the decoder's operators that a CPU computes faster in its own way.
 
 Linears are packed for `products` or, where there is no compiler or oneDNN is far ahead in the model's type,
-as with AMX, for oneDNN. `rowwise` computes the small operators.
+for oneDNN. `rowwise` computes the small operators.
 
 Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 """
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 _FEW_ROWS, _MANY_ROWS = 8, 64  # steps to which the rows are rounded up, below 64 and above
-FAR_AHEAD = 2.0  # times as fast as `products` with the rows of a prompt, as AMX is and nothing else
+FAR_AHEAD = 2.0  # times as fast as `products` with a prompt's rows, as by instructions that these do not use
 
 
 def keep_memory() -> None:

@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "amx.h"
 #include "vectors.h"
 
 namespace {
@@ -160,11 +161,11 @@ void begin(const Product& of, long panel, float* sums, long num_rows) {
     for (long r = 0; r < num_rows; r++) std::memcpy(sums + r * NR, first, sizeof(first));
 }
 
-template <int KIND>
+template <typename Stored>
 void finish(const Product& of, long panel, const float* sums, long from, long num_rows) {
     const long count = std::min<long>(NR, of.num_outputs - panel * NR);
-    auto* y = static_cast<typename Panel<KIND>::Result*>(of.y) + from * of.y_stride + panel * NR;
-    for (long r = 0; r < num_rows; r++) Panel<KIND>::narrow(y + r * of.y_stride, sums + r * NR, count);
+    auto* y = static_cast<typename Stored::Result*>(of.y) + from * of.y_stride + panel * NR;
+    for (long r = 0; r < num_rows; r++) Stored::narrow(y + r * of.y_stride, sums + r * NR, count);
 }
 
 // Panels first .. last of few rows: each weight is used once, and is widened where it is multiplied.
@@ -179,13 +180,8 @@ void few_rows(const Product& of, long first, long last) {
         const auto* p = all + q * of.num_inputs * Stored::WORDS;
         tile_of<KIND>(of.num_rows, x, of.x_stride, 1, p, of.num_inputs, reinterpret_cast<const char*>(p) + AHEAD,
                       Stored::WORDS * sizeof(*p), sums);
-        finish<KIND>(of, q, sums, 0, of.num_rows);
+        finish<Stored>(of, q, sums, 0, of.num_rows);
     }
-}
-
-template <int KIND>
-constexpr long k_block() {
-    return BLOCK / (Panel<KIND>::WORDS * sizeof(typename Panel<KIND>::Item));
 }
 
 // Write `rows` rows of `num` numbers, which lie `stride` apart, number by number: [k, row]. Vectors are stored whole: what
@@ -209,17 +205,112 @@ void turn_tile(const uint32_t* x, long stride, long rows, long num, uint32_t* to
         for (long r = 0; r < rows; r++) to[k * rows + r] = x[r * stride + k];
 }
 
-// Write rows m0 .. m0 + mc of x in the order in which tiles read them: [block of k, tile, k, row of the tile].
-template <int KIND, typename Number>
-void turn(const Product& of, long m0, long mc, long tiles, Number* turned) {
-    static_assert(sizeof(Number) == sizeof(uint32_t));
-    for (long k0 = 0; k0 < of.num_inputs; k0 += k_block<KIND>()) {
-        const long kc = std::min(k_block<KIND>(), of.num_inputs - k0);
-        for (long t = 0; t < tiles; t++) {
-            const long from = part(mc, tiles, t), rows = part(mc, tiles, t + 1) - from;
-            const Number* x = static_cast<const Number*>(of.x) + (m0 + from) * of.x_stride + k0;
-            turn_tile(reinterpret_cast<const uint32_t*>(x), of.x_stride, rows, kc,
-                      reinterpret_cast<uint32_t*>(turned + k0 * mc + from * kc));
+// How many rows are multiplied by a panel: in vectors, by tiles of up to ROWS rows, of which all have about as many.
+template <int KIND>
+struct InVectors : Panel<KIND> {
+    typedef Panel<KIND> Stored;
+    static constexpr long MOST_ROWS = M_BLOCK;
+    static long k_block(long) { return BLOCK / (Stored::WORDS * sizeof(typename Stored::Item)); }
+    struct Registers {};
+    static long kept_rows(long rows) { return rows; }
+    static long kept_inputs(long num) { return num; }
+    static long tiles_of(long rows) { return (rows + ROWS - 1) / ROWS; }
+    static long first_of(long rows, long tile) { return part(rows, tiles_of(rows), tile); }
+    static void turn(const typename Stored::Number* x, long stride, long rows, long num, typename Stored::Number* to) {
+        static_assert(sizeof(*x) == sizeof(uint32_t));
+        turn_tile(reinterpret_cast<const uint32_t*>(x), stride, rows, num, reinterpret_cast<uint32_t*>(to));
+    }
+    static void multiply(const typename Stored::Number* x, long rows, const typename Stored::Item* p, long num,
+                         const char* ahead, long step, float* y) {
+        tile_of<KIND>(rows, x, 1, rows, p, num, ahead, step, y);
+    }
+};
+
+#if defined(HAS_AMX)
+// In AMX's registers, by tiles of up to 32 rows: what is missing in the last 16 rows and in the last 16 pairs is zeros.
+struct InAmx : Panel<PAIRS> {
+    static constexpr long MOST_ROWS = 512;
+    // Of few rows, which lie in the first cache beside a block, sums take less of it than a longer block would
+    static long k_block(long rows) { return (rows > 64 ? BLOCK : BLOCK / 2) / (Panel<PAIRS>::WORDS * sizeof(Item)); }
+    typedef AmxRegisters Registers;
+    static_assert(NR == 2 * AMX_WORDS);
+    static long kept_rows(long rows) { return (rows + AMX_ROWS - 1) / AMX_ROWS * AMX_ROWS; }
+    static long kept_inputs(long num) { return (num + AMX_WORDS - 1) / AMX_WORDS * AMX_WORDS; }
+    static long tiles_of(long rows) { return (rows + 2 * AMX_ROWS - 1) / (2 * AMX_ROWS); }
+    static long first_of(long rows, long tile) { return std::min(2 * AMX_ROWS * tile, rows); }
+    // [rows / 16, num / 16, 16 rows, 16 pairs], whole.
+    static void turn(const uint32_t* x, long stride, long rows, long num, uint32_t* to) {
+        for (long from = 0; from < rows; from += AMX_ROWS)
+            for (long k = 0; k < num; k += AMX_WORDS)
+                for (long r = from; r < from + AMX_ROWS; r++, to += AMX_WORDS) {
+                    const long count = r < rows ? std::min(AMX_WORDS, num - k) : 0;
+                    if (count == AMX_WORDS) {
+                        std::memcpy(to, x + r * stride + k, sizeof(*to) * AMX_WORDS);
+                        continue;
+                    }
+                    std::memset(to, 0, sizeof(*to) * AMX_WORDS);
+                    if (count) std::memcpy(to, x + r * stride + k, sizeof(*to) * count);
+                }
+    }
+    // Sums [rows, 32] of one or of two times 16 rows in four registers, those of x in two more and of the panel in two.
+    template <bool IS_PAIR>
+    static void add(const uint32_t* x, const uint32_t* p, long num, const char* ahead, long step, float* y) {
+        constexpr long BYTES = NR * sizeof(float);
+        const uint32_t* second = x + kept_inputs(num) * AMX_ROWS;
+        float* below = y + AMX_ROWS * NR;
+        uint32_t last[AMX_WORDS * NR];
+        amx_memory();
+        _tile_loadd(0, y, BYTES);
+        _tile_loadd(1, y + AMX_WORDS, BYTES);
+        if constexpr (IS_PAIR) {
+            _tile_loadd(2, below, BYTES);
+            _tile_loadd(3, below + AMX_WORDS, BYTES);
+        }
+        for (long k = 0; k < num; k += AMX_WORDS) {
+            const uint32_t* words = p + k * NR;
+            if (num - k < AMX_WORDS) {
+                std::memset(last, 0, sizeof(last));
+                std::memcpy(last, words, sizeof(*last) * NR * (num - k));
+                words = last;
+                amx_memory();
+            }
+            _tile_loadd(6, words, BYTES);
+            _tile_loadd(7, words + AMX_WORDS, BYTES);
+            _tile_loadd(4, x + k * AMX_ROWS, 4 * AMX_WORDS);
+            for (long byte = 0; byte < AMX_WORDS * step; byte += LINE)
+                __builtin_prefetch(ahead + k * step + byte, 0, 2);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            if constexpr (IS_PAIR) {
+                _tile_loadd(5, second + k * AMX_ROWS, 4 * AMX_WORDS);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+        _tile_stored(0, y, BYTES);
+        _tile_stored(1, y + AMX_WORDS, BYTES);
+        if constexpr (IS_PAIR) {
+            _tile_stored(2, below, BYTES);
+            _tile_stored(3, below + AMX_WORDS, BYTES);
+        }
+    }
+    static void multiply(const uint32_t* x, long rows, const uint32_t* p, long num, const char* ahead, long step,
+                         float* y) {
+        (rows > AMX_ROWS ? add<true> : add<false>)(x, p, num, ahead, step, y);
+    }
+};
+#endif
+
+// Write rows m0 .. m0 + mc of x in the order in which tiles read them: [block of k, tile, what a tile turns].
+template <typename Way>
+void turn(const Product& of, long m0, long mc, typename Way::Number* turned) {
+    const long kept = Way::kept_rows(mc), block = Way::k_block(mc);
+    for (long k0 = 0; k0 < of.num_inputs; k0 += block) {
+        const long kc = std::min(block, of.num_inputs - k0);
+        for (long t = 0; t < Way::tiles_of(mc); t++) {
+            const long from = Way::first_of(mc, t), rows = Way::first_of(mc, t + 1) - from;
+            const auto* x = static_cast<const typename Way::Number*>(of.x) + (m0 + from) * of.x_stride + k0;
+            Way::turn(x, of.x_stride, rows, kc, turned + k0 * kept + from * Way::kept_inputs(kc));
         }
     }
 }
@@ -227,37 +318,39 @@ void turn(const Product& of, long m0, long mc, long tiles, Number* turned) {
 // Panels first .. last of many rows: a block of a panel stays in the first cache for all rows of a block, and each of
 // their tiles brings its share of the next block. The part of x and the sums of a group of panels stay in the second.
 // Returns false where there is no memory for them.
-template <int KIND>
+template <typename Way>
 bool many_rows(const Product& of, long first, long last) {
-    typedef Panel<KIND> Stored;
-    const auto* all = static_cast<const typename Stored::Item*>(of.panels);
-    const long most_rows = std::min(M_BLOCK, of.num_rows), group = std::max(1L, SUMS / (most_rows * NR));
-    auto* turned = room_for<typename Stored::Number>(most_rows * of.num_inputs + LANES);
+    constexpr long BYTES = Way::WORDS * sizeof(typename Way::Item);
+    const auto* all = static_cast<const typename Way::Item*>(of.panels);
+    const long most_rows = Way::kept_rows(std::min(Way::MOST_ROWS, of.num_rows));
+    const long group = std::max(1L, SUMS / (most_rows * NR));
+    auto* turned = room_for<typename Way::Number>(most_rows * Way::kept_inputs(of.num_inputs) + LANES);
     float* sums = room_for<float>(std::min(group, last - first) * most_rows * NR);
     const bool has_memory = turned && sums;
-    for (long m0 = 0; has_memory && m0 < of.num_rows; m0 += M_BLOCK) {
-        const long mc = std::min(M_BLOCK, of.num_rows - m0), tiles = (mc + ROWS - 1) / ROWS;
-        const long step = Stored::WORDS * sizeof(typename Stored::Item) / tiles;
-        turn<KIND>(of, m0, mc, tiles, turned);
+    [[maybe_unused]] const typename Way::Registers registers;
+    for (long m0 = 0; has_memory && m0 < of.num_rows; m0 += Way::MOST_ROWS) {
+        const long mc = std::min(Way::MOST_ROWS, of.num_rows - m0), kept = Way::kept_rows(mc);
+        const long tiles = Way::tiles_of(mc), step = BYTES / tiles, block = Way::k_block(mc);
+        turn<Way>(of, m0, mc, turned);
         for (long q0 = first; q0 < last; q0 += group) {
             const long q1 = std::min(q0 + group, last);
-            for (long q = q0; q < q1; q++) begin(of, q, sums + (q - q0) * mc * NR, mc);
-            for (long k0 = 0; k0 < of.num_inputs; k0 += k_block<KIND>()) {
-                const long kc = std::min(k_block<KIND>(), of.num_inputs - k0);
+            for (long q = q0; q < q1; q++) begin(of, q, sums + (q - q0) * kept * NR, kept);
+            for (long k0 = 0; k0 < of.num_inputs; k0 += block) {
+                const long kc = std::min(block, of.num_inputs - k0);
                 for (long q = q0; q < q1; q++) {
-                    const auto* p = all + (q * of.num_inputs + k0) * Stored::WORDS;
+                    const auto* p = all + (q * of.num_inputs + k0) * Way::WORDS;
                     const long then = q + 1 < q1                ? (q + 1) * of.num_inputs + k0
                                       : k0 + kc < of.num_inputs ? q0 * of.num_inputs + k0 + kc
                                                                 : q1 * of.num_inputs;
-                    const char* next = reinterpret_cast<const char*>(all + then * Stored::WORDS);
+                    const char* next = reinterpret_cast<const char*>(all + then * Way::WORDS);
                     for (long t = 0; t < tiles; t++) {
-                        const long from = part(mc, tiles, t), rows = part(mc, tiles, t + 1) - from;
-                        tile_of<KIND>(rows, turned + k0 * mc + from * kc, 1, rows, p, kc,
-                                      next + t * kc * step, step, sums + ((q - q0) * mc + from) * NR);
+                        const long from = Way::first_of(mc, t), rows = Way::first_of(mc, t + 1) - from;
+                        Way::multiply(turned + k0 * kept + from * Way::kept_inputs(kc), rows, p, kc,
+                                      next + t * kc * step, step, sums + ((q - q0) * kept + from) * NR);
                     }
                 }
             }
-            for (long q = q0; q < q1; q++) finish<KIND>(of, q, sums + (q - q0) * mc * NR, m0, mc);
+            for (long q = q0; q < q1; q++) finish<Way>(of, q, sums + (q - q0) * kept * NR, m0, mc);
         }
     }
     std::free(turned);
@@ -267,7 +360,7 @@ bool many_rows(const Product& of, long first, long last) {
 
 template <int KIND>
 bool panels_of(const Product& of, long first, long last) {
-    if (of.num_rows > ROWS) return first == last || many_rows<KIND>(of, first, last);
+    if (of.num_rows > ROWS) return first == last || many_rows<InVectors<KIND>>(of, first, last);
     few_rows<KIND>(of, first, last);
     return true;
 }
@@ -275,6 +368,9 @@ bool panels_of(const Product& of, long first, long last) {
 bool panels_of_kind(int kind, const Product& of, long first, long last) {
     if (kind == FLOAT32) return panels_of<FLOAT32>(of, first, last);
     if (kind == BFLOAT16) return panels_of<BFLOAT16>(of, first, last);
+#if defined(HAS_AMX)
+    if (kind == PAIRS && may_use_amx()) return first == last || many_rows<InAmx>(of, first, last);
+#endif
 #if defined(HAS_PAIRS)
     if (kind == PAIRS) return panels_of<PAIRS>(of, first, last);
 #endif
@@ -328,6 +424,7 @@ bool multiply(const void* x, long x_stride, const void* panels, const float* bia
     const long together = kind == PAIRS ? 2 : 1;
     const Product of = {x, x_stride / together, num_rows, num_inputs / together, num_outputs, panels, bias, y, y_stride};
     const long count = (num_outputs + NR - 1) / NR;
+    if (num_rows == 0) return true;
     if (num_threads == 1) return panels_of_kind(kind, of, 0, count);
     bool has_memory = true;
 #pragma omp parallel for num_threads(num_threads) schedule(static, 1) reduction(&& : has_memory)
