@@ -196,7 +196,7 @@ FAULTS = {
         "models/ops/cpu/ops.py::CpuOps.pack",
         "weight.dtype == self._onednn_dtype",
         "False",
-        "a processor with AMX multiplies a prompt's rows at a fraction of its speed",
+        "a prompt's rows are multiplied at a fraction of the speed that oneDNN has",
         "tests/models/test_cpu_products.py::test_oneDNN_multiplies_the_type_that_it_is_to_multiply",
     ),
     "ranks_choose_products_alone": Fault(
