@@ -54,7 +54,7 @@ class Returns:
 
     def note(self, key: bytes, times: int, before: bytes | None = None) -> None:
         """Know an end that was gone on from so often, in place of the one `before` it."""
-        for each in {key, before}:
+        for each in {key, before or key}:
             if each in self._times:
                 self._num[self._times.pop(each)] -= 1
         if len(self._times) == self._most:
