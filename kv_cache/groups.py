@@ -588,6 +588,10 @@ class BesideGroup(PageGroup):
         here: NDArray[np.bool_] = self.beside[entries] != 0
         return here
 
+    def least_expected(self) -> Index:
+        """See `PagesBeside.least_expected`: nothing is known of these."""
+        return np.empty(0, dtype=np.int64)
+
     def take_in(self, prefix: Index, indexes: Index) -> tuple[Index, Index]:
         """Let pages rest in the host's pool beside the entries of a prefix at `indexes`.
 

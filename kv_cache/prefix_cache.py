@@ -56,6 +56,13 @@ class PagesBeside(Protocol):
         """Which of these entries have a page beside them."""
         ...
 
+    def least_expected(self) -> Index:
+        """Return entries with a page beside them from which requests go on, the last to be needed first.
+
+        Entries of which nothing is known are left out.
+        """
+        ...
+
     def removed(self, entries: Sequence[int]) -> None:
         """Release the pages beside entries that leave the cache."""
 
@@ -93,6 +100,8 @@ class PrefixCache:
         num_host_pages = 0 if host is None else host.num_pages
         self.index = PrefixIndex(pool.num_pages, num_host_pages, page_size)
         self._idle = EvictionOrder(pool.num_pages)  # least recently used first
+        # [P] pages that were moved to its front; others that are no longer idle may be among them
+        self._goes_first = np.zeros(pool.num_pages, dtype=np.bool_)
         self._resting: OrderedDict[int, None] = OrderedDict()  # names in `index`, in the same order
         self._beside = beside
         for group in beside:
@@ -168,8 +177,36 @@ class PrefixCache:
         Those that others continue stay where they are: no page is evicted before what continues it.
         """
         pages = pages[self.is_cached(pages)]
+        self._move_to_front([self._lone(pages)])
+
+    def _lone(self, pages: Index) -> Index:
+        """Return the idle ones of the last of these pages that no others continue, the last page first."""
         lone = pages[len(pages) - self.index.num_lone(pages) :]
-        self._idle.move_to_front(lone[self._idle.has(lone)][::-1])
+        lone = lone[lone > 0]
+        return lone[self._idle.has(lone)][::-1]
+
+    def _move_to_front(self, parts: Sequence[Index]) -> None:
+        pages = np.concatenate([EMPTY, *parts])
+        self._goes_first[pages] = True
+        self._idle.move_to_front(pages)
+
+    def _choose(self, count: int) -> None:
+        """Let the pages go first, of at least `count`, that lead to what is expected to be needed last.
+
+        A prefix that cannot be resumed from its end is worth little: all its own pages go after each other.
+        """
+        first = self._idle.first(count)
+        parts = [first[self._goes_first[first]]]
+        short = count - len(parts[0])
+        if short <= 0:
+            return
+        entries = np.concatenate([EMPTY, *(group.least_expected() for group in self._beside)])
+        for entry in entries[self.index.are_last(entries)].tolist():
+            parts.append(self._lone(self.index.chain(entry)))
+            short -= len(parts[-1])
+            if short <= 0:
+                break
+        self._move_to_front(parts)
 
     def count_lookup(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, matched: Index) -> None:
         """Count a lookup as "whole" if it found a page for every key, or by the reason why it ended earlier.
@@ -198,6 +235,7 @@ class PrefixCache:
     def share(self, pages: Index) -> None:
         """Give each of these held pages, cached or not, one more holder."""
         self._idle.remove(pages[self._idle.has(pages)])
+        self._goes_first[pages] = False
         self._pool.share(pages)
 
     def release(self, pages: Index) -> None:
@@ -207,6 +245,7 @@ class PrefixCache:
         that no page outlives the page it depends on.
         """
         pages = pages[::-1]
+        self._goes_first[pages] = False
         self._pool.release(pages)
         self._idle.append(pages[(self._pool.holders[pages] == 1) & self.is_cached(pages)])
 
@@ -266,6 +305,8 @@ class PrefixCache:
         """
         assert count <= len(self._idle), f"asked to evict {count} pages, {len(self._idle)} are idle"
         room = 0 if self._host is None else min(count, self._host.num_free + len(self._resting))
+        if self._beside:
+            self._choose(count)
         pages = self._idle.first(count)
         if room < count:
             self._drop(pages[: count - room])
@@ -338,12 +379,15 @@ class PrefixCache:
         sources, targets = sources[cached], targets[cached]
         self._rename(sources, targets)
         self._idle.rename(sources, targets)
+        self._goes_first[targets] = self._goes_first[sources]
         self._version += 1
 
     def resize(self, num_pages: int) -> None:
         """Follow the pool to another number of pages; no page that is removed may be cached."""
         self.index.resize(num_pages)
         self._idle.resize(num_pages)
+        goes_first = self._goes_first[:num_pages]
+        self._goes_first = np.pad(goes_first, (0, num_pages - len(goes_first)))
         for group in self._beside:
             group.resize_entries(num_pages)
         self._most_evicted = num_pages + (0 if self._host is None else self._host.num_pages)

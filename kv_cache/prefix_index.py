@@ -68,6 +68,7 @@ class PrefixIndex:
         self._tokens = np.zeros((num_names, page_size), dtype=np.int32)
         self._serial = np.zeros(num_names, dtype=np.int64)  # 0: the page is not in the index
         self._parent = np.zeros(num_names, dtype=np.int64)
+        self._name_of: dict[int, int] = {}  # serial number -> page
         self._next_serial = ROOT + 1
 
     def __len__(self) -> int:
@@ -96,9 +97,20 @@ class PrefixIndex:
 
     def parents(self) -> dict[int, int]:
         """For each page but the first of a chain, return the page that it continues."""
-        pages = self.names
-        page_of = dict(zip(self._serial[pages].tolist(), pages.tolist()))
-        return {page: page_of[at] for page, at in zip(pages.tolist(), self._parent[pages].tolist()) if at}
+        pages, name_of = self.names, self._name_of
+        return {page: name_of[at] for page, at in zip(pages.tolist(), self._parent[pages].tolist()) if at}
+
+    def chain(self, page: int) -> Index:
+        """Return the pages up to this one, as far back as they are in the index."""
+        pages = [page]
+        while (before := self._name_of.get(int(self._parent[pages[-1]]))) is not None:
+            pages.append(before)
+        return np.array(pages[::-1], dtype=np.int64)
+
+    def are_last(self, pages: Index) -> NDArray[np.bool_]:
+        """Which of these pages no page in the index continues."""
+        last: NDArray[np.bool_] = ~np.isin(self._serial[pages], self._parent[self._serial > 0])
+        return last
 
     def everything(self) -> list[tuple[bytes, bytes | None, list[int]]]:
         """Return the key, the parent's key and the tokens of each page, parents first."""
@@ -204,6 +216,7 @@ class PrefixIndex:
             self._num_equal[tokens[0].tobytes()] += 1
         serials = np.arange(self._next_serial, self._next_serial + len(pages))
         self._next_serial += len(pages)
+        self._name_of.update(zip(serials.tolist(), page_list))
         self._tokens[pages] = tokens
         self._serial[pages] = serials
         self._parent[pages] = serials - 1
@@ -236,6 +249,8 @@ class PrefixIndex:
             tokens = self._tokens[page]
             _less(self._num_firsts, (self._salt_of.pop(page), int(tokens[0])))
             _less(self._num_equal, tokens.tobytes())
+        for serial in self._serial[pages].tolist():
+            del self._name_of[serial]
         self._serial[pages] = 0
         return keys
 
@@ -244,6 +259,7 @@ class PrefixIndex:
         for column in (self._tokens, self._serial, self._parent):
             column[targets] = column[sources]
         self._serial[sources] = 0
+        self._name_of.update(zip(self._serial[targets].tolist(), targets.tolist()))
         keys = [self._key_of.pop(page) for page in sources.tolist()]
         for key, source, target in zip(keys, sources.tolist(), targets.tolist()):
             self._key_of[target] = key

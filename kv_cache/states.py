@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 from kv_cache.groups import BesideGroup
 from kv_cache.pages import NULL_PAGE, Index, PageCopy, PagePool
 from kv_cache.prefix_index import EMPTY
+from kv_cache.returns import NOBODY, UNKNOWN, Returns
 
+MOST_KNOWN = 8  # ends of conversations that are known for each state that fits
 GRID = 64  # positions at whose multiples spans of prompts may be cut (see attention/recurrent.py)
 
 
@@ -81,6 +83,10 @@ class StateGroup(BesideGroup):
         self._ends: dict[int, End] = {}  # the keys are pages, or -h of the host's pool
         # Pages that are evicted first: of states that later ones cover or will, or that were left on the way
         self._spent: set[int] = set()
+        self.returns = Returns(MOST_KNOWN * pool.num_pages)
+        # [P] the turn at which each state was used last, and how often its conversation was gone on from
+        self._used = np.zeros(pool.num_pages, dtype=np.int64)
+        self._times = np.full(pool.num_pages, UNKNOWN)
         self.answers_return = False  # whether prompts go on from answers as they were given
         self._is_crowded = False  # whether states are about to be written that checkpoints hold
         # [N] rows of requests without a state of their own, or that may share it: a step looks at no other
@@ -333,6 +339,11 @@ class StateGroup(BesideGroup):
                 on_the_way.append(at)
             else:
                 new[at] = each.page
+            is_unsure = each is trial and not self.answers_return
+            self._used[each.page], self._times[each.page] = (
+                self.returns.turn,
+                NOBODY if is_unsure else UNKNOWN,
+            )
             if each.is_end or each is trial:
                 self._ends[each.page] = End(is_answer=each is trial)
             if each.is_on_the_way or (each.is_end and self.answers_return):
@@ -364,12 +375,37 @@ class StateGroup(BesideGroup):
             return
         self.pool.share(np.array([page]))
         self.beside[entry], self._entry_of[page] = page, entry
+        self._used[page], self._times[page] = self.returns.turn, UNKNOWN
         self.changes += 1
         self.told(True, np.array([entry]))
 
     def end_behind(self, entry: int) -> End | None:
         """Return what is known of the state behind an entry, if it is one of an end."""
         return self._ends.get(int(self.beside[entry]))
+
+    def has_returned(self, entry: int, times: int) -> None:
+        """Note how often the conversation was gone on from that ends with the state behind an entry."""
+        page = int(self.beside[entry])
+        if page > 0:
+            self._times[page] = times
+
+    def least_expected(self) -> Index:
+        """See `PagesBeside.least_expected`: of what a later state covers, the pages are that one's."""
+        pages = np.fromiter(self._idle, dtype=np.int64, count=len(self._idle))
+        pages = pages[self._times[pages] < UNKNOWN]
+        kept = [page for page in self._by_wait(pages).tolist() if page not in self._spent]
+        return np.array([self._entry_of[page] for page in kept], dtype=np.int64)
+
+    def _by_wait(self, pages: Index) -> Index:
+        """Sort pages by how soon others go on from them, the last of all first.
+
+        A state waits as long as those that were gone on from as often, and as it has waited: if each has a
+        rate of its own, of which one return in that mean time is all that is known, its rate falls so.
+        """
+        if len(pages) < 2:
+            return pages
+        order: Index = np.argsort(self._used[pages] - self.returns.waits()[self._times[pages]], kind="stable")
+        return pages[order]
 
     def cover(self, entries: Index) -> None:
         """Let the last state before the end of these entries be evicted first, if the one there covers it.
@@ -431,7 +467,12 @@ class StateGroup(BesideGroup):
         # No page of the host is for what a later state covers
         spent = [page for page in islice(self._idle, count) if page in self._spent]
         self._evict_spent(spent)
-        return super().evict(count - len(spent)) if count > len(spent) else None
+        if count == len(spent):
+            return None
+        pages = np.fromiter(self._idle, dtype=np.int64, count=len(self._idle))
+        for page in self._by_wait(pages)[: count - len(spent)][::-1].tolist():
+            self._idle.move_to_end(page, last=False)
+        return super().evict(count - len(spent))
 
     def _evict_spent(self, pages: Sequence[int]) -> None:
         self.counts.evicted_pages += len(pages)
@@ -439,15 +480,18 @@ class StateGroup(BesideGroup):
 
     def _release(self, pages: Index) -> None:
         super()._release(pages)
+        self._used[pages] = self.returns.turn
         for page in pages.tolist() if self._spent else ():
             if page in self._spent and page in self._idle:
                 self._idle.move_to_end(page, last=False)
 
     def resize(self, num_pages: int) -> None:
         super().resize(num_pages)
-        num_left = np.zeros(num_pages, dtype=self._num_left.dtype)
-        num_left[: len(self._num_left)] = self._num_left[:num_pages]
-        self._num_left = num_left
+        for name in ("_num_left", "_used", "_times"):
+            old = getattr(self, name)
+            new = np.zeros(num_pages, dtype=old.dtype)
+            new[: len(old)] = old[:num_pages]
+            setattr(self, name, new)
 
     def users(self, rows: Index) -> Index:
         users: Index = super().users(rows) + self._num_left
@@ -506,6 +550,10 @@ class StateGroup(BesideGroup):
         spent = [page in self._spent for page in sources.tolist()]
         self._spent.difference_update(sources.tolist())
         self._spent.update(targets[spent].tolist())
+        on_device = targets > 0
+        sources, targets = sources[on_device], targets[on_device]
+        self._used[targets] = np.where(sources > 0, self._used[sources], self.returns.turn)
+        self._times[targets] = np.where(sources > 0, self._times[sources], UNKNOWN)
 
     def _follow(self, sources: Index, targets: Index) -> None:
         super()._follow(sources, targets)

@@ -50,6 +50,8 @@ class Checkpoints:
         self._returned = 0
         self._wanted: dict[int, list[int]] = {}  # ascending, by row
         self._on_the_way: dict[int, list[int]] = {}  # likewise, those that need a free page
+        # By row, the end of a conversation from which it goes on, and how often that was gone on from
+        self._goes_on_from: dict[int, tuple[bytes | None, int]] = {}
         self._next = np.full(slots.num_slots, NEVER, dtype=np.int64)  # the first of both
         # [N] the page end at which each row is to keep the next state of its answer
         self._due = np.full(slots.num_slots, NEVER, dtype=np.int64)
@@ -73,6 +75,8 @@ class Checkpoints:
         self.answers(row)
         if slots.num_computed[row] and not slots.requests[row].num_preemptions:
             self._learn(int(slots.num_pages[row]), int(slots.pages(row)[-1]), keys)
+        if not slots.requests[row].num_preemptions:
+            self._arrive(row, keys)
         # A prompt that comes again has to compute its last token
         end = self.usable(int(min(slots.num_shareable[row], len(keys)))) * size
         self.want(row, end)
@@ -126,10 +130,29 @@ class Checkpoints:
         self._returned = min(SURE, self._returned + 1) if returns else max(-SURE, self._returned - 1)
         self._group.answers_return = self._returned > 0
 
+    def _arrive(self, row: int, keys: Sequence[bytes]) -> None:
+        """Note from which end of a conversation a new row goes on, whether its state is still kept or not."""
+        end, times = self._goes_on_from[row] = self._group.returns.arrive(keys)
+        num_pages = int(self._slots.num_pages[row])
+        if num_pages and keys[num_pages - 1] == end:
+            self._group.has_returned(int(self._slots.pages(row)[-1]), times)
+
+    def _note_end(self, row: int, at: int, entry: int) -> None:
+        """Know the state behind an entry, page `at` of a row, if a conversation is to go on from it."""
+        end, group = self._group.end_behind(entry), self._group
+        if end is None or row not in self._goes_on_from or (end.is_answer and not group.answers_return):
+            return
+        before, times = self._goes_on_from[row]
+        key = self._slots.requests[row].page_keys[at]
+        group.returns.note(key, times, before)
+        group.has_returned(entry, times)
+        self._goes_on_from[row] = key, times
+
     def published(self, row: int, first: int, indexes: Index) -> None:
         """Let states of a row, which can be found from now on at these of its pages, cover earlier ones."""
         pages = self._slots.pages(row)
         for at in np.sort(indexes).tolist():
+            self._note_end(row, first + at, int(pages[first + at]))
             self._group.cover(pages[: first + at + 1])
 
     def renew_last(self, row: int) -> None:
@@ -163,6 +186,7 @@ class Checkpoints:
     def leave(self, row: int) -> None:
         """Forget what was wanted of a row, which ends."""
         self._drop_wanted(row)
+        self._goes_on_from.pop(row, None)
         self._due[row] = NEVER
 
     def _drop_wanted(self, row: int) -> None:

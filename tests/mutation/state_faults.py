@@ -147,6 +147,13 @@ FAULTS = {
         "gate and up of Qwen3.5's experts are exchanged",
         f"{MODEL}::test_the_text_is_read_of_a_checkpoint_that_reads_images",
     ),
+    "least_recently_used_whatever_returned": Fault(
+        "kv_cache/states.py::StateGroup._by_wait",
+        "self._used[pages] - self.returns.waits()[self._times[pages]]",
+        "self._used[pages]",
+        "what nobody is expected to go on from stays until all that is older has gone",
+        "tests/kv_cache/test_returns.py::test_documents_about_which_all_was_asked_are_evicted_first",
+    ),
     "slots_without_a_state": Fault(
         "recipes/assembly/memory_plan.py::MemoryPlan.beside_bytes",
         "self.num_slot_states * self.state_bytes",
