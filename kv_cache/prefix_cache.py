@@ -201,6 +201,8 @@ class PrefixCache:
         if short <= 0:
             return
         entries = np.concatenate([EMPTY, *(group.least_expected() for group in self._beside)])
+        if not len(entries):
+            return  # before all pages are gone through
         for entry in entries[self.index.are_last(entries)].tolist():
             parts.append(self._lone(self.index.chain(entry)))
             short -= len(parts[-1])
