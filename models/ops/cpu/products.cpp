@@ -334,7 +334,6 @@ bool many_rows(const Product& of, long first, long last) {
         turn<Way>(of, m0, mc, turned);
         for (long q0 = first; q0 < last; q0 += group) {
             const long q1 = std::min(q0 + group, last);
-            for (long q = q0; q < q1; q++) begin(of, q, sums + (q - q0) * kept * NR, kept);
             for (long k0 = 0; k0 < of.num_inputs; k0 += block) {
                 const long kc = std::min(block, of.num_inputs - k0);
                 for (long q = q0; q < q1; q++) {
@@ -345,12 +344,14 @@ bool many_rows(const Product& of, long first, long last) {
                     const char* next = reinterpret_cast<const char*>(all + then * Way::WORDS);
                     for (long t = 0; t < tiles; t++) {
                         const long from = Way::first_of(mc, t), rows = Way::first_of(mc, t + 1) - from;
+                        float* own = sums + ((q - q0) * kept + from) * NR;
+                        if (k0 == 0) begin(of, q, own, Way::kept_rows(rows));
                         Way::multiply(turned + k0 * kept + from * Way::kept_inputs(kc), rows, p, kc,
-                                      next + t * kc * step, step, sums + ((q - q0) * kept + from) * NR);
+                                      next + t * kc * step, step, own);
+                        if (k0 + kc == of.num_inputs) finish<Way>(of, q, own, m0 + from, rows);
                     }
                 }
             }
-            for (long q = q0; q < q1; q++) finish<Way>(of, q, sums + (q - q0) * kept * NR, m0, mc);
         }
     }
     std::free(turned);
