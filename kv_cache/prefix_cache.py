@@ -20,6 +20,8 @@ from kv_cache.page_keys import TokenIds
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.prefix_index import EMPTY, Lookup, PrefixIndex
 
+CHOSEN_AT_ONCE = 16  # pages that are chosen to be evicted first: choosing any goes through all
+
 
 class PageListener:
     """Is told after each change which pages can be found.
@@ -197,12 +199,14 @@ class PrefixCache:
         """
         first = self._idle.first(count)
         parts = [first[self._goes_first[first]]]
-        short = count - len(parts[0])
-        if short <= 0:
+        if len(parts[0]) == count:
             return
         entries = np.concatenate([EMPTY, *(group.least_expected() for group in self._beside)])
+        entries = entries[entries > 0]
+        entries = entries[self._idle.has(entries)]
         if not len(entries):
-            return  # before all pages are gone through
+            return
+        short = max(count - len(parts[0]), CHOSEN_AT_ONCE)
         for entry in entries[self.index.are_last(entries)].tolist():
             parts.append(self._lone(self.index.chain(entry)))
             short -= len(parts[-1])
