@@ -215,7 +215,7 @@ class LatentAttention(Attention):
 
         Returns weighted sums of the latents [T, H, L].
         """
-        output = query.new_empty(*query.shape[:2], self.shape.head_dim)
+        output = query.new_zeros(*query.shape[:2], self.shape.head_dim)
         for span in metadata.spans:
             keys, latents = self._of_pages(layer_keys, layer_values, span)
             self._attend_span(query, keys, latents, span, None, output)
@@ -241,7 +241,7 @@ class LatentAttention(Attention):
         Returns [T, H, V].
         """
         assert isinstance(metadata, LatentMetadata)
-        output = nope.new_empty(*nope.shape[:2], self.latent.value_dim)
+        output = nope.new_zeros(*nope.shape[:2], self.latent.value_dim)
         if metadata.spans:
             rows = metadata.short_rows
             query = torch.cat((up.absorbed(nope[rows]), rope[rows]), -1)

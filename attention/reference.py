@@ -230,10 +230,11 @@ class Attention:
 
         With the layer's window w, the query at position p sees positions p-w+1 to p. A layer's sink is one
         more score of each row, whose share of the weights goes to no value (arXiv 2309.17453). Only places
-        that the request has written are read: other places of the cache may hold NaN.
+        that the request has written are read: other places of the cache may hold NaN. Rows that pad a step
+        are zeros: by AMX, oneDNN lets what is not finite in a row reach the row before it (torch 2.13).
         """
         window, sinks = self.shape.windows[layer], self.sinks.get(layer)
-        output = torch.empty_like(query)
+        output = torch.zeros_like(query)
         for span in metadata.spans:
             keys, values = self._of_pages(layer_keys, layer_values, span)
             self._attend_span(query, keys, values, span, window, output, sinks)

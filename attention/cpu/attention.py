@@ -251,7 +251,7 @@ class CpuAttention(Attention):
             return self._read(self._compiled, query, layer_keys, layer_values, sinks, metadata, window)
         if sinks is None:
             sinks = torch.full((self.shape.num_heads,), -torch.inf)
-        output = torch.empty_like(query)
+        output = torch.zeros_like(query)
         if metadata.num_decodes:
             rows = query[metadata.decodes].float()
             decoded = self._decode(rows, layer_keys, layer_values, sinks, metadata.tiles[window])
@@ -291,7 +291,7 @@ class CpuAttention(Attention):
     ) -> Tensor:
         """Compute `attend` in C++."""
         rows, prompts = self._as_read(query), metadata.compiled_prompts.get(window)
-        output = torch.empty_like(rows)
+        output = torch.zeros_like(rows)
         if metadata.num_decodes:
             of_decodes, tiles = metadata.decodes, metadata.tiles[window]
             if isinstance(of_decodes, slice):

@@ -13,6 +13,7 @@ import torch
 
 from attention.cpu.attention import CpuAttention
 from attention.cpu.compiled import attention_source, stored_dtype
+from attention.reference import Attention
 from continuous_batching.batch import Batch
 from devices.cpp_sources import missing_for_sources
 from kv_cache.device.storage import KVCache, LayerPages
@@ -237,3 +238,23 @@ def test_a_broken_request_breaks_no_other(int8_pages: bool) -> None:
     broken = read()
     assert torch.equal(broken[:40], healthy[:40])
     assert broken[40:].isnan().all()
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_rows_that_pad_a_step_are_zeros(is_compiled: bool) -> None:
+    """What a kernel of oneDNN makes of a row may depend on whether the next one is finite."""
+    compiled = attention_of(page_size=16, dtype=torch.bfloat16)
+    attention = compiled if is_compiled else Attention(compiled.shape)
+    own, table = attention.shape, np.array([[1, 2], [3, 4]], np.int32)
+    cache = KVCache([LayerPages(attention.new_planes)] * len(own.windows), 16, [5])
+    for tensor in cache.tensors:
+        tensor.zero_()
+    batch = Batch(np.array([0, 1]), np.array([20, 4]), np.array([21, 30]), NOTHING, NOTHING, NOTHING)
+    query = torch.ones(1 + 26 + 5, own.num_heads, own.head_dim, dtype=own.dtype)
+    torch.use_deterministic_algorithms(True)  # which fills new tensors with NaN
+    try:
+        output = attention.attend(query, *cache.of(0), planned(attention, batch, table), 0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not output[27:].any()
+    assert output.isfinite().all()

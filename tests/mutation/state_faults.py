@@ -365,8 +365,8 @@ FAULTS = {
         f"{SCHEDULES}::test_where_answers_return_the_state_of_a_running_one_is_evicted_last",
     ),
     "useless_pages_evicted_last": Fault(
-        "kv_cache/prefix_cache.py::PrefixCache.evict_first",
-        "self._idle.move_to_front(lone[self._idle.has(lone)][::-1])",
+        "kv_cache/prefix_cache.py::PrefixCache._move_to_front",
+        "self._idle.move_to_front(pages)",
         "pass",
         "pages that nobody can go on from take the place of pages of use",
         f"{SCHEDULES}::test_pages_behind_the_last_state_are_evicted_first",
@@ -379,7 +379,7 @@ FAULTS = {
         f"{RULE}::test_cuts_anywhere_change_no_bit_token_by_token",
     ),
     "pages_evicted_before_what_continues_them": Fault(
-        "kv_cache/prefix_cache.py::PrefixCache.evict_first",
+        "kv_cache/prefix_cache.py::PrefixCache._lone",
         "pages[len(pages) - self.index.num_lone(pages) :]",
         "pages",
         "pages that others go on from leave the device before these, and a lookup stops the engine",
