@@ -27,7 +27,7 @@ Figures = dict[str, float]
 Result = dict[str, Any]
 MOST_READINGS = 500
 DONE = ("stop", "length")
-COLUMNS = ("at_s", "running", "waiting", "kv_usage")  # of a reading, as in a server's metrics
+COLUMNS = ("at_s", "running", "waiting", "kv_usage")  # A reading has these, as a server's metrics do
 
 
 @dataclass(frozen=True, slots=True)

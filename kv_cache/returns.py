@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_TIMES = 31  # prefixes that were gone on from more often count as if it had been so often
-UNKNOWN, NOBODY = MOST_TIMES + 1, MOST_TIMES + 2  # in place of times: the mean of all; nobody is expected
+# They stand in the place of times: for the mean of all, and where nobody is expected
+UNKNOWN, NOBODY = MOST_TIMES + 1, MOST_TIMES + 2
 MEMORY = 4096  # returns after which what was learned counts half
 
 

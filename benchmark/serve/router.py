@@ -29,7 +29,7 @@ COLUMNS = (
     Column("piece_us", "a piece", "{:.0f} µs"),
 )
 TIMES = ("request_us", "piece_us")
-CLIENTS = 16  # at once, where processor time is measured
+CLIENTS = 16  # So many ask at once where processor time is measured
 PROMPT_BYTES = 2000
 
 

@@ -30,7 +30,7 @@ from models.parallel.share import Slices
 from models.quantization import Quantization
 
 ANY = (*FLOATS, "I8", "I32", "I64")
-OF_SCALES = (*FLOATS, "I64")  # of deq_scale
+OF_SCALES = (*FLOATS, "I64")  # A deq_scale has one of these types
 OF_INPUTS = "input_scale", "input_offset"  # one number for all inputs of a linear
 STATIC_ENDS = "quant_bias", "deq_scale", *OF_INPUTS
 # Tensors beside a weight that change nothing here, by type; those of ZEROS are checked

@@ -147,7 +147,7 @@ class SentencePieceVocabulary:
         puts_lead = is_llama or (proto.normalizer_spec.add_dummy_prefix and not is_gemma)
         has_lead = puts_lead and settings.get("add_prefix_space") is not False
         self.num_lead_spaces = int(has_lead)
-        if is_llama or is_gemma:  # which leave a text as it is
+        if is_llama or is_gemma:  # Both leave a text as it is
             proto.normalizer_spec.remove_extra_whitespaces = False
             proto.normalizer_spec.precompiled_charsmap = b""
             proto.normalizer_spec.add_dummy_prefix = has_lead
