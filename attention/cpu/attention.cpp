@@ -713,9 +713,10 @@ struct Room {
     static long queries_of(const Pages& of) {
         return std::max(1L, (uses_amx(of) ? AMX_BLOCK : BLOCK) / (of.heads / of.kv_heads));
     }
-    static long rows_of(const Pages& of) {
-        return whole(queries_of(of) * (of.heads / of.kv_heads), uses_amx(of) ? AMX_ROWS : MOST_HEADS);
+    static long rows_of(const Pages& of, long num_queries) {
+        return whole(num_queries * (of.heads / of.kv_heads), uses_amx(of) ? AMX_ROWS : MOST_HEADS);
     }
+    static long rows_of(const Pages& of) { return rows_of(of, queries_of(of)); }
     // Scores and sums are kept for so many rows, and so many tokens are laid aside. AMX goes through a part some rows
     // at a time, whose scores stay in the first cache.
     static long rows_at_once(const Pages& of) { return uses_amx(of) ? AMX_ROWS : rows_of(of); }
@@ -726,15 +727,16 @@ struct Room {
         return rows_of(of) * 2 * of.dim + rows_at_once(of) * (of.dim + stride(of)) + STRETCH +
                tokens_aside(of) * of.dim + whole_lines(2 * rows_of(of));
     }
-    Room(const Pages& of, float* at) : rows(rows_of(of)) {
+    // For a block of so many queries, which may be fewer than there is room for.
+    Room(const Pages& of, float* at, long num_queries) : rows(rows_of(of, num_queries)) {
         query = weights_of(at);
-        output = at + rows * of.dim;
-        sums = output + rows * of.dim;
+        output = at + rows_of(of) * of.dim;
+        sums = output + rows_of(of) * of.dim;
         scores = sums + rows_at_once(of) * of.dim;
         scales = scores + rows_at_once(of) * stride(of);
         aside = weights_of(scales + STRETCH);
         tops = scales + STRETCH + tokens_aside(of) * of.dim;
-        totals = tops + rows;
+        totals = tops + rows_of(of);
     }
 };
 
@@ -947,8 +949,8 @@ bool prompts_read(const Prompts& of, int num_threads) {
             const long first = (blocks - 1 - unit / of.kv_heads) * queries, last = std::min(first + queries, count) - 1;
             const Block block = {of,    of.address + span[3], unit % of.kv_heads, span[1] + first,
                                  span[1] + last, group};
-            read_block(block, Room(of, rooms + numbers * thread_number()), reads + rows * thread_number(),
-                             span[0] + first);
+            read_block(block, Room(of, rooms + numbers * thread_number(), last + 1 - first),
+                       reads + rows * thread_number(), span[0] + first);
         }
     }
     std::free(rooms);
