@@ -23,9 +23,12 @@ inline bool may_use_amx() {
     return may;
 }
 
-// While it lives, registers 0 to 5 of this thread are so many rows, of x and of sums, and 6 and 7, of a weight, are whole.
+// The compiler does not know which memory the loads of registers read: what was written before is in memory after this.
+inline void amx_memory() { asm volatile("" : : : "memory"); }
+
+// While it lives, this thread's registers are whole ones, if they are used.
 struct AmxRegisters {
-    explicit AmxRegisters(bool is_used = true, int rows = AMX_ROWS) : is_used(is_used) {
+    explicit AmxRegisters(bool is_used = true) : is_used(is_used) {
         if (!is_used) return;
         alignas(64) struct {
             uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -33,9 +36,10 @@ struct AmxRegisters {
             uint8_t rows[16] = {};
         } config;
         static_assert(sizeof(config) == 64);
-        for (int i = 0; i < 8; i++) config.bytes_of_row[i] = 4 * AMX_WORDS, config.rows[i] = i < 6 ? rows : AMX_ROWS;
+        for (int i = 0; i < 8; i++) config.bytes_of_row[i] = 4 * AMX_WORDS, config.rows[i] = AMX_ROWS;
         asm volatile("" : : "r"(&config) : "memory");
         _tile_loadconfig(&config);
+        amx_memory();  // The compiler knows of a part of the configuration only
     }
     ~AmxRegisters() {
         if (is_used) _tile_release();
@@ -44,6 +48,4 @@ struct AmxRegisters {
     const bool is_used;
 };
 
-// The compiler does not know which memory the loads of registers read: what was written before is in memory after this.
-inline void amx_memory() { asm volatile("" : : : "memory"); }
 #endif

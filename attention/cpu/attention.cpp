@@ -370,7 +370,7 @@ inline bool uses_amx(const Pages& of) { return KIND == BFLOAT16 && of.dim % (2 *
 typedef AmxRegisters Registers;
 
 // Adds to sums [rows, C * 16], of rows `y_stride` apart, or begins them: rows of x, `x_stride` apart, times C matrices
-// [steps * 16 pairs, 16], which lie `apart`. How many rows there are, the registers know.
+// [steps * 16 pairs, 16], which lie `apart`. There are 16 rows.
 template <int C, bool BEGINS>
 void add_in_amx(const Number* x, long x_stride, const Number* w, long apart, long steps, float* y, long y_stride) {
     const long from = sizeof(*x) * x_stride, to = sizeof(*y) * y_stride;
@@ -720,7 +720,7 @@ struct Room {
     // Scores and sums are kept for so many rows, and so many tokens are laid aside. AMX goes through a part some rows
     // at a time, whose scores stay in the first cache.
     static long rows_at_once(const Pages& of) { return uses_amx(of) ? AMX_ROWS : rows_of(of); }
-    static long tokens_aside(const Pages& of) { return uses_amx(of) ? 2 * tiles_of_part(of) * of.tile : STRETCH; }
+    static long tokens_aside(const Pages& of) { return uses_amx(of) ? tiles_of_part(of) * of.tile : STRETCH; }
     // Rows of scores lie apart by no power of 2, so that they do not fall into the same lines of the first cache.
     static long stride(const Pages& of) { return tiles_of_part(of) * of.tile + LINE / sizeof(float); }
     static long numbers(const Pages& of) {

@@ -158,8 +158,9 @@ def test_more_rows_than_are_read_at_a_time_have_the_bits_of_one() -> None:
         {"dtype": torch.float32, "windows": (None, 600), "int8_pages": True},
         {"dtype": torch.bfloat16, "windows": (40, 600), "num_kv_heads": 1, "head_dim": 128, "first_key": 1},
         {"dtype": torch.bfloat16, "windows": (None, 40), "page_size": 128, "head_dim": 96, "score_cap": 5.0},
+        {"dtype": torch.bfloat16, "windows": (None, 40), "head_dim": 48},  # no multiple of AMX's 32 channels
     ],
-    ids=["windows", "sinks", "cap", "int8", "bfloat16", "bfloat16, cap"],
+    ids=["windows", "sinks", "cap", "int8", "bfloat16", "bfloat16, cap", "bfloat16 in pairs"],
 )
 def test_a_query_has_the_same_bits_however_its_prompt_is_cut(changes: dict[str, Any]) -> None:
     """In whole, in chunks, token by token, and beside another prompt; over borders of blocks and of parts."""
@@ -218,13 +219,21 @@ def test_what_no_query_of_a_span_sees_may_be_anything(changes: dict[str, Any]) -
             assert torch.equal(read(start, stop, layer, torch.nan), seen)
 
 
-@pytest.mark.parametrize("int8_pages", [False, True])
-def test_a_broken_request_breaks_no_other(int8_pages: bool) -> None:
-    """Its keys are NaN, in pages beside those of the other."""
-    attention = attention_of(page_size=16, windows=(None,), int8_pages=int8_pages)
+@pytest.mark.parametrize("broken_parts", [(0, 1, 2), (1,), (0,)], ids=["all", "keys", "queries"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"int8_pages": True}, {"dtype": torch.bfloat16, "has_sinks": True}],
+    ids=["float32", "int8", "bfloat16, sinks"],
+)
+def test_a_broken_request_breaks_no_other(changes: dict[str, Any], broken_parts: tuple[int, ...]) -> None:
+    """What it computes is NaN, in pages beside those of the other."""
+    attention = attention_of(page_size=16, windows=(None,), **changes)
+    if attention.shape.has_sinks:
+        attention.sinks[0] = torch.zeros(4)
     table, generator = 1 + np.arange(2 * 4, dtype=np.int32).reshape(2, 4), torch.Generator().manual_seed(5)
     batch = Batch(np.arange(2), np.zeros(2, np.int64), np.array([40, 40]), NOTHING, NOTHING, NOTHING)
-    parts = [torch.randn(80, heads, 64, generator=generator) for heads in (4, 2, 2)]
+    dtype = attention.shape.dtype
+    parts = [torch.randn(80, heads, 64, generator=generator).to(dtype) for heads in (4, 2, 2)]
 
     def read() -> torch.Tensor:
         cache = KVCache([LayerPages(attention.new_planes)], 16, [9])
@@ -233,8 +242,8 @@ def test_a_broken_request_breaks_no_other(int8_pages: bool) -> None:
         return attention.attend(parts[0], *cache.of(0), metadata, 0)
 
     healthy = read()
-    for part in parts:
-        part[40:] = torch.nan
+    for number in broken_parts:
+        parts[number][40:] = torch.nan
     broken = read()
     assert torch.equal(broken[:40], healthy[:40])
     assert broken[40:].isnan().all()

@@ -7,6 +7,9 @@
 // Where the processor multiplies pairs of bfloat16 and adds both products to a float32 itself (AVX512-BF16, Arm's
 // BF16), rows and weights of bfloat16 may stay as they are: panels of PAIRS are [N / NR, K / 2, NR, 2].
 //
+// Where it has AMX, these are multiplied in its registers, by any number of rows; each 16 pairs are then two such chains
+// as follow, whose total is added to the sum (amx.h).
+//
 // Each number of the result is one chain of multiply-adds in the order of k, which begins with the bias, whatever
 // the number of rows, the row's place among them, the number of threads and, but for PAIRS, the length of vectors.
 // That is what makes the result of a row independent of what it is batched with.
