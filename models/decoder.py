@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from models.layers.mlp import MLP
 from models.layers.recurrent import GatedDelta, KimiDelta, RecurrentMixer
 from models.layers.rope import Rope, head_order, is_scaled
 from models.ops.divided_rows import DividedRows
-from models.ops.operands import Int8Rows
+from models.ops.operands import Int8Rows, PlainLayer
 from models.ops.reference import Ops
 from models.parallel.group import ALONE, NO_LINKS, Group, StageLinks
 from models.parallel.share import Share
@@ -327,6 +328,39 @@ class DecoderLayer(nn.Module):
         wide = None if wide is None else wide[:num_tokens]
         return pad_rows(mixture(normed[:num_tokens], wide, step.is_asked), num_rows), residual
 
+    def plain(self, config: DecoderConfig) -> PlainLayer | None:
+        """Return what it is made of, or None where it has more than a `PlainLayer`."""
+        mixer, mlp = self.attention, self.mlp
+        if not isinstance(mixer, SelfAttention) or not isinstance(mlp, MLP):
+            return None
+        linears = mixer.qkv, mixer.output, mlp.gate_up, mlp.down
+        has_more = mixer.has_gate or mixer.joins is not None or mixer.query_growth is not None
+        has_more |= mixer.sinks is not None or mixer.scales is not None
+        has_more |= self.input_norm_bias is not None or self.mlp_norm_bias is not None
+        has_more |= any(each.form != "plain" for each in linears)
+        if has_more or mixer.norm_kind == "joined" or config.gate == "clamped" or mixer.ranks.size > 1:
+            return None
+        if self.input_norm is None or self.mlp_norm is None:
+            return None
+        return PlainLayer(
+            qkv=mixer.qkv.packed,
+            output=mixer.output.packed,
+            gate_up=mlp.gate_up.packed,
+            down=mlp.down.packed,
+            input_norm=self.input_norm,
+            mlp_norm=self.mlp_norm,
+            query_norm=mixer.query_norm,
+            key_norm=mixer.key_norm,
+            attention_post_norm=self.attention_post_norm,
+            mlp_post_norm=self.mlp_post_norm,
+            norm_kind=mixer.norm_kind,
+            gate=config.gate,
+            eps=self.eps,
+            layer=mixer.layer,
+            group=mixer.group,
+            window=config.layers[mixer.layer].window,
+        )
+
     def normed_input(self, x: Tensor) -> Tensor:
         """Return what attention reads of hidden states [T, hidden] that are whole already."""
         if self.input_norm is None:
@@ -418,6 +452,8 @@ class Decoder(nn.Module):
         self._taps: tuple[int, ...] = ()
         self._take: Callable[[Tensor, StepInputs], None] | None = None
         self._first = self.share.layers(config).start  # number of the first layer here
+        # What computes all layers but the last in one call, once they are packed, or None
+        self.joined: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def pack(self) -> None:
         """Convert every linear to the device's form, one by one.
@@ -425,6 +461,10 @@ class Decoder(nn.Module):
         So at most one linear, or the experts of one layer if the device joins them, is held twice.
         """
         pack(self)
+        all_but_last = [each for each in self.layers[:-1] if isinstance(each, DecoderLayer)]
+        plain = [made for each in all_but_last if (made := each.plain(self.part)) is not None]
+        if plain and len(plain) == len(self.layers) - 1:
+            self.joined = self.ops.join_layers(plain, self.attention)
 
     def tabulate(self, num_positions: int) -> None:
         """Prepare the rotary embedding for positions below `num_positions`, once before the first step."""
@@ -478,7 +518,12 @@ class Decoder(nn.Module):
             x, residual, *tapped = self.stages.receive(room).unbind()
             self._receive_choice(step, num_rows)
         turns = [rope.cos_sin(positions, rope_lens, x.dtype) for rope in self.ropes]
-        for number, layer in enumerate(self.layers):
+        num_joined = 0
+        has_more = self.adapters is not None or self._taps or self.after_layer is not None
+        if self.joined is not None and not has_more and num_rows == num_tokens:
+            x, residual = self.joined(x, residual, turns, step)
+            num_joined = len(self.layers) - 1
+        for number, layer in enumerate(islice(self.layers, num_joined, None), num_joined):
             if self._first + number in self._taps:
                 tapped.append(x if residual is None else x + residual)
             cos, sin = turns[0 if self.part.layers[number].window is None else -1]

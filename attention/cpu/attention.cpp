@@ -31,6 +31,7 @@
 #endif
 
 #include "amx.h"
+#include "operators.h"
 #include "vectors.h"
 
 namespace {
@@ -73,14 +74,6 @@ inline long whole_lines(long numbers) { return whole(numbers, IN_A_LINE); }
 inline float* room_for(long numbers) {
     return static_cast<float*>(std::aligned_alloc(LINE, sizeof(float) * whole_lines(numbers)));
 }
-
-// The layer's pages, and how they lie.
-struct Pages {
-    const void *keys, *values;
-    const float* sinks;  // [H], -infinity without
-    long heads, kv_heads, dim, tile, key_lanes, value_lanes;
-    float scale, cap;  // a cap of 0 is none
-};
 
 struct Step : Pages {
     const NewItem* query;             // [R, H, D]
@@ -164,7 +157,7 @@ struct InPage {
         const long at = k * TOGETHER * apart;
         for (long i = 0; i < TOGETHER; i++)
             for (long lane = 0; lane < V * LANES; lane += LINE / sizeof(Item))
-                __builtin_prefetch(ahead + at + i * apart + lane, 0, 2);
+                __builtin_prefetch(ahead + at + i * apart + lane, 0, 0);
         for (int v = 0; v < V; v++) out[v] = Terms<KIND>::widen(numbers + at + v * LANES, apart, seen);
     }
 };
@@ -934,24 +927,27 @@ void read_block(const Block& block, const Room& room, Read* reads, long first_ro
     }
 }
 
-// Returns false where there is no memory. The longest blocks come first, so that no thread waits for one at the end.
+// Returns false where there is no memory. All spans are shared out at once, and the longest blocks of a span come first,
+// so that no thread waits for one at the end.
 bool prompts_read(const Prompts& of, int num_threads) {
     const long numbers = Room::numbers(of), group = of.heads / of.kv_heads, queries = Room::queries_of(of);
     const long rows = Room::rows_of(of);
     float* rooms = room_for(numbers * num_threads);
     Read* reads = static_cast<Read*>(std::malloc(sizeof(Read) * rows * num_threads));
     const bool has_memory = rooms && reads;
-    for (long s = 0; has_memory && s < of.num_spans; s++) {
-        const int64_t* span = of.spans + 4 * s;
-        const long count = span[2] - span[1], blocks = (count + queries - 1) / queries;
+    const auto blocks_of = [&](long s) { return (of.spans[4 * s + 2] - of.spans[4 * s + 1] + queries - 1) / queries; };
+    long blocks = 0;
+    for (long s = 0; s < of.num_spans; s++) blocks += blocks_of(s);
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1) schedule(dynamic, 1)
-        for (long unit = 0; unit < blocks * of.kv_heads; unit++) {
-            const long first = (blocks - 1 - unit / of.kv_heads) * queries, last = std::min(first + queries, count) - 1;
-            const Block block = {of,    of.address + span[3], unit % of.kv_heads, span[1] + first,
-                                 span[1] + last, group};
-            read_block(block, Room(of, rooms + numbers * thread_number(), last + 1 - first),
-                       reads + rows * thread_number(), span[0] + first);
-        }
+    for (long unit = 0; unit < (has_memory ? blocks * of.kv_heads : 0); unit++) {
+        long s = 0, number = unit / of.kv_heads;
+        while (number >= blocks_of(s)) number -= blocks_of(s++);
+        const int64_t* span = of.spans + 4 * s;
+        const long first = (blocks_of(s) - 1 - number) * queries;
+        const long last = std::min(first + queries, long(span[2] - span[1])) - 1;
+        const Block block = {of, of.address + span[3], unit % of.kv_heads, span[1] + first, span[1] + last, group};
+        read_block(block, Room(of, rooms + numbers * thread_number(), last + 1 - first), reads + rows * thread_number(),
+                   span[0] + first);
     }
     std::free(rooms);
     std::free(reads);

@@ -72,8 +72,8 @@ class CpuAttention(Attention):
         self.key_view, self.value_view = self.order.views
         lying = TileShape(self.tile, lanes, value_lanes)
         is_read = library is not None and lying.is_whole and stored_dtype(shape) in PAGE_KINDS
-        self._compiled = CompiledAttention(library, shape, lying) if is_read and library else None
-        self.gives_sums = self._compiled is not None
+        self.compiled = CompiledAttention(library, shape, lying) if is_read and library else None
+        self.gives_sums = self.compiled is not None
         self.batch_invariant = batch_invariant
         self._is_plain = shape.score_cap is None and not shape.has_sinks
         self._product_dtype = product_dtype(shape.dtype)
@@ -82,13 +82,13 @@ class CpuAttention(Attention):
         """Refuse what `compiled` does not read where it must; see Attention.check."""
         super().check()
         shape = self.shape
-        if shape.int8_pages and self._compiled is None:
+        if shape.int8_pages and self.compiled is None:
             raise ValueError(
                 f"cache.dtype: int8 pages of {shape.page_size} tokens with heads of {shape.head_dim} are not"
                 " read in C++, which takes a compiler and multiples of 16; set device.attention to reference,"
                 " or cache.dtype to auto"
             )
-        if self.batch_invariant and self._compiled is None:
+        if self.batch_invariant and self.compiled is None:
             raise ValueError(
                 f"device.batch_invariant: heads of {shape.head_dim} in {shape.dtype} and pages of"
                 f" {shape.page_size} are not read in C++; set cache.page_size to a multiple of 16, or"
@@ -121,7 +121,7 @@ class CpuAttention(Attention):
         longer = np.flatnonzero(~is_short)
         prompts: dict[int | None, tuple[PromptSpan, ...]] = {}
         compiled_prompts = {}
-        if self._compiled is not None and len(longer):
+        if self.compiled is not None and len(longer):
             planned = first_rows[longer], batch.starts[longer], batch.stops[longer], batch.slots[longer]
             compiled_prompts = {window: PromptTiles.of(*planned, *sizes, window) for window in used}
         elif len(longer):
@@ -179,8 +179,8 @@ class CpuAttention(Attention):
         if self.shape.int8_pages:
             self._write_int8(key.float(), value.float(), layer_keys, layer_values, places)
             return
-        if self._compiled is not None and key.dtype == value.dtype == layer_keys.dtype:
-            self._compiled.write(key, value, layer_keys, layer_values, places)
+        if self.compiled is not None and key.dtype == value.dtype == layer_keys.dtype:
+            self.compiled.write(key, value, layer_keys, layer_values, places)
             return
         assert isinstance(metadata, CpuMetadata)
         metadata.fresh[:] = key, value
@@ -213,8 +213,8 @@ class CpuAttention(Attention):
         *,
         in_units: bool = False,
     ) -> None:
-        assert self._compiled is not None, "`check` refuses pages of int8 that are not read in C++"
-        self._compiled.write(key, value, layer_keys, layer_values, places, in_units=in_units)
+        assert self.compiled is not None, "`check` refuses pages of int8 that are not read in C++"
+        self.compiled.write(key, value, layer_keys, layer_values, places, in_units=in_units)
 
     def read(self, layer_keys: Tensor, layer_values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values [n, K, D] at cache places `index` [n], page * B + offset."""
@@ -247,8 +247,8 @@ class CpuAttention(Attention):
         assert isinstance(metadata, CpuMetadata)
         window = self.shape.windows[layer]
         sinks = self.sinks[layer].float() if self.shape.has_sinks else None
-        if self._compiled is not None:
-            return self._read(self._compiled, query, layer_keys, layer_values, sinks, metadata, window)
+        if self.compiled is not None:
+            return self._read(self.compiled, query, layer_keys, layer_values, sinks, metadata, window)
         if sinks is None:
             sinks = torch.full((self.shape.num_heads,), -torch.inf)
         output = torch.zeros_like(query)
@@ -270,13 +270,13 @@ class CpuAttention(Attention):
     ) -> tuple[Tensor, Tensor]:
         """See Attention.attend_with_sums; every span is a single query."""
         assert isinstance(metadata, CpuMetadata)
-        assert self._compiled is not None, "what is not read in C++ gives no sums"
+        assert self.compiled is not None, "what is not read in C++ gives no sums"
         assert metadata.num_decodes == len(query), "a row that is joined from parts is a span of its own"
         sums = torch.empty(query.shape[:2])
         tiles = metadata.tiles[self.shape.windows[layer]]
         rows = self._as_read(query)
         output = torch.empty_like(rows)
-        self._compiled.decode(rows, layer_keys, layer_values, None, tiles, output, sums)
+        self.compiled.decode(rows, layer_keys, layer_values, None, tiles, output, sums)
         return output.to(query.dtype), sums
 
     def _read(

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,8 +44,8 @@ class TileShape:
         return not (self.key_lanes % MOST_LANES or self.value_lanes % MOST_LANES)
 
 
-class _Pages(ctypes.Structure):
-    """`Pages` of the source."""
+class Pages(ctypes.Structure):
+    """`Pages` of devices/operators.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "sinks")),
@@ -67,10 +68,16 @@ class CompiledAttention:
         self.shape, self.lying = shape, lying
         self._no_sinks = torch.full((shape.num_heads,), -torch.inf)
 
-    def _pages(self, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> _Pages:
+    @property
+    def functions(self) -> tuple[Any, ...]:
+        """The source's functions that `layers.cpp` calls."""
+        return self._write, self._decode, self._extend
+
+    def pages(self, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> Pages:
+        """Return how a layer's pages lie, for the source."""
         shape, lying = self.shape, self.lying
         sinks = self._no_sinks if sinks is None else sinks
-        return _Pages(
+        return Pages(
             *(keys.data_ptr(), values.data_ptr(), sinks.data_ptr()),
             *(shape.num_heads, shape.num_kv_heads, shape.head_dim),
             *(lying.tile, lying.key_lanes, lying.value_lanes, shape.scale, shape.score_cap or 0.0),
@@ -94,7 +101,7 @@ class CompiledAttention:
         """
         planned = (tiles.address, tiles.of_row, tiles.low, tiles.high, tiles.is_tile, tiles.first_tile)
         has_memory = self._decode(
-            ctypes.byref(self._pages(keys, values, sinks)),
+            ctypes.byref(self.pages(keys, values, sinks)),
             *(each.data_ptr() for each in (query, *planned, output)),
             None if sums is None else sums.data_ptr(),
             *(len(query), tiles.of_row.shape[1], torch.get_num_threads()),
@@ -116,7 +123,7 @@ class CompiledAttention:
         The spans' own keys and values are in the pages. Raises MemoryError.
         """
         has_memory = self._extend(
-            ctypes.byref(self._pages(keys, values, sinks)),
+            ctypes.byref(self.pages(keys, values, sinks)),
             *(each.data_ptr() for each in (query, tiles.address, tiles.spans, output)),
             *(len(tiles.spans), tiles.window or 0, self.shape.first_key, torch.get_num_threads()),
         )
@@ -140,7 +147,7 @@ class CompiledAttention:
         """
         key, value = (_with_whole_rows(each) for each in (key, value))
         self._write(
-            ctypes.byref(self._pages(keys, values)),
+            ctypes.byref(self.pages(keys, values)),
             *(each.data_ptr() for each in (key, value, places)),
             *(len(places), key.stride(0), value.stride(0), in_units, torch.get_num_threads()),
         )

@@ -11,7 +11,7 @@ Legend: T tokens of the step, O outputs, I inputs, G groups of inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,42 @@ class Int8Rows:
     rows: Tensor  # int8 [T, n]
     scale: Tensor  # float32 [T]
     dtype: torch.dtype  # type of the rows before quantisation
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLayer:
+    """A layer of norms, attention with heads of keys and values, and an MLP, all of one rank.
+
+    Linears are packed, and norms in the model's type; those after a block are None where there are none.
+    """
+
+    qkv: Any  # `Packed` of its device
+    output: Any
+    gate_up: Any
+    down: Any
+    input_norm: Tensor
+    mlp_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    attention_post_norm: Tensor | None
+    mlp_post_norm: Tensor | None
+    norm_kind: Literal["none", "heads", "rotated"]  # whether heads are normed, and before or after rotary
+    gate: Literal["silu", "gelu_tanh"]
+    eps: float
+    layer: int  # its number among the layers of the cache
+    group: int  # of its lifetime
+    window: int | None
+
+    @property
+    def linears(self) -> tuple[Any, ...]:
+        """Its linears in the order in which they are multiplied."""
+        return self.qkv, self.output, self.gate_up, self.down
+
+    @property
+    def norms(self) -> tuple[Tensor | None, ...]:
+        """Its norms in the order of the fields."""
+        heads = self.query_norm, self.key_norm
+        return self.input_norm, self.mlp_norm, *heads, self.attention_post_norm, self.mlp_post_norm
 
 
 MIDDLE = 8  # added to a number in a file, so that it has no sign

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention.latent import LatentLinears, LatentUp
+from attention.reference import Attention
 from devices.int8 import quantize_rows
 from models.config import MixtureConfig
 from models.ops.operands import (
@@ -24,6 +25,7 @@ from models.ops.operands import (
     Int4Weight,
     Int8Rows,
     PairedInt4,
+    PlainLayer,
     StaticInt8,
     UnpackedLinear,
 )
@@ -91,6 +93,13 @@ class Ops:
         """Return what splits the product of queries, keys and values, and norms and rotates its heads.
 
         None means that they are split, normed and rotated one by one.
+        """
+        return None
+
+    def join_layers(self, layers: Sequence[PlainLayer], attention: Attention) -> Any:
+        """Return what computes these layers, the first ones of a decoder, in one call.
+
+        None means that they are computed one by one.
         """
         return None
 

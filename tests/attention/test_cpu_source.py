@@ -36,7 +36,7 @@ def attention_of(**changes: object) -> CpuAttention:
     source = attention_source(stored_dtype(of))
     assert isinstance(source, ctypes.CDLL), source
     made = CpuAttention(of, library=source)
-    assert made._compiled is not None, "its vectors are whole"
+    assert made.compiled is not None, "its vectors are whole"
     return made
 
 
@@ -44,12 +44,12 @@ def fill(attention: CpuAttention, cache: KVCache, generator: torch.Generator) ->
     """Write random keys and values to every place of all layers."""
     own, places = attention.shape, torch.arange(cache.num_pages[0] * cache.page_size)
     sizes = len(places), own.num_kv_heads, own.head_dim
-    assert attention._compiled is not None
+    assert attention.compiled is not None
     for layer in range(len(cache.layers)):
         key, value = (torch.randn(sizes, generator=generator) for _ in range(2))
         if not own.int8_pages:
             key, value = key.to(own.dtype), value.to(own.dtype)
-        attention._compiled.write(key, value, *cache.of(layer), places)
+        attention.compiled.write(key, value, *cache.of(layer), places)
 
 
 of_each_kind_of_pages = pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_pages_of_part_vectors_are_read_by_torch() -> None:
     source = attention_source(torch.float32)
     assert isinstance(source, ctypes.CDLL), source
     made = CpuAttention(shape(page_size=8), library=source)
-    assert made._compiled is None
+    assert made.compiled is None
     disturb(Bench(made), np.random.default_rng(0))
 
 
@@ -207,8 +207,8 @@ def test_what_no_query_of_a_span_sees_may_be_anything(changes: dict[str, Any]) -
         position = places - 16
         is_seen = (position < stop) & (position > start - window)
         key, value = torch.where(is_seen[:, None, None], parts, others).to(stored)
-        assert attention._compiled is not None
-        attention._compiled.write(key, value, *cache.of(layer), places)
+        assert attention.compiled is not None
+        attention.compiled.write(key, value, *cache.of(layer), places)
         batch = Batch(np.zeros(1, int), np.array([start]), np.array([stop]), NOTHING, NOTHING, NOTHING)
         return attention.attend(query[start:stop], *cache.of(layer), planned(attention, batch, table), layer)
 

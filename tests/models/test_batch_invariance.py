@@ -24,7 +24,7 @@ from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
-from tests.models.families import VOCABULARY, make
+from tests.models.families import VARIANTS, VOCABULARY, make
 from tests.models.mtp_layers import target_beside
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.models.variants import Variant
@@ -52,6 +52,15 @@ VARIANT = Variant(
 
 STATES = {each.name: each for each in RECURRENT_VARIANTS}
 WHOLE = {"head_dim": 32}  # which C++ reads
+PLAIN = (
+    "llama_dynamic_new",
+    "qwen3_layer_types",
+    "glm4",
+    "gemma2_layer_types",
+    "gemma3",
+    "hunyuan",
+    "phi3_part",
+)
 FULL = (5,)  # a schedule with hits, preemptions and drafts
 
 
@@ -192,6 +201,34 @@ def test_random_schedules_differ_in_no_bit(checkpoint: Callable[[str], Path], na
         counters = served.counters
         happened += [counters.preemptions, counters.hit_tokens, counters.draft_tokens]
     assert (happened > 0).all(), "no request was preempted, none hit a prefix, or none had a draft"
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_layers_in_one_call_have_the_bits_of_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
+) -> None:
+    """Heads are normed before rotary, after it and not at all; decodes stand before prompts and behind."""
+    path = make(next(each for each in VARIANTS if each.name == name), tmp_path)[1]
+    said = [f"model.dtype={dtype}", "device.batch_invariant=false", "cache.num_pages=40"]
+    said += ["scheduler.num_slots=4", "scheduler.max_batch_tokens=50"]
+    join, joined = CpuOps.join_layers, []
+
+    def watched(*given: Any) -> Any:
+        joined.append(join(*given))
+        return joined[-1]
+
+    monkeypatch.setattr(CpuOps, "join_layers", watched)
+    in_one = Served(path, said, requests(), 1)
+    own = products()
+    assert isinstance(own, Products), own
+    is_read = dtype == "float32" or own.multiplies(torch.empty(2, 2, dtype=torch.bfloat16))
+    assert [each is not None for each in joined] == [is_read]
+    monkeypatch.setattr(CpuOps, "join_layers", lambda *given: None)
+    one_by_one = Served(path, said, requests(), 1)
+    assert in_one.answers == one_by_one.answers
+    assert all(torch.equal(logits, one_by_one.logits[at]) for at, logits in in_one.logits.items())
 
 
 @needs_compiler

@@ -332,6 +332,7 @@ SOURCES = (
     "attention/cpu/attention.cpp",
     "attention/cpu/latent.cpp",
     "attention/cpu/recurrent.cpp",
+    "models/ops/cpu/layers.cpp",
     "models/ops/cpu/products.cpp",
     "models/ops/cpu/rowwise.cpp",
 )

@@ -21,10 +21,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention.latent import LatentUp
+from attention.reference import Attention
 from devices.cpp_sources import KINDS
 from devices.onednn import product_dtype
+from models.ops.cpu.layers import CompiledLayers, compiled_layers
 from models.ops.cpu.products import Panels, Products
 from models.ops.cpu.rowwise import Rowwise
+from models.ops.operands import PlainLayer
 from models.ops.reference import Ops, Packed
 
 log = logging.getLogger(__name__)
@@ -153,6 +156,10 @@ class CpuOps(Ops):
         if not self.batch_invariant or self.products is None:
             return super().pack_up(keys, values)
         return PanelsUp.packed(keys, values, self.products)
+
+    def join_layers(self, layers: Sequence[PlainLayer], attention: Attention) -> CompiledLayers | None:
+        """Return what computes these layers in one call into C++, if it computes all that they have."""
+        return compiled_layers(self.products, self._rows, layers, attention)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the best token of each row of logits [R, V], int64 [R], and whether its logit is finite."""

@@ -20,6 +20,7 @@
 #include <cstdlib>
 
 #include "amx.h"
+#include "operators.h"
 #include "vectors.h"
 
 namespace {

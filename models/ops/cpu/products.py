@@ -13,6 +13,7 @@ import ctypes
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,15 @@ class Products:
         self._pairs = int(library.kind_of_pairs())
         # Few rows are multiplied 1.1 to 1.3 times as fast as by weights in small pages
         self._arena = HugeArena()
+
+    @property
+    def functions(self) -> tuple[Any, ...]:
+        """The source's function that `layers.cpp` calls."""
+        return (self._multiply,)
+
+    def takes(self, dtype: torch.dtype, panels: Panels) -> bool:
+        """Whether rows of a type are multiplied by a packed weight as they are, and give that type."""
+        return dtype == (torch.bfloat16 if panels.kind == self._pairs else torch.float32)
 
     def multiplies(self, weight: Tensor) -> bool:
         """Whether this processor multiplies a weight [out, in] as it is, in pairs of neighbouring inputs."""

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <limits>
 
+#include "operators.h"
 #include "vectors.h"
 
 namespace {

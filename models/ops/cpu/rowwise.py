@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,6 +43,11 @@ class Rowwise:
         for function in (self._curve, self._score, self._softmax):
             function.restype = None
         self._plain = Ops()
+
+    @property
+    def functions(self) -> tuple[Any, ...]:
+        """The source's functions that `layers.cpp` calls."""
+        return self._norm, self._rotate, self._gate
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Compute Ops.rms_norm."""
