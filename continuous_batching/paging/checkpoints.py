@@ -46,11 +46,11 @@ class Checkpoints:
         self._slots, self._group, self._prefix, self._shares = slots, group, prefix, shares
         self._copy = copy
         self.every = group.every_pages * slots.page_size  # tokens between positions where states are kept
-        # Above 0 if recent prompts went on from answers as they were given more often than from other texts
+        # It is above 0 if recent prompts continued answers as they were given more often than other texts
         self._returned = 0
         self._wanted: dict[int, list[int]] = {}  # ascending, by row
         self._on_the_way: dict[int, list[int]] = {}  # likewise, those that need a free page
-        # By row, the end of the conversation that it continues, and how often that end was continued
+        # The end of the conversation that each row continues, and how often that end was continued
         self._continued: dict[int, tuple[bytes | None, int]] = {}
         self._next = np.full(slots.num_slots, NEVER, dtype=np.int64)  # the first of both
         # [N] the page end at which each row is to keep the next state of its answer

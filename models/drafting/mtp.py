@@ -136,7 +136,7 @@ def _read_checkpoint(head: Mtp, path: str | Path) -> int:
     def is_unread(name: str) -> bool:
         if not name.startswith(names.root) or name.startswith(is_shared):
             return True
-        if name.startswith(f"{names.root}layers.") and not name.startswith(prefix):  # of a further layer
+        if name.startswith(f"{names.root}layers.") and not name.startswith(prefix):  # a further layer's
             return True
         return head.share.is_others_expert(name, config, 0, prefix)
 

@@ -1,4 +1,4 @@
-"""Ranks answer what the leader asks; who does not answer is a miss within a bound, and ends nothing."""
+"""Ranks answer what the leader asks; a rank that does not answer in time is a miss, and ends nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The way to compute is chosen from what was measured, and changed once when others take the cores."""
+"""The number of threads and their wait at barriers follow measured steps, and change once beside others.
+
+The change comes when other processes take the cores.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with weights in their own type are exact, and a row's is the same in any batch, on any vectors."""
+"""Products by products.cpp are exact, and each row has the same bits in any batch and on any vectors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models write by their own templates is read as it was meant, however it is spoilt and cut.
+"""Calls that models write by their own templates are read as they were meant, however spoilt and cut.
 
 The templates of call_templates.py are the judges: a turn is written by one, spoilt by an edit whose right
 reading is known, and read whole, byte by byte and in drawn pieces. The grammar of each format takes what the

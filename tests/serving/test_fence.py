@@ -1,4 +1,4 @@
-"""What came before an operator's order ends as it began, and what comes behind it waits."""
+"""Requests before an operator's order end as they began, and those that come after it wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's tokenizer files say together means what it means to transformers' AutoTokenizer."""
+"""A checkpoint's tokenizer files are read together as transformers' AutoTokenizer reads them."""
 
 from __future__ import annotations
 
