@@ -31,8 +31,8 @@ class Returns:
     def __init__(self, most: int) -> None:
         self._most = most
         self._times: OrderedDict[bytes, int] = OrderedDict()
-        # Arrays by the number of times that conversations were continued: how many of them are known, the turns
-        # that they waited together, and how often one was continued once more
+        # Arrays by the number of times that conversations were continued: how many of them are known, the
+        # turns that they waited together, and how often one was continued once more
         self._num_known = np.zeros(MOST_TIMES + 1)
         self._waited, self._returned = np.zeros_like(self._num_known), np.zeros_like(self._num_known)
         self.turn = 0
