@@ -194,6 +194,8 @@ def test_what_another_stage_holds_is_not_missed(is_tied: bool) -> None:
     assert held[first] == ["embed_tokens", "layers.0.x", "layers.3.x", "norm"]
     assert held[middle] == ["layers.1.x", "layers.3.x", "norm"]
     assert held[last] == [*(["embed_tokens"] if is_tied else []), "layers.2.x", "layers.3.x", "norm"]
+    # A name with a digit that is no number names no layer
+    assert not first.is_elsewhere("model.layers.².mlp.up_proj.weight", config)
     assert [each.is_elsewhere("lm_head.weight", config) for each in (first, middle, last)] == [
         True,
         True,
