@@ -314,6 +314,11 @@ def test_every_page_is_in_the_index() -> None:
     assert not set(DOCS.glob("*.md")) - linked - {DOCS / "README.md"}
 
 
+def test_every_page_opens_with_what_it_answers() -> None:
+    pages = {*DOCS.rglob("*.md")} - {DOCS / "README.md"}
+    assert not [each for each in pages if "\n\nThis page answers: " not in read(each)[:120]]
+
+
 @each_of("path", [*PAGES, CHINESE])
 def test_a_file_that_is_named_exists_unless_it_is_to_come(path: Path) -> None:
     rooms = "|".join(sorted(each.parent.name for each in ROOT.glob("*/__init__.py")))
