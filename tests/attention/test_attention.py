@@ -42,7 +42,7 @@ def shape(**changes: object) -> AttentionShape:
         dtype=torch.float32,
         windows=(None, 1, 7, 40),
     )
-    return replace(plain, **changes)  # type: ignore[arg-type]
+    return replace(plain, **changes)
 
 
 @dataclass

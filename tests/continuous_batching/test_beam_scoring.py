@@ -80,7 +80,7 @@ def test_a_search_ends_when_transformers_does(
         max_tokens=10,
         beam_width=2,
         length_penalty=penalty,
-        early_stopping=early,  # type: ignore[arg-type]
+        early_stopping=early,
     )
     assert is_over(found(-1.0, -2.0), best, 4, params) == over
     assert not is_over(found(-1.0), best, 4, params)

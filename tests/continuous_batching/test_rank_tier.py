@@ -55,7 +55,7 @@ class Ranks:
         for rank, store in enumerate(stores[1:], 1):
             twin = make(num_host_pages=40, has_tier=True, **options)
             self.tiers.append(self._tier(twin, store, rank))
-            following = Following(twin.scheduler, twin.runner)  # type: ignore[arg-type]  # a ChecksumRunner
+            following = Following(twin.scheduler, twin.runner)
             beats = following.beats
             following.follower._tier = FollowersTier(
                 self.tiers[rank], lambda answer, beats=beats: beats.answer(answer.line)

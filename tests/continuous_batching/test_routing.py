@@ -19,7 +19,7 @@ def prompt(*keys: int, num_tokens: int | None = None) -> RoutedPrompt:
 
 
 def sent(routing: Routing, what: RoutedPrompt, at_s: float = 0.0, **options: object) -> Sent:
-    found = routing.send(what, at_s, **options)  # type: ignore[arg-type]
+    found = routing.send(what, at_s, **options)
     assert found is not None
     return found
 

@@ -236,7 +236,7 @@ def test_a_band_that_counts_a_querys_own_key_is_found_and_followed(npu: Npu, wro
     with pytest.raises(AssertionError):
         bench.step({0: 60})
     followed = Bench(operators("npu", "fused", windowed)[1])
-    followed.attention.product = replace(npu.product, counts_own_key=True)  # type: ignore[attr-defined]
+    followed.attention.product = replace(npu.product, counts_own_key=True)
     followed.step({0: 60})
 
 

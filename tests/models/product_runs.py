@@ -136,7 +136,7 @@ def _note(engine: Engine, happened: list[str]) -> None:
         happened.append("a")
         advance()
 
-    engine.scheduler.in_flight.advance = advanced  # type: ignore[method-assign]
+    engine.scheduler.in_flight.advance = advanced  # type: ignore[method-assign]  # watched
     if graphs is not None:
         inner = graphs.run
 

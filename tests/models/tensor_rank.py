@@ -125,10 +125,10 @@ def built(
     decoder = empty(config, group, kind, way, experts, contexts)
     decoder.least_divided = least_divided
     if dispatches:
-        product = decoder.ops.product  # type: ignore[attr-defined]
+        product = decoder.ops.product  # type: ignore[attr-defined]  # an NPU's
         dtypes = *product.dtypes, "float32"  # which the stand-in takes here
         sends = {"dispatches": True, "dispatches_beside_shared": True}
-        decoder.ops.product = replace(product, dtypes=dtypes, **sends)  # type: ignore[attr-defined]
+        decoder.ops.product = replace(product, dtypes=dtypes, **sends)  # type: ignore[attr-defined]  # an NPU's
     return decoder, weights.load(decoder, path)
 
 
@@ -411,4 +411,4 @@ def run(backend: Backend, size: int, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))  # type: ignore[arg-type]
+    sys.exit(run(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))  # type: ignore[arg-type]  # a kind

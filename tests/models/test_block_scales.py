@@ -117,7 +117,7 @@ def loaded(path: Path, share: Share) -> Decoder:
     config = config_in(path)
     group = Rank(share.tensor, share.tensors)
     decoder = Decoder(config, Ops(), LatentAttention(shape_of(16, share.part(config))), group)
-    decoder.pack = lambda: None  # type: ignore[method-assign]
+    decoder.pack = lambda: None
     weights.load(decoder, path)
     return decoder
 

@@ -171,6 +171,6 @@ def test_nor_do_they_in_captured_steps(pair: tuple[Kind, str], tmp_path: Path) -
         drafted.append(filled.batch.num_drafts > 0)
         return replayed(filled, last, drafts)
 
-    runner.graphs.run = run  # type: ignore[method-assign]
+    runner.graphs.run = run
     check(engine, most=MOST_CAPTURED)
     assert sum(drafted) > 10

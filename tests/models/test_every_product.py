@@ -252,7 +252,7 @@ def outcomes(
 ) -> Callable[[str], dict[Cell, Outcome]]:
     """What came of a product's cells, of all that were selected: one process runs them."""
     items = [item for item in request.session.items if item.path == request.path]
-    selected = [item.callspec.params["cell"] for item in items]  # type: ignore[attr-defined]
+    selected = [item.callspec.params["cell"] for item in items]
 
     @cache
     def of(product: str) -> dict[Cell, Outcome]:
@@ -306,7 +306,7 @@ def test_in_the_type_of_the_product_they_are_those_of_float32_up_to_its_rounding
     within ROUNDED of each other over all tokens, and for the furthest token.
     """
     case = expected(cell.name)
-    dtype = TORCH_DTYPES[OWN_TYPE.get(cell.product, "bfloat16")]  # type: ignore[index]
+    dtype = TORCH_DTYPES[OWN_TYPE.get(cell.product, "bfloat16")]
     rounded = like(case.model).to(dtype)
     exact = like(rounded).float()
     ours, theirs, behind = [], [], []

@@ -34,7 +34,7 @@ def fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def counts() -> dict[str, dict[str, int]]:
     result = launches.measure(load(ROOT / "recipes/tiny/npu.yaml", ["device.virtual=true"]))
-    return {each["step"]: each for each in result["steps"]}  # type: ignore[attr-defined]
+    return {each["step"]: each for each in result["steps"]}
 
 
 def test_tokens_are_the_same(request: pytest.FixtureRequest) -> None:

@@ -309,7 +309,7 @@ def test_groups_of_some_ranks_wait_as_long_as_that_of_all(monkeypatch: pytest.Mo
             return 2
 
     monkeypatch.setattr(dist, "new_group", Some)
-    world = Group(Some((), timedelta()))  # type: ignore[arg-type]
+    world = Group(Some((), timedelta()))
     world.size, world.timeout_s = 4, 3610.0
     few = divided(world, Share(0, 4, experts=2))[0].few
     assert few is not None

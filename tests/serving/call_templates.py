@@ -251,7 +251,7 @@ def render(form: str, turn: Turn, ways: Ways | None = None) -> str:
     """The turn as a template writes it, from the generation prompt on."""
     ways = ways or Ways()
     reasoning = REASONING.get(form, "think")
-    js = lambda value: json.dumps(value, ensure_ascii=False, separators=ways.spaces)  # noqa: E731
+    js = lambda value: json.dumps(value, ensure_ascii=False, separators=ways.spaces)  # noqa: E731 - as templates name it
     calls = _template(form).render(
         calls=turn.calls,
         nl=ways.nl,

@@ -33,7 +33,7 @@ Between = Callable[[int], int]  # from the port of the engine of prompts to the 
 
 
 def cache_of(engine: Engine) -> KVCache:
-    cache: KVCache = engine.runner.cache  # type: ignore[attr-defined]
+    cache: KVCache = engine.runner.cache  # type: ignore[attr-defined]  # a ModelRunner's
     return cache
 
 

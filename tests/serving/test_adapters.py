@@ -93,7 +93,7 @@ def answers(served: Server, name: str) -> list[list[int]]:
             for prompt in PROMPTS
         ]  # fmt: skip
         assert all(each.model == name for each in found)
-        return [each.choices[0].token_ids for each in found]  # type: ignore[attr-defined]
+        return [each.choices[0].token_ids for each in found]
 
 
 def check(served: Server, *names: str) -> None:

@@ -60,7 +60,7 @@ def requests(number: int = 1, **params: Any) -> list[Request]:
 
 
 def limits_of(**section: int) -> ServerLimits:
-    return ServerLimits(ServerSection(**section), lambda _: None)  # type: ignore[arg-type]
+    return ServerLimits(ServerSection(**section), lambda _: None)
 
 
 @pytest.mark.parametrize(

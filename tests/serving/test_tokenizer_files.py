@@ -91,7 +91,7 @@ def cases() -> dict[str, tuple[str, Files]]:
 def write(folder: Path, source: Path, files: Files) -> None:
     name = "tokenizer.model" if (source / "tokenizer.model").exists() else "tokenizer.json"
     shutil.copy(source / name, folder / name)
-    first = Text.load(source).vocab_size  # type: ignore[union-attr]
+    first = Text.load(source).vocab_size
     for stem, content in files.items():
         content = dict(content)
         if stem == "added_tokens":

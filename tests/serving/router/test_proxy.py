@@ -197,7 +197,7 @@ class Fleet:
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
 def error_of(body: bytes) -> dict[str, Any]:
