@@ -154,7 +154,7 @@ def test_a_rank_that_does_not_answer_is_a_miss_and_stops_nothing(
 
     led = Led({"pages": Only(slow)}, {"pages": Only(fails)})
     led.ask("a", 8, 10.0)
-    led.serve("first")  # beside a rank that works on its answer
+    led.serve("first")  # a rank still works on its answer meanwhile
     assert led.agreement.take(9.9) == ()
     (settled,) = led.agreement.take(10.0)
     assert settled.least == 0

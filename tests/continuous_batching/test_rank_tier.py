@@ -105,7 +105,7 @@ def test_every_rank_has_the_bytes_of_each_page_that_is_found(windows: tuple[int,
     ranks.serve(*first)
     ranks.end()
     assert kept[0].keys() == kept[1].keys() == kept[2].keys()
-    assert all(len({*each}) == 3 for each in zip(*(one.values() for one in kept)))  # of three identities
+    assert all(len({*each}) == 3 for each in zip(*(one.values() for one in kept)))  # the identities are three
     firsts = {each.page_keys[0]: each for each in first}
     assert len(firsts) == len(first)
     for request, rank in zip(first, (1, 2, 1)):  # the fourth is whole everywhere

@@ -132,7 +132,7 @@ def test_who_gives_up_while_its_pages_are_looked_up_leaves_nothing(end: str) -> 
         engine.abort("second")
     engine.step()
     assert second.finish_reason == end
-    third = again(first, "second")  # under the same id
+    third = again(first, "second")  # it has the same id
     serve(engine, third)
     assert third.num_cached_tokens == 28
     assert engine.scheduler.counters.fetched_pages == 7

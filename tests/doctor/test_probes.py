@@ -94,7 +94,7 @@ def test_every_answer_is_asked_for_and_of_some_product() -> None:
     [pytest.param(each.name, marks=pytest.mark.slow if each.name in LONG else []) for each in PROBES],
 )
 def test_a_right_device_is_found_right(name: str, npu: Npu) -> None:
-    expected = name == "unmasks_decodes" or getattr(npu.product, name)  # of which the stand-in is right
+    expected = name == "unmasks_decodes" or getattr(npu.product, name)  # the stand-in is right about it
     assert ask(name, npu) == expected
 
 

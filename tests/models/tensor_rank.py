@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from virtual_npu.launch_log import LaunchLog
 
 PAGE_SIZE, NUM_PAGES = 16, 8
-LENS = (41, 22)  # of two requests, the last tokens of which are computed one by one
+LENS = (41, 22)  # lengths of two requests, whose last tokens are computed one by one
 STOPS = ((17, 5), (33, 14), *((33 + step, 14 + step) for step in range(1, 9)))  # one for each step
-NUM_DECODED = 4  # by ranks in processes of their own; the second request begins a page meanwhile
+NUM_DECODED = 4  # ranks in processes of their own decode so many; the second request begins a page meanwhile
 FIRST_STOPS = STOPS[: 2 + NUM_DECODED]
 NUM_DRAWN = 5  # tokens that are drawn for each of them
 

@@ -26,7 +26,7 @@ from recipes.assembly.scoring import score
 from tests.models.families import VARIANTS, expected_logprobs, make
 from tests.models.test_shared_weights import Rank
 
-BLOCKS = BlockScales(16, 32)  # of sizes that divide no weight
+BLOCKS = BlockScales(16, 32)  # these sizes divide no weight
 SAID = {
     "quant_method": "fp8",
     "fmt": "e4m3",

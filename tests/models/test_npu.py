@@ -142,7 +142,7 @@ def test_captured_steps_give_the_same_tokens_and_ask_for_no_operator(
     answers, steps = serve(engine, calls)
     assert answers == expected
     assert {count for only_decodes, count in steps if not only_decodes} == {NUM_LAYERS}
-    assert {count for only_decodes, count in steps if only_decodes} == {0, NUM_LAYERS}  # above the ladder too
+    assert {count for only_decodes, count in steps if only_decodes} == {0, NUM_LAYERS}  # larger steps, too
     assert len(replayed) == sum(not count for _, count in steps) > 5
 
 
@@ -387,7 +387,7 @@ def _among_ranks(ops: Ops, rows: torch.Tensor) -> None:
         ops.product = product
         assert dispatch is not None
         weights, places = ops.route(rows, torch.eye(4, 32, device="npu:0"), None, config)
-        for some in (slice(2), slice(3)):  # as many for each, and not
+        for some in (slice(2), slice(3)):  # both have as many, and not
             sent = rows[some], weights[some], places[some]
             assert [len(each) for each in dispatch.own(*sent)] == [(len(sent[0]) + 1) // 2] * 3
             assert dispatch.takes(len(sent[0]), sent[0].dtype)

@@ -19,7 +19,7 @@ from tests.models.test_captured_draws import engine_of, serve
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
 WAYS = ["top-p", "greedy", "all three", "greedy"]
-LAYERS = 4  # of the tiny model
+LAYERS = 4  # layers of the tiny model
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def check(request: Request) -> None:
         values = [value for _, value in each.top]
         assert values == pytest.approx(best.values[:count].tolist(), abs=1e-4)
         assert values == sorted(values, reverse=True)
-        if count:  # as lm-eval asks whether a continuation is the greedy one
+        if count:  # lm-eval asks so whether a continuation is the greedy one
             margin = float(best.values[0] - logprobs[position, each.token])
             assert margin < 1e-4 or each.logprob < values[0]
             assert margin > 0 or each.logprob == values[0]

@@ -46,7 +46,7 @@ def test_a_rank_has_its_number_of_heads_inner_columns_and_tokens() -> None:
     for share in shares(4):
         part = share.part(WHOLE)
         assert (part.num_heads, part.num_kv_heads, part.intermediate_size) == (2, 1, 24)
-        assert part.vocab_size == 128  # of 127.25
+        assert part.vocab_size == 128  # 127.25 are rounded up
         rest = {"num_heads": 8, "num_kv_heads": 4, "intermediate_size": 96, "vocab_size": 509}
         assert replace(part, **rest) == WHOLE
 

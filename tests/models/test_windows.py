@@ -35,7 +35,7 @@ from tests.thorough import cases
 Pair = tuple[Kind, Way]
 
 WINDOW, PAGE_SIZE, LONGEST, NUM_NEW = 9, 4, 100, 12
-NUM_PAGES, NUM_WINDOW_PAGES = 25, 3  # of the longest request: 99 cached tokens, and 9 of them anywhere
+NUM_PAGES, NUM_WINDOW_PAGES = 25, 3  # pages of the longest request: 99 cached tokens, and 9 of them anywhere
 NAMES = ("mistral_window", "phi3_window", "gemma3", "gpt_oss")
 WAYS: dict[str, dict[str, Any]] = {
     "preempted": {},

@@ -27,7 +27,7 @@ from serving.engine import main
 
 P = ParamSpec("P")
 
-NAN, ONCE, ALWAYS = 777, 778, 779  # in no text of the tests
+NAN, ONCE, ALWAYS = 777, 778, 779  # tokens that are in no text of the tests
 
 
 def broken(build: Callable[P, BuiltEngine], folder: Path) -> Callable[P, BuiltEngine]:

@@ -215,7 +215,7 @@ class Turn:
     says: str
     calls: list[dict[str, Any]]
     first: int = 0  # the number of calls in earlier turns
-    text: str = ""  # as a template has written it
+    text: str = ""  # the turn as a template has written it
     is_open: bool = False  # whether the thoughts are not closed before the calls
     behind: str = ""
 

@@ -185,7 +185,7 @@ def test_what_was_counted_agrees_with_what_was_asked(server: Server) -> None:
     assert found["cb_rejects_total"]["queue_full"] == found["cb_http_responses_total"]["429"] == 1
     assert found["cb_rejects_total"]["refused"] == 1
     assert found["cb_http_responses_total"]["401"] >= 1
-    assert found["cb_http_responses_total"]["503"] == 0  # of /ready, which is a probe
+    assert found["cb_http_responses_total"]["503"] == 0  # /ready answers it, which is a probe
     assert found["cb_samples_open"][""] == found["cb_kv_page_leak_total"][""] == 0
     assert found["cb_tokens_generated_total"] == found["vllm:generation_tokens_total"]
     for name in ("cb_time_to_first_token_seconds", "cb_queue_seconds", "cb_prefill_seconds"):

@@ -28,7 +28,7 @@ from tests.lazy import openai
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
 
-OWN = {"self", "extra_body", "extra_headers", "extra_query", "timeout"}  # of the client, never sent
+OWN = {"self", "extra_body", "extra_headers", "extra_query", "timeout"}  # the client's own, never sent
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 TOOL = {"type": "function", "function": {"name": "f"}}
 

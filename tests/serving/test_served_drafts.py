@@ -29,7 +29,7 @@ SETTINGS = (
 PROMPT = "One day, One day, One day,"
 # The answer, which no end token may end, begins to repeat itself at its 20th token
 STORY = {"prompt": PROMPT, "temperature": 0, "max_tokens": 32, "logit_bias": {"2": -100.0}, "logprobs": 1}
-PLACES = range(22, 32, cases(5, 1))  # of the answer: a run of right drafts, and more
+PLACES = range(22, 32, cases(5, 1))  # places of the answer: a run of right drafts, and more
 Shown = tuple[str, list[Any], list[Any], Any, Any, int]
 
 

@@ -729,7 +729,7 @@ def test_mistrals_vocabulary_is_read_as_transformers_converts_it(tmp_path: Path)
     for sample in (*WORDS, "[INST]What is<s>"):
         ids = theirs(sample, add_special_tokens=False).input_ids
         assert ours.encode(sample, add_special_tokens=False) == ids, sample
-        assert ours.encode(sample, add_special_tokens=True) == [1, *ids]  # as mistral-common begins texts
+        assert ours.encode(sample, add_special_tokens=True) == [1, *ids]  # mistral-common begins texts so
         for skip in (True, False):
             assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
     assert ours.eos_token_ids == (theirs.eos_token_id,)
