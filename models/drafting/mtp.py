@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attention.recurrent import Recurrence
 from attention.reference import Attention
-from models.checkpoint.kept import KeptWeights
+from models.checkpoint.kept_weights import KeptWeights
 from models.checkpoint.layer_parts import LayerParts
 from models.checkpoint.modelslim import in_described
 from models.checkpoint.stacked_experts import in_stacks

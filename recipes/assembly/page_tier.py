@@ -23,7 +23,7 @@ from kv_cache.tier.disk import DiskStore
 from kv_cache.tier.page_tier import PageTier
 from kv_cache.tier.store import HEAD_BYTES, PageStore, identity_of
 from models.checkpoint.files import checkpoint_files
-from models.checkpoint.kept import origin_of, remembered
+from models.checkpoint.kept_weights import origin_of, remembered
 from models.config import needs_long_factors
 from models.parallel.group import Group
 from models.step.runner import ModelRunner

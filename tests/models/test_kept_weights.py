@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from borders.start_report import TAKING
 from models.checkpoint import rewriting, weights
-from models.checkpoint.kept import KeptWeights, origin_of, remembered
+from models.checkpoint.kept_weights import KeptWeights, origin_of, remembered
 from models.decoder import Decoder
 from models.drafting import mtp as mtp_weights
 from models.drafting.config import MtpConfig
@@ -152,7 +152,7 @@ def test_a_file_that_is_not_right_is_replaced(
     spoil(kept.file)
     left = kept.file.with_name(f".{kept.file.name}.1")
     left.touch()  # a rank that was killed while it wrote leaves this
-    with caplog.at_level(logging.INFO, "models.checkpoint.kept"):
+    with caplog.at_level(logging.INFO, "models.checkpoint.kept_weights"):
         weights.load(read := fresh(engine), path, kept=kept)
     check_alike(engine.runner.decoder, read)
     assert str(kept.file) in caplog.text
