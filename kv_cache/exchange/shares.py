@@ -1,4 +1,4 @@
-"""Say which parts of a page which rank of one engine sends to which rank of another.
+"""Determine which parts of a page each rank of one engine sends to each rank of another.
 
 An engine of several ranks divides its layers among stages, and each layer's key-value heads among the ranks
 of a stage; where there are fewer heads than ranks, several ranks hold the same, or divide the tokens of each

@@ -1,4 +1,4 @@
-"""The predicted time of a step against devices whose costs are known."""
+"""The predicted time of a step approaches that of devices whose costs are known."""
 
 from __future__ import annotations
 

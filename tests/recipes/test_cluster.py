@@ -1,4 +1,4 @@
-"""Each launcher's word comes to the same ranks in the same places; what cannot be is refused in one line."""
+"""The variables of every launcher give the same ranks on the same machines, or are refused in one line."""
 
 from __future__ import annotations
 
