@@ -942,8 +942,7 @@ void read_block(const Block& block, const Room& room, Read* reads, long first_ro
     }
 }
 
-// Computes spans of prompts; returns false where there is no memory. The blocks that read most come first, so that no
-// thread has to wait for one of them at the end.
+// Returns false where there is no memory. The longest blocks come first, so that no thread waits for one at the end.
 bool prompts_read(const Prompts& of, int num_threads) {
     const long numbers = Room::numbers(of), group = of.heads / of.kv_heads, queries = Room::queries_of(of);
     const long rows = Room::rows_of(of);
