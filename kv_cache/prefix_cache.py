@@ -51,8 +51,9 @@ class PagesBeside(Protocol):
     number: int  # the group that they belong to
     window: int  # positions that a query sees; 0 if that is not what bounds what is kept
     gone: Lookup  # why a lookup ends before an entry that lacks its page here
-    changes: int  # counts what changes what can be resumed from
-    told: Callable[[bool, Index], None]  # is called with entries that have gained a page beside them, or lost
+    changes: int  # counts the changes of what can be resumed from
+    # Is called with entries that have gained a page beside them (True) or lost it
+    announce: Callable[[bool, Index], None]
 
     def is_here(self, entries: Index) -> NDArray[np.bool_]:
         """Which of these entries have a page beside them."""
@@ -107,7 +108,7 @@ class PrefixCache:
         self._resting: OrderedDict[int, None] = OrderedDict()  # names in `index`, in the same order
         self._beside = beside
         for group in beside:
-            group.told = partial(self._tell, group)
+            group.announce = partial(self._tell, group)
         self._version = 0
         self.listener = PageListener()
         self.lookups: Counter[Lookup] = Counter()  # outcomes of the lookups of new requests

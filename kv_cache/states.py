@@ -357,7 +357,7 @@ class StateGroup(BesideGroup):
         if new or on_the_way:
             self.num_taken += len(new) + len(on_the_way)
             self.changes += 1
-            self.told(True, entries[[*new, *on_the_way]])
+            self.announce(True, entries[[*new, *on_the_way]])
         return np.array(list(new), dtype=np.int64), np.array(list(new.values()), dtype=np.int64)
 
     def share(self, pages: Index) -> None:
@@ -379,7 +379,7 @@ class StateGroup(BesideGroup):
         self.beside[entry], self._entry_of[page] = page, entry
         self._used[page], self._times[page] = self.returns.turn, UNKNOWN
         self.changes += 1
-        self.told(True, np.array([entry]))
+        self.announce(True, np.array([entry]))
 
     def end_behind(self, entry: int) -> End | None:
         """Return what is known of the state behind an entry, if it is one of an end."""

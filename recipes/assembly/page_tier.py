@@ -47,7 +47,7 @@ def attach_tier(engine: Engine, cache: KVCache, tier: PageTier) -> None:
 
 def tier_of_rank(recipe: Recipe, runner: ModelRunner, memory: MemoryPlan, world: Group) -> PageTier:
     """Return the tier of one of several ranks, whose leader alone reads the weights for their digests."""
-    weights = world.told(lambda: digest_of_weights(recipe), "the wait for the weights' digests")
+    weights = world.from_leader(lambda: digest_of_weights(recipe), "the wait for the weights' digests")
     runner.cache.tier = tier = tier_for(recipe, runner, memory, weights)
     return tier
 
