@@ -1,4 +1,4 @@
-"""Find the places of the tensors that msModelSlim stores of a weight, by the types of its description.
+"""Find the destinations of the tensors that msModelSlim stores of a weight, by the types of its description.
 
 W8A8_DYNAMIC has `weight` int8 [out, in], `weight_scale` [out, 1] and `weight_offset` [out, 1], which is zero:
 the weights are symmetric. W8A8 has `deq_scale` [out], which is the product of the inputs' scale and the
@@ -186,7 +186,7 @@ def in_described(
 def _static(
     end: str, place: Destination | PartDestination | Unused
 ) -> Destination | PartDestination | Unused:
-    """Return the place of a static linear's tensor as such, or any other place as it is."""
+    """Return the destination of a static linear's tensor as such, or any other as it is."""
     kinds = {"deq_scale": OfOutputs} | dict.fromkeys(OF_INPUTS, OfInputs)
     if type(place) is not Destination or end not in kinds:
         return place
@@ -215,7 +215,7 @@ def of_pairs(name: str, slices: Slices) -> Slices:
 def _multiplied_out(linear: str, places: DescribedDestinations) -> dict[str, PartDestination]:
     """Return what makes the scale of a weight alone, of a linear whose inputs are not quantised.
 
-    An older export has that scale, and then a place for it is there already.
+    An older export has that scale, and then there is a destination for it already.
     """
     place = places.pop(f"{linear}.weight_scale", None)
     if not isinstance(place, Destination):

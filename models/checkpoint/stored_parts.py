@@ -39,7 +39,7 @@ class Gathering:
     found: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, file: Path, end: str, tensor: Tensor, count: int) -> None:
-        """Take one of `count` tensors; with the last of them, fill the weight's places."""
+        """Take one of `count` tensors; with the last of them, fill the weight's destinations."""
         if len(self.found) + 1 < count:
             self.found[end] = tensor.clone()  # the clone releases the mapping
             return
@@ -108,7 +108,7 @@ def _parts_of(
 ) -> dict[str, PartDestination]:
     """Return the tensors of one linear's weight.
 
-    Other tensors of it with a place of their own are left out.
+    Other tensors of it with a destination of their own are left out.
     """
     place = places[f"{stem}.weight"]
     rows, columns = _cuts(place)

@@ -107,7 +107,7 @@ def fill(
     is_unread: Callable[[str], bool],
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[Path, list[str]], int]:
-    """Fill all places from the checkpoint directory `path`; return its tensors by file, and the bytes read.
+    """Fill all destinations from the checkpoint directory `path`; return its tensors by file and the bytes.
 
     Tensors that are `known` beside the places may be present, and so may those that are not read. Raises as
     `load` does.
