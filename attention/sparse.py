@@ -293,7 +293,7 @@ class SparseAttention(LatentAttention):
         Returns weighted sums of latents [t, H, L].
         """
         is_absent = chosen < 0
-        # In the place of what is absent stands a position that the request has written
+        # What is absent is replaced by a position that the request has written
         at = chosen.clamp_min(0).long()
         size = self.shape.page_size
         places = (span.pages[at // size] * size + at % size).flatten()

@@ -135,10 +135,9 @@ class Sampled:
 
     # [R] token ids, or NOT_FINITE, NONE_LEFT or LATE in their place
     tokens: Index
-    logprobs: dict[int, TokenLogprobs] = field(
-        default_factory=dict
-    )  # by index into tokens, only for requests that asked
-    candidates: dict[int, Candidates] = field(default_factory=dict)  # by index into tokens, only for beams
+    # The keys of both are indices into `tokens`: of requests that asked, and of beams
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    candidates: dict[int, Candidates] = field(default_factory=dict)
     # Each row that asked has an entry for every prompt token that follows a token of this batch, except
     # those computed by an earlier batch
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

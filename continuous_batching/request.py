@@ -103,9 +103,9 @@ class SamplingParams:
             _check("early_stopping", early, early is False, "left out without beam_width")
             return
         _check("temperature", self.temperature, self.temperature in (0, 1), _NOT_DRAWN)
-        for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("seed", None)):
+        for name in ("top_k", "top_p", "min_p", "seed"):
             value = getattr(self, name)
-            _check(name, value, value == off, _NOT_DRAWN)
+            _check(name, value, value == FIELDS[name].default, _NOT_DRAWN)
         _check("stop", self.stop, not self.stop, "left out beside beam_width; stop_token_ids end a beam")
         _check("logits_processors", self.processors, not self.processors, "left out beside beam_width")
         if self.grammar is not None:

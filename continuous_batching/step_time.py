@@ -31,7 +31,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import mul
 from statistics import median, median_low
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,7 @@ from kv_cache.pages import Index
 
 Floats = NDArray[np.float64]
 Features = tuple[float, float, float, float]  # step, tokens, context, and drafted or pairs
+Amount = TypeVar("Amount", float, Floats)
 
 _TRUST = 1e-3  # weight of the coefficients so far, as a share of that of the entries
 _MEAN_STEP = 0.1  # weight of the latest step in a mean
@@ -73,6 +74,11 @@ class Coefficients:
     context_s: float = 0.0
     drafted_s: float = 0.0  # counts in steps that only decode
     pair_s: float = 0.0  # counts in steps with chunks
+
+    def seconds(self, num_tokens: Amount, context: float, num_pairs: Amount | float = 0.0) -> Amount:
+        """Predict the time of a step without drafts, or the times of several steps."""
+        seconds = self.step_s + self.token_s * num_tokens + self.context_s * context
+        return seconds + self.pair_s * num_pairs
 
 
 @dataclass(frozen=True, slots=True)

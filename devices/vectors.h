@@ -1,6 +1,6 @@
-// Vectors of float32 as long as the machine's, and numbers that are stored in 8 bits, in 16 or in 32.
+// Float32 vectors of the machine's length, and their conversion from and to numbers stored in 8, 16 or 32 bits.
 //
-// Vectors are the compiler's own, so that one source serves AVX2, AVX-512 and NEON.
+// The vectors are the compiler's own vector types, so that one source serves AVX2, AVX-512 and NEON.
 
 #pragma once
 
@@ -26,13 +26,15 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
-// KINDS of devices/cpp_sources.py, and int8 pages (attention/cpu/compiled.py), whose scales lie beside the numbers
+// The numbers are those of KINDS in devices/cpp_sources.py; INT8 is for pages of int8 (attention/cpu/compiled.py),
+// whose scales lie beside the numbers.
 enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8 };
 
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
 
-// LANES numbers of 16 bits, each in the low half of a word: compilers convert such a vector in parts.
+// Loads LANES numbers of 16 bits into the low halves of words, by one instruction: compilers convert such a vector in
+// parts.
 inline Bits words(const uint16_t* p) {
 #if defined(__AVX512F__)
     return (Bits)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -51,7 +53,7 @@ inline Bits words_of(Halves halves) {
 #endif
 }
 
-// Pairs of bfloat16: some processors multiply two pairs and add both products to a float32 (AVX512-BF16, Arm's BF16).
+// Pairs of bfloat16. Some processors multiply two pairs and add both products to a float32 (AVX512-BF16, Arm's BF16).
 #if defined(__AVX512BF16__)
 #define HAS_PAIRS
 typedef __m512bh Pairs;
@@ -66,9 +68,8 @@ inline Vec add_pairs(Vec sum, Pairs a, Pairs b) { return (Vec)vbfdotq_f32((float
 inline Halves rounded(Vec v) { return (Halves)vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)v)); }
 #endif
 
-// How numbers of a kind are stored: `widen` is exact, `narrow` rounds to the nearest, and to even among equals, and
-// `through` returns numbers as they are once they were stored. Where x86 rounds to bfloat16 itself, numbers under 2^-126
-// are zeros.
+// How numbers of a kind are stored. `widen` is exact; `narrow` rounds to the nearest, and ties to even; `through` returns
+// numbers as they are once they were stored. Where x86 itself rounds to bfloat16, numbers under 2^-126 become zeros.
 template <Kind KIND>
 struct Stored {
     typedef uint16_t Item;
@@ -136,7 +137,7 @@ struct Stored<INT8> {
     }
 };
 
-// A vector of up to LANES numbers; those that are missing are zeros.
+// Loads a vector of `count` numbers, of which there may be fewer than LANES; the missing ones are zeros.
 template <Kind KIND>
 inline Vec widen_some(const typename Stored<KIND>::Item* p, long count) {
     if (count >= LANES) return Stored<KIND>::widen(p);
@@ -156,16 +157,16 @@ inline void narrow_some(typename Stored<KIND>::Item* p, Vec v, long count) {
     std::memcpy(p, some, sizeof(*p) * count);
 }
 
-// The lanes of a vector turned by some places.
+// Rotates the lanes of a vector by some places.
 inline Vec turned(Vec v, int places) {
     alignas(64) static constexpr int32_t LANE[32] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
                                                      16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
     return __builtin_shuffle(v, *reinterpret_cast<const Ints*>(LANE + places));  // counted modulo LANES
 }
 
-// Turn a square of LANES vectors of 32-bit numbers: number j of vector i becomes number i of vector j. For each bit
-// DISTANCE of a place, the upper one of two vectors that are DISTANCE apart gives its numbers at places with the bit for
-// those of the lower one at places without.
+// Transposes a square of LANES vectors of 32-bit numbers: number j of vector i becomes number i of vector j. Each level
+// treats one bit DISTANCE of the indices: of two vectors that are DISTANCE apart, the first swaps its numbers at lanes
+// with that bit for the second's numbers at lanes without it.
 template <int DISTANCE = LANES / 2, typename Vector>
 inline void turn_square(Vector* square) {
     Ints of_first, of_second;
@@ -197,7 +198,7 @@ inline float largest_of(Vec v) {
     return v[0];
 }
 
-// e^x to the last bit but one (Cephes, expf); numbers under -87 and -infinity give 0, those over 88 infinity.
+// e^x, correct but for the last bit (Cephes, expf). Numbers below -87 and -infinity give 0, numbers above 88 infinity.
 template <bool IS_POSITIVE_TOO = true>
 inline Vec exponential(Vec x) {
     const Vec shifted = x * 1.44269504f + 12582912.0f;  // the nearest whole number, in its last bits
@@ -214,11 +215,11 @@ inline Vec exponential(Vec x) {
     return x > 88.0f ? Vec{} + __builtin_inff() : found;
 }
 
-// e^x for x up to 0, to 3 parts in a million; from -88 on what is 0 once it is rounded to bfloat16. A polynomial of 2^x
-// between whole numbers, with the least largest error.
+// e^x for x up to 0, with a relative error of 3 parts in a million: a polynomial approximates 2^x between whole
+// numbers, with the least maximal error. Below -88 the result is so small that it is 0 once it is rounded to bfloat16.
 inline Vec rough_exponential(Vec x) {
 #if defined(__AVX512F__)
-    // The second operand is returned where it is NaN
+    // The instruction returns its second operand where that is NaN
     const Vec power = (Vec)_mm512_max_ps(_mm512_set1_ps(-127.0f), (__m512)(x * 1.44269504f));
     const Vec count = (Vec)_mm512_roundscale_ps((__m512)power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const Vec rest = power - count;

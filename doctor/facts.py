@@ -63,7 +63,7 @@ class Port:
 
     device: int
     address: str | None
-    link: str | None  # "UP" or "DOWN"
+    link: str | None  # the word "UP" or "DOWN"
     tls: bool | None
 
 

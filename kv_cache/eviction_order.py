@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kv_cache.pages import Index
 
 _MOST_DEAD = 1024  # dead entries, beside as many as live ones, that are kept before the order is rebuilt
-_LEAST_LOOK = 64  # entries of a segment that are looked at together
+_LEAST_LOOK = 64  # least number of entries of a segment that are compared together
 _EMPTY: Index = np.empty(0, dtype=np.int64)
 
 
@@ -74,7 +74,7 @@ class EvictionOrder:
         while missing:
             stamp, pages = self._segments.popleft()
             look = max(_LEAST_LOOK, missing)
-            if look < len(pages):  # only the part that is looked at is worth a comparison
+            if look < len(pages):  # the rest of the segment is not compared
                 self._segments.appendleft((stamp + look, pages[look:]))
                 pages = pages[:look]
             live = np.flatnonzero(self._is_live(stamp, pages))

@@ -551,7 +551,7 @@ class BesideGroup(PageGroup):
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._resting: OrderedDict[int, None] = OrderedDict()  # pages -h of the host's pool, in that order
         self.changes = 0  # counts what changes what can be found
-        self.told: Callable[[bool, Index], None] = _tell_nobody  # see `PagesBeside`
+        self.announce: Callable[[bool, Index], None] = _tell_nobody  # see `PagesBeside`
 
     @property
     def num_idle(self) -> int:
@@ -580,7 +580,7 @@ class BesideGroup(PageGroup):
         self.beside[names] = pages
         self._entry_of.update(zip(pages.tolist(), names.tolist()))
         self.changes += 1
-        self.told(True, names)
+        self.announce(True, names)
         return new, pages
 
     def is_here(self, entries: Index) -> NDArray[np.bool_]:
@@ -613,7 +613,7 @@ class BesideGroup(PageGroup):
         self._entry_of.update(zip((-pages).tolist(), names.tolist()))
         self._resting.update(dict.fromkeys((-pages).tolist()))
         self.changes += 1
-        self.told(True, names)
+        self.announce(True, names)
         return indexes, pages
 
     def removed(self, entries: Sequence[int]) -> None:
@@ -685,7 +685,7 @@ class BesideGroup(PageGroup):
         if not len(names):
             return
         self.beside[names] = 0
-        self.told(False, names)
+        self.announce(False, names)
         self.changes += 1
         for page in pages.tolist():
             del self._entry_of[page]

@@ -20,7 +20,7 @@ from kv_cache.page_keys import TokenIds
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.prefix_index import EMPTY, Lookup, PrefixIndex
 
-CHOSEN_AT_ONCE = 16  # pages that are chosen to be evicted first: choosing any goes through all
+CHOSEN_AT_ONCE = 16  # least number of pages chosen for eviction together, since each choice looks at all ends
 
 
 class PageListener:
@@ -51,8 +51,9 @@ class PagesBeside(Protocol):
     number: int  # the group that they belong to
     window: int  # positions that a query sees; 0 if that is not what bounds what is kept
     gone: Lookup  # why a lookup ends before an entry that lacks its page here
-    changes: int  # counts what changes what can be resumed from
-    told: Callable[[bool, Index], None]  # is called with entries that have gained a page beside them, or lost
+    changes: int  # counts the changes of what can be resumed from
+    # Is called with entries that have gained a page beside them (True) or lost it
+    announce: Callable[[bool, Index], None]
 
     def is_here(self, entries: Index) -> NDArray[np.bool_]:
         """Which of these entries have a page beside them."""
@@ -102,12 +103,12 @@ class PrefixCache:
         num_host_pages = 0 if host is None else host.num_pages
         self.index = PrefixIndex(pool.num_pages, num_host_pages, page_size)
         self._idle = EvictionOrder(pool.num_pages)  # least recently used first
-        # [P] pages that were moved to its front; others that are no longer idle may be among them
+        # [P] whether a page was moved to the front of that order; it may no longer be idle
         self._goes_first = np.zeros(pool.num_pages, dtype=np.bool_)
         self._resting: OrderedDict[int, None] = OrderedDict()  # names in `index`, in the same order
         self._beside = beside
         for group in beside:
-            group.told = partial(self._tell, group)
+            group.announce = partial(self._tell, group)
         self._version = 0
         self.listener = PageListener()
         self.lookups: Counter[Lookup] = Counter()  # outcomes of the lookups of new requests
@@ -176,7 +177,7 @@ class PrefixCache:
     def evict_first(self, pages: Index) -> None:
         """Let the last of these pages, which continue each other, be evicted before all others.
 
-        Those that others continue stay where they are: no page is evicted before what continues it.
+        Pages that others continue keep their places, since no page is evicted before those that continue it.
         """
         pages = pages[self.is_cached(pages)]
         self._move_to_front([self._lone(pages)])
@@ -193,9 +194,10 @@ class PrefixCache:
         self._idle.move_to_front(pages)
 
     def _choose(self, count: int) -> None:
-        """Let the pages go first, of at least `count`, that lead to what is expected to be needed last.
+        """Move at least `count` pages to the front of the eviction order, by when they are expected again.
 
-        A prefix that cannot be resumed from its end is worth little: all its own pages go after each other.
+        Whole prefixes are chosen, the one first whose end is expected to be needed last: once a prefix has
+        lost its last page, it cannot be resumed from its end, and its other pages are worth little.
         """
         first = self._idle.first(count)
         parts = [first[self._goes_first[first]]]
@@ -225,7 +227,8 @@ class PrefixCache:
         elif keys[at] in self._evicted:
             found = "evicted"
         elif self._beside and self.index.page_of(keys[at]) is not None:
-            found = self._beside[0].gone  # what other layers need of the tokens before it is gone
+            # The page is cached, but what other layers keep of the tokens before it is gone
+            found = self._beside[0].gone
         else:
             found = self.index.why_missed(tokens, salt, matched)
         self.lookups[found] += 1
@@ -356,9 +359,9 @@ class PrefixCache:
         pages = self._host.take(len(new))
         content = tokens[first * size : (first + len(new)) * size].reshape(len(new), size)
         self.index.insert(new, content, -pages, parent, salt)
-        # The last of the chain is dropped first,
+        # The last page of the chain is dropped first, and all new pages before those that they continue
         self._resting.update(dict.fromkeys((-pages[::-1]).tolist()))
-        for name in resting[::-1].tolist():  # and all of them before the pages that they continue
+        for name in resting[::-1].tolist():
             self._resting.move_to_end(name)
         for key in new:
             self._evicted.pop(key, None)

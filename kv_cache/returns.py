@@ -1,10 +1,11 @@
-"""Learn how long prefixes wait until a request goes on from them, by how often that has happened before.
+"""Estimate how many requests arrive before a cached conversation is continued.
 
-What is least recently used is not always what is needed least: a conversation that has ended was used as
-lately as one that goes on, and a document about which all was asked as lately as one that was read for the
-first time. How often a prefix was gone on from tells them apart, as far as prefixes of one number behave
-alike, which is learned here from all that are known, kept or not: the turns that they have waited, by the
-times that one of them was gone on from.
+The least recently used state is not always the one that is needed last: a conversation that has ended was
+used as recently as one that continues, and a document about which every question has been asked as recently
+as one that was read for the first time. How often a conversation has been continued tells them apart, since
+conversations that were continued equally often behave alike. For each such number this module sums the turns
+that all known conversations waited, and counts how often one of them was continued, whether its state is
+still cached or not. The quotient is the expected wait, by which states.py evicts.
 """
 
 from __future__ import annotations
@@ -15,32 +16,35 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_TIMES = 31  # prefixes that were gone on from more often count as if it had been so often
-# They stand in the place of times: for the mean of all, and where nobody is expected
+MOST_TIMES = 31  # a conversation that was continued more often counts as one that was continued so often
+# Two indices behind those of the numbers of times: the mean of all conversations, and no return at all
 UNKNOWN, NOBODY = MOST_TIMES + 1, MOST_TIMES + 2
-MEMORY = 4096  # returns after which what was learned counts half
+MEMORY = 4096  # number of returns after which all counts are halved, so that older ones weigh less
 
 
 class Returns:
-    """Ends of conversations by the key of their last page, and how often each was gone on from.
+    """How often each conversation was continued, by the key of the last page of its end.
 
-    At most `most` of them are known, the latest. A turn is a request that arrives.
+    The `most` conversations that were noted last are known. A turn is the arrival of one request.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._times: OrderedDict[bytes, int] = OrderedDict()
-        self._num = np.zeros(MOST_TIMES + 1)  # known ends, by times
-        self._waited, self._returned = np.zeros_like(self._num), np.zeros_like(self._num)
+        # Arrays by the number of times that conversations were continued: how many of them are known, the
+        # turns that they waited together, and how often one was continued once more
+        self._num_known = np.zeros(MOST_TIMES + 1)
+        self._waited, self._returned = np.zeros_like(self._num_known), np.zeros_like(self._num_known)
         self.turn = 0
 
     def arrive(self, keys: Sequence[bytes]) -> tuple[bytes | None, int]:
-        """Return the end from which a request with these keys goes on, and how often that one now was.
+        """Count a request with these keys; return the end that it continues, and how often that happened.
 
-        None, and 0 times, if none is known. One that is no longer kept is gone on from, too.
+        The number includes this request. Returns None and 0 if no known conversation is continued. An end
+        whose state is no longer cached counts, too.
         """
         self.turn += 1
-        self._waited += self._num
+        self._waited += self._num_known
         found = self._times.keys() & set(keys)
         if not found:
             return None, 0
@@ -54,19 +58,19 @@ class Returns:
         return end, self._times[end]
 
     def note(self, key: bytes, times: int, before: bytes | None = None) -> None:
-        """Know an end that was gone on from so often, in place of the one `before` it."""
+        """Record that the end `key` was continued so many times; it replaces the end `before` it."""
         for each in {key, before or key}:
             if each in self._times:
-                self._num[self._times.pop(each)] -= 1
+                self._num_known[self._times.pop(each)] -= 1
         if len(self._times) == self._most:
-            self._num[self._times.popitem(last=False)[1]] -= 1
+            self._num_known[self._times.popitem(last=False)[1]] -= 1
         self._times[key] = min(times, MOST_TIMES)
-        self._num[self._times[key]] += 1
+        self._num_known[self._times[key]] += 1
 
     def waits(self) -> NDArray[np.float64]:
-        """Return the mean turns from one return to the next, by times, and for `UNKNOWN` and `NOBODY`.
+        """Return the mean number of turns between two returns, by times, and for `UNKNOWN` and `NOBODY`.
 
-        The mean of all stands for one more return of each, so that few of them prove little.
+        Each number of times counts one more return after the mean of all, so that few returns change little.
         """
         mean = (self._waited.sum() + 1) / (self._returned.sum() + 1)
         return np.array([*(self._waited + mean) / (self._returned + 1), mean, np.inf])

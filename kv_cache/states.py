@@ -1,4 +1,4 @@
-"""Keep the recurrent states of requests as pages of one group, and copies of them to go on from.
+"""Keep the recurrent states of requests as pages of one group, and copies from which others continue.
 
 A page of this group is the state of all recurrent layers of one request. A row has one such page, its live
 state, which stands at the position up to which the row has been computed, and which every step of the row
@@ -37,8 +37,10 @@ class Checkpoint:
 
     position: int
     page: int
-    is_end: bool = False  # it stands at the end of its prompt; if prompts part there, too, that is chance
-    is_on_the_way: bool = False  # nobody asked for it; until a request has found it, it is evicted first
+    # Whether it stands at the end of its prompt, where prompts with a common beginning part only by chance
+    is_end: bool = False
+    # Whether it was left without a known use; it is evicted first until a request has found it
+    is_on_the_way: bool = False
 
 
 @dataclass(slots=True)
@@ -84,7 +86,7 @@ class StateGroup(BesideGroup):
         # Pages that are evicted first: of states that later ones cover or will, or that were left on the way
         self._spent: set[int] = set()
         self.returns = Returns(MOST_KNOWN * pool.num_pages)
-        # [P] the turn at which each state was used last, and how often its conversation was gone on from
+        # [P] the turn at which each state was used last, and how often its conversation was continued
         self._used = np.zeros(pool.num_pages, dtype=np.int64)
         self._times = np.full(pool.num_pages, UNKNOWN)
         self.answers_return = False  # whether prompts go on from answers as they were given
@@ -355,7 +357,7 @@ class StateGroup(BesideGroup):
         if new or on_the_way:
             self.num_taken += len(new) + len(on_the_way)
             self.changes += 1
-            self.told(True, entries[[*new, *on_the_way]])
+            self.announce(True, entries[[*new, *on_the_way]])
         return np.array(list(new), dtype=np.int64), np.array(list(new.values()), dtype=np.int64)
 
     def share(self, pages: Index) -> None:
@@ -377,14 +379,14 @@ class StateGroup(BesideGroup):
         self.beside[entry], self._entry_of[page] = page, entry
         self._used[page], self._times[page] = self.returns.turn, UNKNOWN
         self.changes += 1
-        self.told(True, np.array([entry]))
+        self.announce(True, np.array([entry]))
 
     def end_behind(self, entry: int) -> End | None:
         """Return what is known of the state behind an entry, if it is one of an end."""
         return self._ends.get(int(self.beside[entry]))
 
     def has_returned(self, entry: int, times: int) -> None:
-        """Note how often the conversation was gone on from that ends with the state behind an entry."""
+        """Record how often the conversation was continued that ends with the state beside an entry."""
         page = int(self.beside[entry])
         if page > 0:
             self._times[page] = times
@@ -397,10 +399,11 @@ class StateGroup(BesideGroup):
         return np.array([self._entry_of[page] for page in kept], dtype=np.int64)
 
     def _by_wait(self, pages: Index) -> Index:
-        """Sort pages by how soon others go on from them, the last of all first.
+        """Sort pages by how soon they are expected to be continued, the latest first.
 
-        A state waits as long as those that were gone on from as often, and as it has waited: if each has a
-        rate of its own, of which one return in that mean time is all that is known, its rate falls so.
+        The expected wait of a state is the mean wait of conversations that were continued as often, plus the
+        time that it has waited already: the longer a conversation has not returned, the lower is the rate at
+        which it is likely to return.
         """
         if len(pages) < 2:
             return pages
@@ -410,8 +413,8 @@ class StateGroup(BesideGroup):
     def cover(self, entries: Index) -> None:
         """Let the last state before the end of these entries be evicted first, if the one there covers it.
 
-        What has gone on from it once is the conversation that has left the later state. Where answers return,
-        nobody is expected to go on from the end of a prompt that was answered.
+        A state that was continued once was continued by the conversation that has left the later state. Where
+        clients send answers back, nobody is expected to continue from the end of a prompt that was answered.
         """
         at = np.flatnonzero(self.beside[entries[:-1]] > 0)
         page = int(self.beside[entries[at[-1]]]) if len(at) else NULL_PAGE

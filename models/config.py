@@ -759,7 +759,7 @@ class DecoderConfig:
         """Bytes of keys and values that a step reads for each token of context, however long the context is.
 
         Layers with a window are left out, because they read a bounded number of tokens. So do layers with
-        sparse attention, whose indexers read all index keys.
+        sparse attention; of these only the index keys are counted, all of which their indexers read.
         """
         total = 0
         for layer, spec in enumerate(self.layers):

@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
             count * config.head_dim for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         )
         kv_width, self.has_gate = widths[1], config.has_output_gate
-        if self.has_gate:  # as wide as the queries, and behind them
+        if self.has_gate:  # its numbers lie behind the queries, and are as many
             widths = widths[0], *widths
         hidden, heads = config.hidden_size, config.num_heads * config.head_dim
         form = [config.form(f"{name}self_attn.{each}") for each in ("q_proj", "o_proj")]

@@ -1,10 +1,10 @@
-"""A head of the target's own checkpoint, whichever way it was trained, and the features that it reads.
+"""Define a head that drafts from the target's hidden states, and keep the features that it reads.
 
-A head makes drafts from the target's hidden states. Its entry for a position reads the token there and a
-feature of the position before: what the target found, or, ahead of the target, what the head itself did. So
-an entry depends on the tokens up to its own alone, as keys of the same page do, and the first position has
-none. A family of heads says which layers it reads (`taps`), what a feature is made of (`fused`), and what it
-computes (`computed`, `fill`, `own_logits`).
+Such a head is a layer of the target's own checkpoint, or was trained for the target. Its entry for a position
+is computed from the token there and a feature of the position before: the target's hidden states or, where
+the target has not been yet, the head's own output. So an entry depends only on the tokens up to its own, as
+keys of the same page do, and the first position has none. A family of heads says which layers it reads
+(`taps`), what a feature is made of (`fused`), and what it computes (`computed`, `fill`, `own_logits`).
 
 Features lie in the pages of the keys and values, so that whoever finds a page by its tokens, forks from it,
 or comes back to it finds them too. A page holds those of the last positions that were written to it, as many

@@ -29,7 +29,7 @@ class StepInputs:
     is_asked: Tensor | None = None
     # int32 [T], the place of each token's adapter, 0 for none; None if no token has one
     adapters: Tensor | None = None
-    window_metadata: tuple[AttentionMetadata, ...] = ()  # as `metadata`, for each group of windows
+    window_metadata: tuple[AttentionMetadata, ...] = ()  # the same for each group of windows
     # Which states spans go on from and leave; None if no layer has one
     states: StateMetadata | DraftRows | None = None
     divided: DividedRows | None = None  # how ranks divide the rows between products; None: they do not

@@ -17,7 +17,7 @@ from recipes.assembly.operators import check_operators
 from recipes.schema.reader import read
 from recipes.schema.recipe_error import RecipeError
 
-MODEL, HEAD = "{model}", "{head}"  # in a setting: the folders of the model and of an EAGLE-3 head
+MODEL, HEAD = "{model}", "{head}"  # placeholders for the folders of the model and of an EAGLE-3 head
 _SHAPE = {
     "vocab_size": 1024,
     "hidden_size": 64,

@@ -25,7 +25,7 @@ from models.ops.cuda.ops import SMALL_TILE, TILE
 from models.ops.cuda.triton_kernels import multiply_rows, norm_rows, turn_heads, weigh_by_gate
 
 TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
-INTEGERS = {  # of arguments; all others that are no constants point to numbers of the case's dtype
+INTEGERS = {  # arguments; all others that are no constants point to numbers of the case's dtype
     "*i32": ("tiles", "page_table", "joins"),
     "*i64": ("places",),
     "*fp32": ("part_sums", "part_peaks", "part_totals"),

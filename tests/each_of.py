@@ -39,7 +39,7 @@ def each_of(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]],
                 try:
                     test(**fixtures, **dict(zip(parameters, values, strict=True)))
                 # Every case is run, and what each of them raises is told at the end
-                except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001
+                except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001 - told below
                     said = ", ".join(f"{name}={value!r:.80}" for name, value in zip(parameters, values))
                     failed.append((said, error))
             if len(failed) == len(table) and all(isinstance(e, pytest.skip.Exception) for _, e in failed):

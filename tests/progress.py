@@ -15,9 +15,9 @@ class Progress:
     def __init__(self, terminal: pytest.TerminalReporter) -> None:
         self._terminal = terminal
         self._began_s = time.monotonic()
-        self._printed_s = 0.0  # into the run
+        self._printed_s = 0.0  # seconds since the run began
         self._num_tests = self._num_ended = self._num_failed = 0
-        self._rooms: dict[str, str] = {}  # by worker
+        self._rooms: dict[str, str] = {}  # the key is the worker
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Without workers, this process knows what it runs."""

@@ -16,7 +16,7 @@ import pytest
 from tests.pairs import pairs
 from tests.test_imports import ROOT
 
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # of a program, by compute capability (CUDA's guide)
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # a program's, by compute capability (CUDA's guide)
 KINDS = ((True, False), (False, False), (False, True))  # few tokens, and the same bits in any batch
 CASES: list[tuple[Any, ...]] = [
     (capability, dtype, head_dim, *kind)

@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.test_imports import MAY_IMPORT, ROOT, files, name, nodes, text
 
 LONGEST_FUNCTION, LONGEST_SCRIPT = 60, 90
+MOST_IGNORED = 16  # places that the type checker passes over
 # What DESIGN rules out, and the files and folders that may say it: a page is a block only in parameters of
 # operators
 WORDS = {
@@ -81,6 +82,24 @@ def test_scripts_are_well_formed() -> None:
     for path in [*ROOT.glob("scripts/*.sh"), ROOT / ".ci/run"]:
         subprocess.run(["bash", "-n", path], check=True)
     assert (ROOT / ".ci/run").stat().st_mode & 0o100
+
+
+def test_what_a_checker_passes_over_is_counted_and_says_why() -> None:
+    """The reason stands behind the mark, or in a comment on the line before; test modules have no types."""
+    marked = re.compile(r"# (type: ignore\[[\w-]+\]|noqa: (?!E402)\w+)(.*)")
+    found, silent = [], []
+    for path in [*ROOMS, *files("tests")]:
+        lines = text(path).splitlines()
+        for number, (before, line) in enumerate(zip(["", *lines], lines), 1):
+            if (match := marked.search(line)) is None or path == Path(__file__):
+                continue
+            if match[1].startswith("type"):
+                found.append((name(path), number))
+            if not match[2].strip(" -,#") and not before.strip().startswith("# "):
+                silent.append((name(path), number))
+    assert not silent
+    assert len(found) <= MOST_IGNORED, found
+    assert not [each for each in found if Path(each[0]).name.startswith(("test_", "conftest"))]
 
 
 def test_a_test_says_itself_how_long_it_waits() -> None:

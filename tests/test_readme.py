@@ -271,7 +271,7 @@ def test_the_fields_of_a_request_are_those_of_the_reference() -> None:
 
 def test_the_fields_of_an_answer_are_those_that_are_written(tree: Path) -> None:
     block = next(content for kind, content in blocks(USING) if kind == "bash" and "--input" in content)
-    lines = printed(block, tree)  # with a warning, where another block has written the file before
+    lines = printed(block, tree)  # a warning is among them where another block has written the file before
     answers = [json.loads(line) for line in lines if line.startswith("{")]
     fields = {name for answer in answers for name in answer}
     assert fields == {name for names, _ in field_reference.ANSWER_FIELDS for name in names}
@@ -312,6 +312,11 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_every_page_is_in_the_index() -> None:
     linked = {(DOCS / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", read(DOCS / "README.md"))}
     assert not set(DOCS.glob("*.md")) - linked - {DOCS / "README.md"}
+
+
+def test_every_page_opens_with_what_it_answers() -> None:
+    pages = {*DOCS.rglob("*.md")} - {DOCS / "README.md"}
+    assert not [each for each in pages if "\n\nThis page answers: " not in read(each)[:120]]
 
 
 @each_of("path", [*PAGES, CHINESE])

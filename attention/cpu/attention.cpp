@@ -1,23 +1,25 @@
 // Attention over a paged cache whose pages lie as attention/cpu/attention.py arranges them.
 //
-// A tile is W tokens of a page: keys [K, W / S, D, S] and values [K, D / E, W, E], stored in float32, bfloat16, float16
-// or int8 and widened to float32 in registers, exactly. In int8, the numbers of each head of a tile are followed by the
-// float32 scales of its W tokens, by which scores and weights are multiplied in place of keys and values. Where the
-// processor multiplies pairs of bfloat16 itself, those of the pages stay as they are, queries and weights are rounded
-// to bfloat16, and products are summed in float32. Where it does so by AMX (devices/amx.h), prompts' heads of a multiple
-// of 32 channels are multiplied by it, and single queries in its order.
+// A tile is W tokens of a page: keys [K, W / S, D, S] and values [K, D / E, W, E]. They are stored in float32,
+// bfloat16, float16 or int8, and widened to float32 in registers, exactly. In int8, the numbers of each head of a tile
+// are followed by the float32 scales of its W tokens; scores and weights are multiplied by these scales in place of
+// keys and values. Where the processor multiplies pairs of bfloat16 itself, bfloat16 in pages is not widened: queries
+// and weights are rounded to bfloat16, and products are summed in float32. Where it does so by AMX (devices/amx.h) and
+// a head has a multiple of 32 channels, AMX computes prompts, and single queries are computed by vectors in the order
+// of AMX.
 //
 // A query reads its tiles in the order of their tokens, in parts that begin at the same positions of every request, and
-// the parts' softmaxes are joined in their order. What a query computes for a head of finite keys and values thus
-// depends on what it sees alone: its bits are the same in any batch, on any number of threads, and whether it is read
-// alone or among the queries of a prompt. Neighbouring queries of one prompt multiply what only some of them see by zero:
-// what is not finite reaches all of them.
+// the softmaxes of the parts are joined in their order. The result of a query, for a head whose keys and values are
+// finite, therefore depends only on what it sees: its bits are the same in any batch, on any number of threads, and
+// whether it is read alone or among the queries of a prompt. Neighbouring queries of one prompt are computed together,
+// and what one of them does not see is multiplied by zero, so that keys or values that are not finite reach all of
+// them.
 //
-// PAGES, which the compiler is given, is the kind of the pages' numbers: one type is compiled in a third of the time of
-// all of them, and a process reads one.
+// The query heads that share a head of keys and values are computed together, so that what is read is widened once for
+// all of them. Neighbouring queries of a prompt share what is widened, too: it is laid aside for all of them.
 //
-// The query heads that share a head of keys and values are computed together, so that what is read is widened once
-// for all of them. Neighbouring queries of a prompt share what is widened, too: it is laid aside for all of them.
+// The compiler is given PAGES, the kind of the pages' numbers. A process reads pages of one kind, which is compiled in
+// a third of the time that all kinds would take.
 
 #include <algorithm>
 #include <cfloat>
@@ -46,15 +48,15 @@ constexpr int MOST_HEADS = 8;
 constexpr Kind KIND = static_cast<Kind>(PAGES);
 typedef Stored<KIND>::Item Item;
 constexpr Kind NEW_KIND = KIND == INT8 ? FLOAT32 : KIND;
-typedef Stored<NEW_KIND>::Item NewItem;  // of queries, outputs and what is written: pages of int8 take float32
-constexpr long SCALES = KIND == INT8 ? sizeof(float) : 0;  // items of a token's scale
+typedef Stored<NEW_KIND>::Item NewItem;  // queries, outputs and new keys and values; float32 where pages are int8
+constexpr long SCALES = KIND == INT8 ? sizeof(float) : 0;  // items that a token's scale takes
 constexpr long PART = 512;      // tokens of a part at most: their scores stay in the first cache
 constexpr long STRETCH = 64;    // tokens of a prompt that are laid aside at a time: a multiple of every tile
 constexpr long BLOCK = 64;      // rows, of queries and heads, that read a prompt's tiles together
-constexpr long AMX_BLOCK = 192;  // the same in AMX, where laying aside takes a larger part of the time
-constexpr long ROOM = 1 << 23;  // numbers that rows' parts take at a time: 32 MiB
+constexpr long AMX_BLOCK = 192;  // the same with AMX, where laying aside takes a larger part of the time
+constexpr long ROOM = 1 << 23;  // numbers that the parts of all rows take at a time: 32 MiB
 constexpr long LINE = 64;       // bytes that a prefetch brings
-constexpr long FEW_TOKENS = 32;  // so many tokens are written as fast by one thread as by several
+constexpr long FEW_TOKENS = 32;  // up to so many tokens are written as fast by one thread as by several
 constexpr float LEAST = -std::numeric_limits<float>::infinity();
 
 inline long thread_number() {
@@ -69,8 +71,8 @@ constexpr long IN_A_LINE = LINE / sizeof(float);
 inline long whole(long count, long step) { return (count + step - 1) / step * step; }
 inline long whole_lines(long numbers) { return whole(numbers, IN_A_LINE); }
 
-// Numbers that begin with a line of the cache, so that each of their vectors lies in one line; null where there is no
-// memory.
+// Allocates numbers from the start of a cache line on, so that each of their vectors lies in one line; null where there
+// is no memory.
 inline float* room_for(long numbers) {
     return static_cast<float*>(std::aligned_alloc(LINE, sizeof(float) * whole_lines(numbers)));
 }
@@ -86,7 +88,7 @@ struct Step : Pages {
     long rows, most_tiles;
 };
 
-// Where a head's keys, or values, lie in the tile at an address.
+// The place of a head's keys, or values, in the tile at an address.
 inline const Item* head_of_tile(const Pages& of, const void* plane, int64_t address, long kv_head) {
     return static_cast<const Item*>(plane) + (address * of.kv_heads + kv_head) * (of.dim + SCALES) * of.tile;
 }
@@ -96,7 +98,8 @@ inline const float* scales_of(const Pages& of, const Item* head) {
     return reinterpret_cast<const float*>(head + of.dim * of.tile);
 }
 
-// What of a row is multiplied at a time, and what of LANES keys or values it is multiplied by: single numbers.
+// The numbers of a row that are multiplied at a time, and the vector of LANES keys or values that goes with them. Here
+// these are single numbers.
 template <Kind KIND>
 struct Terms {
     typedef float Number;
@@ -121,7 +124,7 @@ struct Terms<BFLOAT16> {
     typedef uint32_t Number;
     typedef Pairs Vector;
     static constexpr long TOGETHER = 2;
-    // The numbers at `p` and those that lie `apart` of them, or zeros where these are not `seen`, since 0 x NaN is NaN.
+    // Loads the numbers at `p` and those at `p + apart`; what is not `seen` becomes zero, since 0 x NaN is NaN.
     static inline Vector widen(const uint16_t* p, long apart, uint32_t seen) {
         return as_pairs((words(p) | words(p + apart) << 16) & seen);
     }
@@ -129,24 +132,24 @@ struct Terms<BFLOAT16> {
     static inline void lay_aside(Number* p, Vector v) { *reinterpret_cast<Bits*>(p) = (Bits)v; }
     static inline Vec add(Vec sum, Number a, Vector v) { return add_pairs(sum, as_pairs(Bits{} + a), v); }
     static inline Vec narrowed(Vec v) { return (Vec)(words_of(rounded(v)) << 16); }
-    // Numbers i .. i + LANES of a row, which may lie where the row's float32 lay; returns them rounded.
+    // Stores numbers i .. i + LANES of a row, which may replace the row's float32 in place; returns them rounded.
     static inline Vec narrow(Number* row, long i, Vec v) {
         const Halves halves = rounded(v);
         *reinterpret_cast<Halves*>(reinterpret_cast<uint16_t*>(row) + i) = halves;
         return (Vec)(words_of(halves) << 16);
     }
-    // Their bits are fewer than those of float32.
+    // A weight is rounded to bfloat16 afterwards, so that fewer bits of it need to be right.
     static inline Vec weight(Vec x) { return rough_exponential(x); }
 };
 #endif
 
 typedef Terms<KIND>::Number Number;
 constexpr long TOGETHER = Terms<KIND>::TOGETHER;
-constexpr uint32_t FIRST = 0xffffu, SECOND = 0xffff0000u, BOTH = FIRST | SECOND;  // of a pair
+constexpr uint32_t FIRST = 0xffffu, SECOND = 0xffff0000u, BOTH = FIRST | SECOND;  // masks of a pair's numbers
 
-// Keys, or values, as they lie in a page: numbers k lie `apart`, and LANES of each behind one another. What lies as far
-// behind `ahead` is brought into the cache meanwhile. That is two tiles ahead: one of 2 KiB is computed in less time
-// than the memory takes.
+// Keys, or values, as they lie in a page: the LANES numbers k are contiguous, and lie `apart` from the numbers k + 1.
+// What lies at the same distance from `ahead`, two tiles further, is prefetched meanwhile: a single tile of 2 KiB is
+// computed in less time than the memory takes to answer.
 struct InPage {
     const Item *numbers, *ahead;
     long apart;
@@ -162,7 +165,7 @@ struct InPage {
     }
 };
 
-// The same, laid aside: vectors lie `apart`, and the numbers of one behind one another.
+// The same after it was laid aside: the numbers of a vector are contiguous, and vectors lie `apart`.
 struct Aside {
     const Number* numbers;
     long apart;
@@ -173,7 +176,7 @@ struct Aside {
     }
 };
 
-// Lay the keys of a tile's head aside, [tokens / LANES, D, LANES]; without a tile, zeros.
+// Lays the keys of a tile's head aside, as [tokens / LANES, D, LANES]; without a tile, writes zeros.
 void lay_keys_aside(const Pages& of, const Item* keys, const Item* ahead, Number* to) {
     if (!keys) std::memset(to, 0, sizeof(*to) * of.tile * of.dim / TOGETHER);
     for (long token = 0; keys && token < of.tile; token += LANES) {
@@ -187,8 +190,9 @@ void lay_keys_aside(const Pages& of, const Item* keys, const Item* ahead, Number
     }
 }
 
-// Lay the values of a tile's head aside, [D / LANES, tokens, LANES], where those of LANES channels lie `apart`; of pairs,
-// what lies before token `low` or from `high` on may be anything, and is laid as zeros. Without a tile, all are.
+// Lays the values of a tile's head aside, as [D / LANES, tokens, LANES], where those of LANES channels lie `apart`.
+// Where pairs are multiplied, tokens before `low` or from `high` on may hold anything, and zeros are written for them.
+// Without a tile, all are zeros.
 void lay_values_aside(const Pages& of, const Item* values, const Item* ahead, long low, long high, Number* to,
                       long apart) {
     for (long d = 0; d < of.dim; d += LANES, to += apart) {
@@ -208,8 +212,8 @@ void lay_values_aside(const Pages& of, const Item* values, const Item* ahead, lo
     }
 }
 
-// Adds N rows' numbers first .. last, rows `stride` apart, times V vectors of each to the sums. These stay in
-// registers, which takes that each loop over them is unrolled.
+// Adds numbers first .. last of N rows, which lie `stride` apart, times the V vectors of each number to the sums. The
+// sums stay in registers only if each loop over them is unrolled.
 template <int N, int V, typename Vectors>
 inline __attribute__((always_inline)) void add(const Number* rows, long stride, const Vectors& vectors, long first,
                                                long last, Vec (&sums)[N][V]) {
@@ -222,8 +226,8 @@ inline __attribute__((always_inline)) void add(const Number* rows, long stride, 
     }
 }
 
-// Scores [N, V * LANES] of N query heads with V vectors of keys, rows `stride` apart; `scales` are those of the keys in
-// int8.
+// Writes the scores [N, V * LANES] of N query heads with V vectors of keys, in rows that lie `stride` apart. Keys of
+// int8 have `scales`.
 template <int N, int V, typename Vectors>
 void scored(const Pages& of, const Number* query, const Vectors& keys, const float* scales, float* scores, long stride) {
     Vec sums[N][V] = {};
@@ -236,8 +240,9 @@ void scored(const Pages& of, const Number* query, const Vectors& keys, const flo
         }
 }
 
-// Adds N rows' weights of tokens low .. high times V vectors of their values to the sums. Where pairs are multiplied,
-// the token beside the first or the last may be anything in a page.
+// Adds the weights of tokens low .. high of N rows times V vectors of their values to the sums. Where pairs are
+// multiplied, the pair of the first or the last token may contain a token that is not seen, whose values may be
+// anything.
 template <int N, int V>
 inline void add_seen(const Number* weights, long stride, InPage values, long low, long high, Vec (&sums)[N][V]) {
     const bool begins_odd = low % TOGETHER, ends_odd = high % TOGETHER;
@@ -259,8 +264,8 @@ inline void add_seen(const Number* weights, long stride, const Aside& values, lo
     add(weights, stride, values, low / TOGETHER, (high + TOGETHER - 1) / TOGETHER, sums);
 }
 
-// V vectors of the values of tokens low .. high, weighed by N query heads' weights, rows `stride` apart, are added to
-// the sums [N, D].
+// Adds V vectors of the values of tokens low .. high to the sums [N, D], weighted by N query heads' weights, whose rows
+// lie `stride` apart.
 template <int N, int V, typename Vectors>
 void weighed(const Pages& of, const Number* weights, long stride, const Vectors& values, long low, long high,
              float* sums) {
@@ -274,23 +279,23 @@ void weighed(const Pages& of, const Number* weights, long stride, const Vectors&
         for (int v = 0; v < V; v++) store(sums + n * of.dim + v * LANES, total[n][v]);
 }
 
-// Where the weights of scores are, as they are multiplied by values.
+// The place of the weights, which replace the scores in the form in which they are multiplied by values.
 inline Number* weights_of(float* scores) { return reinterpret_cast<Number*>(scores); }
 
-// A query, as it is multiplied by keys.
+// Writes a query in the form in which it is multiplied by keys.
 inline void narrow_query(const NewItem* query, long dim, Number* narrow) {
     for (long d = 0; d < dim; d += LANES) Terms<KIND>::narrow(narrow, d, Stored<NEW_KIND>::widen(query + d));
 }
 
-// The weights of one head's products of queries and keys of `count` tokens, which come in their place, as they are
-// multiplied, or IN_FLOATS as numbers of float32; returns their sum, and the largest score in `peak`.
+// Replaces one head's products of a query with the keys of `count` tokens by their weights, in the form in which these
+// are multiplied, or in float32 if IN_FLOATS. Returns the sum of the weights, and the largest score in `peak`.
 template <bool IN_FLOATS = false>
 float softened(float* scores, long count, const Pages& of, float* peak) {
     const float scale = of.cap > 0 ? 1.0f : of.scale;
     if (of.cap > 0)
         for (long i = 0; i < count; i++)
             if (scores[i] > LEAST) scores[i] = of.cap * std::tanh(scores[i] * of.scale / of.cap);
-    constexpr int CHAINS = 4;  // which do not wait for one another
+    constexpr int CHAINS = 4;  // maxima that do not wait for one another
     Vec most[CHAINS] = {};
     for (int c = 0; c < CHAINS; c++) most[c] += LEAST;
     long i = 0;
@@ -313,12 +318,12 @@ float softened(float* scores, long count, const Pages& of, float* peak) {
     return total_of(sums);
 }
 
-// Where a head's keys, or values, lie in the tile that is number i of a row.
+// The place of a head's keys, or values, in tile number i of a row.
 inline const Item* of_tile(const Step& of, const void* plane, long row, long i, long kv_head) {
     return head_of_tile(of, plane, of.address[of.of_row[row * of.most_tiles + i]], kv_head);
 }
 
-// Scores of N rows with all keys of one tile's head.
+// Writes the scores of N rows with all keys of one tile's head.
 template <int N, int V>
 void scored_tile(const Pages& of, const Number* query, const Item* keys, const Item* ahead, float* scores,
                  long stride) {
@@ -329,7 +334,7 @@ void scored_tile(const Pages& of, const Number* query, const Item* keys, const I
     }
 }
 
-// The weights of N rows times the scales of the values, in place: those of int8 are not multiplied themselves.
+// Multiplies the weights of N rows by the scales of the values, in place of the values of int8 themselves.
 inline void scale_weights(const Pages& of, const Item* values, int rows, float* weights, long stride) {
     for (int n = 0; n < rows; n++)
         for (long i = 0; i < of.tile; i += LANES) {
@@ -338,7 +343,7 @@ inline void scale_weights(const Pages& of, const Item* values, int rows, float* 
         }
 }
 
-// Tokens low .. high of one tile's head of values, weighed by N rows' weights, are added to the sums [N, D].
+// Adds the values of tokens low .. high of one tile's head to the sums [N, D], weighted by N rows' weights.
 template <int N, int V>
 void weighed_tile(const Pages& of, const Number* weights, long stride, const Item* values, const Item* ahead, long low,
                   long high, float* sums) {
@@ -356,14 +361,15 @@ struct Registers {
 };
 inline bool uses_amx(const Pages&) { return false; }
 #else
-// AMX computes heads of whole registers. A weight is summed among those of 32 tokens that begin at a multiple of 32.
+// AMX computes heads that fill whole registers. It sums the products of 32 tokens together, which begin at a multiple
+// of 32.
 constexpr long AMX_TOKENS = 2 * AMX_WORDS;
 inline bool uses_amx(const Pages& of) { return KIND == BFLOAT16 && of.dim % (2 * AMX_WORDS) == 0 && may_use_amx(); }
 
 typedef AmxRegisters Registers;
 
-// Adds to sums [rows, C * 16], of rows `y_stride` apart, or begins them: rows of x, `x_stride` apart, times C matrices
-// [steps * 16 pairs, 16], which lie `apart`. There are 16 rows.
+// Adds 16 rows of x, which lie `x_stride` apart, times C matrices [steps * 16 pairs, 16], which lie `apart`, to the
+// sums [16, C * 16], whose rows lie `y_stride` apart. If it BEGINS, the sums were zeros.
 template <int C, bool BEGINS>
 void add_in_amx(const Number* x, long x_stride, const Number* w, long apart, long steps, float* y, long y_stride) {
     const long from = sizeof(*x) * x_stride, to = sizeof(*y) * y_stride;
@@ -409,11 +415,11 @@ void add_all_in_amx(const Number* x, long x_stride, const Number* w, long apart,
     if (c < count) add_in_amx<2, BEGINS>(x, x_stride, w + c * apart, apart, steps, y + c * AMX_WORDS, y_stride);
 }
 
-// What AMX adds to N vectors of sums is added by these vectors in the same order, so that a query alone has the bits of a
-// prompt's; of few rows they are as fast as AMX, and need nothing laid aside.
+// Adds to N vectors of sums in the order of AMX, so that a query alone has the same bits as in a prompt. For few rows
+// this is as fast as AMX, and needs nothing to be laid aside.
 template <int N>
 struct Chains {
-    Vec of_first[N] = {}, of_second[N] = {};  // of a pair
+    Vec of_first[N] = {}, of_second[N] = {};  // the sums of the first and of the second numbers of pairs
 
     inline __attribute__((always_inline)) void add(bool is_second, const float* rows, long stride, const Item* p) {
         const Vec numbers = Stored<BFLOAT16>::widen(reinterpret_cast<const uint16_t*>(p));
@@ -434,14 +440,14 @@ struct Chains {
     }
 };
 
-// While it lives, this thread takes numbers under 2^-126 for zeros, as AMX does.
+// Makes this thread take numbers smaller than 2^-126 for zeros for as long as it lives, as AMX does.
 struct NoSmallNumbers {
     const unsigned before = _mm_getcsr();
     NoSmallNumbers() { _mm_setcsr(before | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
     ~NoSmallNumbers() { _mm_setcsr(before); }
 };
 
-// Scores of N rows with all keys of one tile's head.
+// Writes the scores of N rows with all keys of one tile's head, in the order of AMX.
 template <int N>
 void score_as_amx(const Pages& of, const float* query, const Item* keys, const Item* ahead, float* scores, long stride) {
     for (long from = 0; from < of.tile; from += LANES) {
@@ -462,7 +468,7 @@ void score_as_amx(const Pages& of, const float* query, const Item* keys, const I
     }
 }
 
-// Values of tokens low .. high of a tile, weighed by N rows' weights, are added to the chains.
+// Adds the values of tokens low .. high of a tile to the chains, weighted by N rows' weights.
 template <int N>
 inline void weigh_as_amx(const Pages& of, const float* weights, long stride, const Item* values, const Item* ahead,
                          long low, long high, Chains<N>& chains) {
@@ -478,7 +484,7 @@ inline void weigh_as_amx(const Pages& of, const float* weights, long stride, con
     if (low < high) add(false, low);
 }
 
-// One part of a row, as part_of computes it.
+// Computes one part of a row as part_of does, in the order of AMX.
 template <int N>
 void part_as_amx(const Step& of, long row, long head, long first, long last, float* scores, float* sums, float* peaks,
                  float* totals) {
@@ -526,16 +532,16 @@ void part_as_amx(const Step& of, long row, long head, long first, long last, flo
 }
 #endif
 
-// One part of a row: N query heads from `head` on over some of the row's tiles. Returns sums [N, D], the largest
-// scores and the sums of weights.
+// Computes one part of a row: N query heads from `head` on over some of the row's tiles. Writes the sums [N, D], the
+// largest scores and the sums of weights.
 template <int N>
 void part_of(const Step& of, long row, long head, long first, long last, float* scores, float* sums, float* peaks,
              float* totals) {
     const long kv_head = head / (of.heads / of.kv_heads);
     const long count = (last - first) * of.tile;
-    Number* query = weights_of(scores + N * count);  // in the room behind them
+    Number* query = weights_of(scores + N * count);  // It lies behind the scores
     narrow_query(of.query + (row * of.heads + head) * of.dim, N * of.dim, query);
-    // The tiles are read in this order: all keys, then all values. Behind these the last is named again.
+    // Tile i in the order of reading: all keys, then all values. Numbers beyond the last tile name that one again.
     const auto in_order = [&](long i) {
         const long number = std::min(i < last ? i : first + (i - last), last - 1);
         return of_tile(of, i < last ? of.keys : of.values, row, number, kv_head);
@@ -568,7 +574,7 @@ void part_of(const Step& of, long row, long head, long first, long last, float* 
     }
 }
 
-// The same of `count` heads, which are at most MOST_HEADS.
+// Computes one part of a row for `count` heads, at most MOST_HEADS.
 template <int N = MOST_HEADS>
 void part_of_heads(long count, const Step& of, long row, long head, long first, long last, float* scores, float* sums,
                    float* peaks, float* totals) {
@@ -582,7 +588,8 @@ void part_of_heads(long count, const Step& of, long row, long head, long first, 
         if (count < N) part_of_heads<N - 1>(count, of, row, head, first, last, scores, sums, peaks, totals);
 }
 
-// The heads of a group read each tile together, or in as few equal shares as the registers allow.
+// Computes one part of a row for all heads of a group. They read each tile together, or in as few equal shares as the
+// registers allow.
 void heads_of(const Step& of, long row, long kv_head, long first, long last, float* scores, float* sums, float* peaks,
               float* totals) {
     const long group = of.heads / of.kv_heads, shares = (group + MOST_HEADS - 1) / MOST_HEADS;
@@ -593,7 +600,8 @@ void heads_of(const Step& of, long row, long kv_head, long first, long last, flo
     }
 }
 
-// What a row has read so far of one head: its largest score, the sum of its weights, and that of its values [D].
+// What a row has read of one head so far: the largest score, the sum of the weights, and the weighted sum of values
+// [D].
 struct Read {
     float top, total;
     float* output;
@@ -604,12 +612,12 @@ inline Read begun(float sink, float* output, long dim) {
     return {sink, sink > LEAST ? 1.0f : 0.0f, output};
 }
 
-// Join one part more, of which something is seen.
+// Joins one more part, of which the row sees something.
 inline void join(Read& read, float peak, float total, const float* sums, long dim) {
     const bool is_higher = peak > read.top;
     const float before = is_higher ? std::exp(read.top - peak) : 1.0f, now = is_higher ? 1.0f : std::exp(peak - read.top);
     read.top = is_higher ? peak : read.top;
-    // Which product is fused with the sum is said here, lest a compiler fuse another one elsewhere
+    // The product that is fused with the sum is named here, because compilers could choose another one elsewhere
     read.total = __builtin_fmaf(read.total, before, total * now);
     for (long d = 0; d < dim; d++) read.output[d] = __builtin_fmaf(read.output[d], before, sums[d] * now);
 }
@@ -618,14 +626,14 @@ inline void finish(const Read& read, long dim, NewItem* output) {
     for (long d = 0; d < dim; d += LANES) Stored<NEW_KIND>::narrow(output + d, load(read.output + d) / read.total);
 }
 
-// A part has so many tiles, and the longest row at most so many parts, since its first may lack tiles.
+// The number of tiles of a part, and the most parts of a row, whose first part may lack tiles.
 inline long tiles_of_part(const Pages& of) { return std::max(1L, PART / of.tile); }
 inline long most_parts(const Step& of) { return (of.most_tiles + 2 * tiles_of_part(of) - 2) / tiles_of_part(of); }
 
-// Numbers that one part takes of a thread: its scores, and its queries.
+// The room that a thread needs for one part, in numbers: for scores and for queries.
 inline long room_of_part(const Pages& of) { return MOST_HEADS * (tiles_of_part(of) * of.tile + of.dim); }
 
-// Numbers that the parts of a row's heads take until they are joined.
+// The room that the parts of all heads of a row take until they are joined, in numbers.
 inline long room_of_row(const Step& of) { return most_parts(of) * of.heads * (of.dim + 2); }
 
 void attended(const Step& of, float* room, float* all_scores, int num_threads) {
@@ -666,8 +674,8 @@ void attended(const Step& of, float* room, float* all_scores, int num_threads) {
     }
 }
 
-// Some rows at a time, so that what their parts take is bounded whatever the number of rows; returns false where there
-// is no memory.
+// Computes some rows at a time, so that their parts take bounded room whatever the number of rows. Returns false where
+// there is no memory.
 bool attended_in_turn(const Step& of, int num_threads) {
     const long at_once = std::max(1L, std::min(of.rows, ROOM / room_of_row(of)));
     float *room = room_for(at_once * room_of_row(of)), *scores = room_for(room_of_part(of) * num_threads);
@@ -697,7 +705,7 @@ struct Prompts : Pages {
     long num_spans, window, first_key;  // a window of 0 is none
 };
 
-// What one thread needs for a block of rows.
+// The memory in which one thread computes a block of rows.
 struct Room {
     float *scores, *sums, *output, *tops, *totals, *scales;
     Number *query, *aside;
@@ -710,8 +718,8 @@ struct Room {
         return whole(num_queries * (of.heads / of.kv_heads), uses_amx(of) ? AMX_ROWS : MOST_HEADS);
     }
     static long rows_of(const Pages& of) { return rows_of(of, queries_of(of)); }
-    // Scores and sums are kept for so many rows, and so many tokens are laid aside. AMX goes through a part some rows
-    // at a time, whose scores stay in the first cache.
+    // The rows for which scores and sums are kept, and the tokens that are laid aside. AMX computes a part by a few
+    // rows at a time, whose scores stay in the first cache.
     static long rows_at_once(const Pages& of) { return uses_amx(of) ? AMX_ROWS : rows_of(of); }
     static long tokens_aside(const Pages& of) { return uses_amx(of) ? tiles_of_part(of) * of.tile : STRETCH; }
     // Rows of scores lie apart by no power of 2, so that they do not fall into the same lines of the first cache.
@@ -720,7 +728,7 @@ struct Room {
         return rows_of(of) * 2 * of.dim + rows_at_once(of) * (of.dim + stride(of)) + STRETCH +
                tokens_aside(of) * of.dim + whole_lines(2 * rows_of(of));
     }
-    // For a block of so many queries, which may be fewer than there is room for.
+    // Divides the memory for a block of so many queries, which may be fewer than there is room for.
     Room(const Pages& of, float* at, long num_queries) : rows(rows_of(of, num_queries)) {
         query = weights_of(at);
         output = at + rows_of(of) * of.dim;
@@ -750,7 +758,7 @@ struct Block {
     bool sees(long row, long begin, long end) const { return low(row) < end && high(row) > begin; }
 };
 
-// Tokens from .. to of a block: a stretch of a part, which begins at token `begin`.
+// Tokens from .. to that a block reads: a stretch of a part, and the part begins at token `begin`.
 struct Stretch {
     const Block& block;
     long begin, from, to;
@@ -763,7 +771,7 @@ struct Stretch {
     }
 };
 
-// Lay the keys of a stretch aside, and in int8 their scales.
+// Lays the keys of a stretch aside, and in int8 their scales.
 void lay_keys_aside(const Stretch& of, Number* aside, float* scales) {
     const Pages& pages = of.block.of;
     for (long token = of.from; token < of.to; token += pages.tile) {
@@ -774,7 +782,7 @@ void lay_keys_aside(const Stretch& of, Number* aside, float* scales) {
     }
 }
 
-// Lay the values of a stretch aside; of pairs, what the block does not see may be anything.
+// Lays the values of a stretch aside. In pairs, a token that the block does not see may hold anything.
 void lay_values_aside(const Stretch& of, Number* aside) {
     const Pages& pages = of.block.of;
     for (long token = of.from; token < of.to; token += pages.tile) {
@@ -785,8 +793,8 @@ void lay_values_aside(const Stretch& of, Number* aside) {
     }
 }
 
-// Scores of all rows of a block with a stretch, those that a row does not see being -infinity. A row's scores end with
-// the vector of the last token that one of its MOST_HEADS rows sees.
+// Writes the scores of all rows of a block with a stretch, -infinity for tokens that a row does not see. The scores of
+// MOST_HEADS neighbouring rows end with the vector of the last token that one of them sees.
 void scores_of(const Stretch& of, const Room& room, long stride) {
     constexpr int N = MOST_HEADS;
     const Block& block = of.block;
@@ -812,7 +820,7 @@ void scores_of(const Stretch& of, const Room& room, long stride) {
     }
 }
 
-// The sums of the values of a stretch, by the weights of all rows.
+// Adds the values of a stretch to the sums of all rows, by their weights.
 void weigh(const Stretch& of, const Room& room, long stride) {
     constexpr int N = MOST_HEADS;
     const Block& block = of.block;
@@ -840,7 +848,7 @@ void weigh(const Stretch& of, const Room& room, long stride) {
 }
 
 #if defined(HAS_AMX)
-// Read one part, tokens begin .. end, as read_part does, 16 rows at a time.
+// Reads one part, tokens begin .. end, as read_part does, by AMX and 16 rows at a time.
 void read_part_in_amx(const Block& block, const Room& room, Read* reads, long begin, long end) {
     const Prompts& of = block.of;
     const Stretch part = {block, begin, begin, end};
@@ -873,8 +881,8 @@ void read_part_in_amx(const Block& block, const Room& room, Read* reads, long be
 }
 #endif
 
-// Read one part, tokens begin .. end: weights of the rows that see some of it, and the sums of their values, which are
-// joined.
+// Reads one part, tokens begin .. end: computes the weights of the rows that see some of it and the sums of their
+// values, and joins these with the parts before.
 void read_part(const Block& block, const Room& room, Read* reads, long begin, long end) {
     const Prompts& of = block.of;
     const long stride = Room::stride(of);
@@ -954,8 +962,8 @@ bool prompts_read(const Prompts& of, int num_threads) {
     return has_memory;
 }
 
-// The scale of a head's numbers in int8: that by which they reach 127, or one where they are multiples of scales that
-// their channels have. It is not finite where the head is not.
+// The scale of a head's numbers in int8: the one by which the largest number becomes 127, or 1 where the numbers are
+// multiples of their channels' own scales already (`in_units`). It is not finite where the head is not.
 inline float scale_of(const float* x, long dim, bool in_units) {
     float most = 0;
     bool has_nan = false;
@@ -968,7 +976,7 @@ inline float scale_of(const float* x, long dim, bool in_units) {
     return in_units ? 1.0f : std::max(most / 127, FLT_MIN);  // zeros are not divided by zero
 }
 
-// A number as the pages hold it.
+// Converts a number to the form in which pages hold it.
 template <typename New>
 inline Item stored(New x, float scale) {
     if constexpr (KIND == INT8) {
@@ -979,8 +987,8 @@ inline Item stored(New x, float scale) {
     }
 }
 
-// New tokens' numbers of one head are written to their places in its tile: numbers of keys lie `apart`, and those of
-// values in runs of `run`.
+// Writes a new token's numbers of one head to their places in its tile: runs of `run` numbers lie `next_run` apart, and
+// the numbers of a run lie `apart`.
 template <typename New>
 void written(const New* x, Item* head, const Pages& of, long first, long run, long next_run, long apart, long token,
              bool in_units) {
@@ -997,7 +1005,8 @@ void written(const New* x, Item* head, const Pages& of, long first, long run, lo
 
 extern "C" {
 
-// Single queries, and where `sums` is given, those of their weights; returns whether there was memory for it.
+// Computes single queries, and the logarithms of their sums of exponents where `sums` is given. Returns whether there
+// was memory for it.
 bool decode(const Pages* pages, const void* query, const int64_t* address, const int64_t* of_row, const int32_t* low,
             const int32_t* high, const uint8_t* is_tile, const int64_t* first_tile, void* output, float* sums,
             long rows, long most_tiles, int num_threads) {
@@ -1009,7 +1018,8 @@ bool decode(const Pages* pages, const void* query, const int64_t* address, const
     return attended_in_turn(of, num_threads);
 }
 
-// Spans of prompts, whose own keys and values are in the pages already; returns whether there was memory for it.
+// Computes spans of prompts, whose own keys and values are in the pages already. Returns whether there was memory for
+// it.
 bool extend(const Pages* pages, const void* query, const int64_t* address, const int64_t* spans, void* output,
             long num_spans, long window, long first_key, int num_threads) {
     Prompts of;
@@ -1020,8 +1030,8 @@ bool extend(const Pages* pages, const void* query, const int64_t* address, const
     return prompts_read(of, num_threads);
 }
 
-// key and value [T, K, D] are of the pages' type, or float32 where that is int8, and rows lie as far apart as their
-// strides say; places [T] are those of tokens in the cache, counted over all pages.
+// Writes key and value [T, K, D], which have the pages' type, or float32 where that is int8. Tokens lie as far apart as
+// the strides say; places [T] are those of the tokens in the cache, counted over all pages.
 void write_tokens(const Pages* pages, const void* key, const void* value, const int64_t* places, long num_tokens,
                   long key_stride, long value_stride, bool in_units, int num_threads) {
     const Pages& of = *pages;

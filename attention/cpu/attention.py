@@ -32,7 +32,7 @@ from continuous_batching.batch import Batch, ragged_ranges
 from devices.onednn import product_dtype
 from devices.shapes import AttentionShape
 
-SHORT = 4  # spans of up to so many tokens are read as decodes, one row for each token
+SHORT = 4  # most tokens of a span that is read like decodes, by one row for each token
 # Tiles computed at a time without the compiler, whose float32 copies fit into the processor's cache
 SLAB = 64
 
@@ -53,9 +53,9 @@ class CpuMetadata(AttentionMetadata):
 class CpuAttention(Attention):
     """Attention on a CPU.
 
-    With `library`, the source that is compiled for this machine, all is read by it where whole vectors fit;
-    decodes are slow without. `batch_invariant` needs it, because a query's sums then have the same bits
-    whatever it is read with.
+    `library` is `attention.cpp`, compiled for this machine. It reads all spans whose pages are whole vectors;
+    without it decodes are slow. `batch_invariant` needs it, because it sums what a query reads in the same
+    order whatever else is read.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""Attend in C++, which reads each byte of the cache in its own type and widens it in registers.
+"""Call `attention.cpp`, which attends over pages in their stored type and widens numbers in registers.
 
-Pages of bfloat16 are multiplied as they are where the processor does that itself; queries and weights are
-then rounded to it, and products summed in float32.
+Where the processor multiplies bfloat16 itself, pages of bfloat16 are not widened: queries and weights are
+rounded to bfloat16, and products are summed in float32.
 
-`attention.cpp` sums what a query reads in one order, whatever it is batched with, on any number of threads,
-and whether it is read alone or among the queries of a prompt. It takes pages whose tiles and heads are whole
-vectors, in one type of numbers, for which it is compiled; in int8 it quantises what is written, as
+The source sums what a query reads in one order, whatever it is batched with, on any number of threads, and
+whether it is read alone or among the queries of a prompt. It is compiled for one type of numbers, and takes
+pages whose tiles and heads are whole vectors. In int8 it quantises what is written, as
 `attention/int8_pages.py` defines it.
 """
 
@@ -26,7 +26,7 @@ from devices.cpp_sources import KINDS, compiled_source
 from devices.shapes import AttentionShape
 
 SOURCE = Path(__file__).with_name("attention.cpp")
-MOST_LANES = 16  # float32 of the longest vectors
+MOST_LANES = 16  # float32 numbers in the longest vectors
 PAGE_KINDS = KINDS | {torch.int8: 3}  # enum Kind of the source
 
 

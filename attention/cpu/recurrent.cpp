@@ -145,7 +145,7 @@ struct Room {
     }
 };
 
-// What one thread computes with. Rows of K numbers have zeros up to a whole vector behind them.
+// The memory in which one thread computes. Rows of K numbers are followed by zeros up to a whole vector.
 struct Work {
     float *query, *key;          // [PIECE, K]
     float *decayed, *lasting;    // keys, then queries, decayed since the piece's start [2 PIECE, K]; keys until its end
@@ -364,8 +364,8 @@ void decay_by_channel(const Rule& of, long token, long head, long count, Work& w
         }
 }
 
-// What the tokens write solves a triangular system: each subtracts what its key finds of those before it. Rows of the
-// last tile that are behind the last token get any numbers, and their rows are nobody's.
+// Solves the triangular system of what the tokens write: each subtracts what its key finds of those before it. The last
+// tile may have rows behind the last token; these get any numbers, and nobody reads them.
 void solve(long count, const float* below, float* written) {
     for (long first = 0; first < count; first += ROWS) {
         const float* factors = below + first * WIDE;
@@ -447,9 +447,9 @@ void to_rows(const Rule& of, const float* panels, float* rows) {
                       width);
 }
 
-// Advance the states of all value heads of a key head by a span. They are in rows while single tokens advance them,
-// which lie in the cache itself where that is of float32, and in panels while pieces do. What is left in the null page,
-// as by drafts, is read by nobody: spans on several threads leave something there at once, so they advance a copy.
+// Advance the states of all value heads of a key head by a span. The states lie in rows while single tokens advance
+// them, in the cache itself where that is of float32, and in panels while pieces do. A span whose state is not kept, as
+// with drafts, has the null page as its target; it advances a copy, because several threads have that target at once.
 void advance_span(const Rule& of, const Span& span, long key_head, Work& work) {
     const long size = of.value_dim * of.key_dim, first = key_head * of.shared(), all = of.shared() * size;
     const long from = (span.source * of.heads + first) * size, to = (span.target * of.heads + first) * size;

@@ -174,7 +174,7 @@ class WideSpan:
 class WideHeadAttention(SingleQueryAttention[WideSpan]):
     """Attention on an NPU by heads that no packed batch may have, without windows and sinks."""
 
-    # As with latents, the zeros before a head's first key count with a score of 0: drafts may differ by it,
+    # The zeros before a head's first key count with a score of 0, as with latents: drafts may differ by it,
     # and no token does
     leaves_first_out = False
 

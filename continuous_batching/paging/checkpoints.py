@@ -24,7 +24,7 @@ from kv_cache.states import GRID, StateGroup
 MOST_WANTED = 4  # states of a row at which it stops to look for more
 MOST_ON_THE_WAY = 4  # states that a prompt leaves before its end because nothing of it was known
 LEAST_ON_THE_WAY = 512  # tokens before the first of these: fewer are computed again sooner than kept
-SURE = 8  # how far what returned lately counts, of answers as they were given and of others
+SURE = 8  # bound of the tally of prompts that contain answers as they were given, and of those that do not
 NEVER = np.iinfo(np.int64).max
 
 
@@ -46,12 +46,12 @@ class Checkpoints:
         self._slots, self._group, self._prefix, self._shares = slots, group, prefix, shares
         self._copy = copy
         self.every = group.every_pages * slots.page_size  # tokens between positions where states are kept
-        # Above 0 if recent prompts went on from answers as they were given more often than from other texts
+        # It is above 0 if recent prompts continued answers as they were given more often than other texts
         self._returned = 0
         self._wanted: dict[int, list[int]] = {}  # ascending, by row
         self._on_the_way: dict[int, list[int]] = {}  # likewise, those that need a free page
-        # By row, the end of a conversation from which it goes on, and how often that was gone on from
-        self._goes_on_from: dict[int, tuple[bytes | None, int]] = {}
+        # The end of the conversation that each row continues, and how often that end was continued
+        self._continued: dict[int, tuple[bytes | None, int]] = {}
         self._next = np.full(slots.num_slots, NEVER, dtype=np.int64)  # the first of both
         # [N] the page end at which each row is to keep the next state of its answer
         self._due = np.full(slots.num_slots, NEVER, dtype=np.int64)
@@ -61,7 +61,7 @@ class Checkpoints:
         return num_pages // self._group.every_pages * self._group.every_pages
 
     def enter(self, row: int, keys: Sequence[bytes], found: Index, rows: Sequence[int]) -> None:
-        """Want the states of a row that has just been given what it starts from.
+        """Want the states of a row that has just been given the pages and the state that it starts from.
 
         `keys` are those of the pages that it may share, and `found` the pages of these that are cached,
         whether or not it could start behind them. `rows` compute their prompts.
@@ -118,10 +118,10 @@ class Checkpoints:
             self._due[row] = first // self.every * self.every + self.every
 
     def _learn(self, num_pages: int, last: int, keys: Sequence[bytes]) -> None:
-        """Learn from a row that goes on behind its pages whether answers come back as they were given.
+        """Learn from a row that resumes a prefix whether clients send answers back as they were given.
 
-        The first who goes on from the end of a prompt is its conversation; clients may strip what the model
-        thought, and then go on with other tokens.
+        The first request that continues from the end of a prompt belongs to its conversation. A client that
+        strips the model's thoughts continues with other tokens than those of the answer.
         """
         end = self._group.end_behind(last)
         if end is None or end.num_hits != 1:
@@ -131,22 +131,22 @@ class Checkpoints:
         self._group.answers_return = self._returned > 0
 
     def _arrive(self, row: int, keys: Sequence[bytes]) -> None:
-        """Note from which end of a conversation a new row goes on, whether its state is still kept or not."""
-        end, times = self._goes_on_from[row] = self._group.returns.arrive(keys)
+        """Record which conversation a new row continues, whether that one's state is still kept or not."""
+        end, times = self._continued[row] = self._group.returns.arrive(keys)
         num_pages = int(self._slots.num_pages[row])
         if num_pages and keys[num_pages - 1] == end:
             self._group.has_returned(int(self._slots.pages(row)[-1]), times)
 
     def _note_end(self, row: int, at: int, entry: int) -> None:
-        """Know the state behind an entry, page `at` of a row, if a conversation is to go on from it."""
+        """Record the state behind page `at` of a row if a conversation is expected to continue from it."""
         end, group = self._group.end_behind(entry), self._group
-        if end is None or row not in self._goes_on_from or (end.is_answer and not group.answers_return):
+        if end is None or row not in self._continued or (end.is_answer and not group.answers_return):
             return
-        before, times = self._goes_on_from[row]
+        before, times = self._continued[row]
         key = self._slots.requests[row].page_keys[at]
         group.returns.note(key, times, before)
         group.has_returned(entry, times)
-        self._goes_on_from[row] = key, times
+        self._continued[row] = key, times
 
     def published(self, row: int, first: int, indexes: Index) -> None:
         """Let states of a row, which can be found from now on at these of its pages, cover earlier ones."""
@@ -165,7 +165,7 @@ class Checkpoints:
     def num_useful(self, row: int) -> int:
         """Return how many pages of a row precede its last state from which others are expected to go on.
 
-        Nobody is from that of an answer, unless answers return.
+        Nobody is expected to continue from the state of an answer, unless answers return.
         """
         pages = self._slots.pages(row)
         behind = np.flatnonzero(self._group.is_here(pages))
@@ -186,7 +186,7 @@ class Checkpoints:
     def leave(self, row: int) -> None:
         """Forget what was wanted of a row, which ends."""
         self._drop_wanted(row)
-        self._goes_on_from.pop(row, None)
+        self._continued.pop(row, None)
         self._due[row] = NEVER
 
     def _drop_wanted(self, row: int) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from continuous_batching.batch import Batch
 from continuous_batching.policies.policy import ALL, Busy, in_order
-from continuous_batching.step_time import StepTime
+from continuous_batching.step_time import Floats, StepTime
 from kv_cache.pages import Index
 
 
@@ -118,9 +118,9 @@ class AdaptiveChunks(Chunks):
             return Limit(min(most, self._min_tokens))
         prompts = busy.computed[~decodes]
         start, read = int(prompts[0]) if len(prompts) else 0, int(busy.computed[decodes].sum())
-        costs = self._step_time.prompts
-        times_s = costs.step_s + costs.token_s * (num_decodes + sizes) + costs.context_s * (read + start)
-        times_s += costs.pair_s * (read + num_decodes / 2 + sizes * (start + sizes / 2))
+        num_tokens: Floats = (num_decodes + sizes).astype(np.float64)
+        num_pairs: Floats = read + num_decodes / 2 + sizes * (start + sizes / 2)
+        times_s = self._step_time.prompts.seconds(num_tokens, read + start, num_pairs)
         within = self.margin * times_s <= self._target_itl_s
         num_fitting = len(sizes) if within.all() else int(np.argmin(within))
         return Limit(int(sizes[num_fitting - 1]) if num_fitting else self._min_tokens)

@@ -371,7 +371,7 @@ class Throughput:
         decodes = lens == 1
         num_rows = self._num_rows(offers)
         costs, context = self._step_time.decodes, int(offers.starts[decodes].sum())
-        plain_s = costs.step_s + costs.token_s * num_rows + costs.context_s * context
+        plain_s = costs.seconds(num_rows, context)
         drafted_s, token_s = costs.drafted_s, costs.token_s
         if len(lens) > num_rows:
             drafted_s, token_s = 0.0, max(token_s, self._step_time.prompt_token_s)

@@ -1,8 +1,9 @@
-"""A CPU's memory in huge pages, where the system has them.
+"""Allocate a CPU's memory in huge pages, where the system has them.
 
-What a step reads in small or scattered pieces (a cache's pages, the panels of weights) is read faster so: the
-processor keeps the addresses of few pages, and looks a further one up for every 4 KiB. Systems give huge
-pages to who asks for them (`madvise`), which torch's allocator does not.
+The processor keeps the addresses of only a few pages, and looks up that of each further one. With pages of
+4 KiB this slows whatever a step reads in small or scattered pieces, such as a cache's pages and the panels of
+weights. The system gives huge pages to a process that asks for them (`madvise`), which torch's allocator does
+not do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Say which parts of a page which rank of one engine sends to which rank of another.
+"""Determine which parts of a page each rank of one engine sends to each rank of another.
 
 An engine of several ranks divides its layers among stages, and each layer's key-value heads among the ranks
 of a stage; where there are fewer heads than ranks, several ranks hold the same, or divide the tokens of each
@@ -26,7 +26,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     stop_layer: Annotated[int, Meta(ge=0, le=MOST_LAYERS)]
     first_head: Annotated[int, Meta(ge=0, le=MOST_HEADS)] = 0
     stop_head: Annotated[int, Meta(ge=0, le=MOST_HEADS)] = 1
-    # Of each page, it holds the tokens whose number is `turn` modulo `turns`
+    # The tokens of each page that it holds are those whose number is `turn` modulo `turns`
     turn: Annotated[int, Meta(ge=0, lt=MOST_RANKS)] = 0
     turns: Annotated[int, Meta(ge=1, le=MOST_RANKS)] = 1
 

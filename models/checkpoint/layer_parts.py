@@ -27,7 +27,7 @@ class LayerParts:
     vectors: dict[str, tuple[Tensor, tuple[int, ...]]]
     # Linears of a checkpoint that a linear joins
     joined: list[tuple[str, tuple[str, ...], Linear | UpProjection]]
-    orders: dict[str, Tensor | None]  # orders of rows, as in `Place.order`
+    orders: dict[str, Tensor | None]  # orders of rows, as in `Destination.order`
 
     @staticmethod
     def of(layer: DecoderLayer, prefix: str, config: DecoderConfig, number: int = 0) -> LayerParts:

@@ -1,4 +1,4 @@
-"""Find the places of the tensors that msModelSlim stores of a weight, by the types of its description.
+"""Find the destinations of the tensors that msModelSlim stores of a weight, by the types of its description.
 
 W8A8_DYNAMIC has `weight` int8 [out, in], `weight_scale` [out, 1] and `weight_offset` [out, 1], which is zero:
 the weights are symmetric. W8A8 has `deq_scale` [out], which is the product of the inputs' scale and the
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.checkpoint.destination import FLOATS, Destination, check_finite
 from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint
-from models.checkpoint.place import FLOATS, Place, check_finite
-from models.checkpoint.stored_parts import Gathering, PartPlace
+from models.checkpoint.stored_parts import Gathering, PartDestination
 from models.config import UP
 from models.modelslim import CACHE_SCALE, DYNAMIC, FLOAT, MIXED, STATIC, W4A8, W8A16, Described
 from models.ops.operands import unpaired
@@ -53,12 +53,12 @@ class Unused:
         return () if self.must_be_zero or not self.shape else (slice(0, 0),)
 
     def part(self, whole: Any) -> Tensor:
-        """See Place.part."""
+        """See Destination.part."""
         found: Tensor = whole[self.slices]
         return found
 
     def take(self, file: Path, name: str, tensor: Tensor) -> None:
-        """Raise ValueError if it changes something after all; see Place.take."""
+        """Raise ValueError if it changes something after all; see Destination.take."""
         if self.must_be_zero and bool(tensor.any()):
             raise ValueError(
                 f"{file}: {name} is not zero, and what is read is symmetric: export the model again without"
@@ -67,11 +67,11 @@ class Unused:
 
 
 @dataclass(frozen=True, slots=True)
-class OfInputs(Place):
+class OfInputs(Destination):
     """The destination of the scale, or the offset, of a linear's inputs, which is held for each output."""
 
     def take(self, file: Path, name: str, tensor: Tensor) -> None:
-        """See Place.take."""
+        """See Destination.take."""
         (value,) = tensor.double().tolist()
         is_scale = name.endswith(OF_INPUTS[0])
         is_right = 0 < value < math.inf if is_scale else -128 <= value <= 127 and value == round(value)
@@ -82,16 +82,16 @@ class OfInputs(Place):
 
 
 @dataclass(frozen=True, slots=True)
-class OfOutputs(Place):
+class OfOutputs(Destination):
     """The destination of `deq_scale`, of which a model in float16 stores the bits in an int64."""
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """See Place.stored."""
+        """See Destination.stored."""
         return OF_SCALES
 
     def take(self, file: Path, name: str, tensor: Tensor) -> None:
-        """See Place.take."""
+        """See Destination.take."""
         found = scale_of(tensor)
         check_finite(file, name, found, self.dtype)
         if bool((found < 0).any()):
@@ -102,11 +102,11 @@ class OfOutputs(Place):
 
 
 @dataclass(frozen=True, slots=True)
-class OfChannels(Place):
+class OfChannels(Destination):
     """The destination of a cache's scales, one for each channel, or one for all of them."""
 
     def take(self, file: Path, name: str, tensor: Tensor) -> None:
-        """See Place.take."""
+        """See Destination.take."""
         found = tensor.float()
         if not bool(((found > 0) & found.isfinite()).all()):
             raise ValueError(f"{file}: {name} holds a number that is no scale above 0; copy it again")
@@ -147,14 +147,14 @@ def rotation_of(form: Quantization | None, hidden_size: int) -> Tensor | None:
     return found
 
 
-DescribedPlaces = dict[str, Place | PartPlace | Unused]
+DescribedDestinations = dict[str, Destination | PartDestination | Unused]
 
 
 def in_described(
-    places: dict[str, Place | PartPlace], form: Quantization | None, path: Path
-) -> DescribedPlaces:
+    places: dict[str, Destination | PartDestination], form: Quantization | None, path: Path
+) -> DescribedDestinations:
     """Return the destinations of a checkpoint's tensors, if msModelSlim's description says their types."""
-    more: DescribedPlaces = dict(places)
+    more: DescribedDestinations = dict(places)
     if not isinstance(form, Described):
         return more
     shapes = dict(_shapes(path))
@@ -170,7 +170,7 @@ def in_described(
             elif shape == (1,):
                 more[name] = OfChannels(own.room, shape, ())
         kind, place = form.types.get(linear, FLOAT), places.get(f"{linear}.weight")
-        if kind == FLOAT or not isinstance(place, Place):
+        if kind == FLOAT or not isinstance(place, Destination):
             continue
         if end == "weight" and kind == W4A8 and form.form(linear) == "int8":
             more[name] = _widened(name, place)
@@ -183,19 +183,21 @@ def in_described(
     return more
 
 
-def _static(end: str, place: Place | PartPlace | Unused) -> Place | PartPlace | Unused:
-    """Return the place of a static linear's tensor as such, or any other place as it is."""
+def _static(
+    end: str, place: Destination | PartDestination | Unused
+) -> Destination | PartDestination | Unused:
+    """Return the destination of a static linear's tensor as such, or any other as it is."""
     kinds = {"deq_scale": OfOutputs} | dict.fromkeys(OF_INPUTS, OfInputs)
-    if type(place) is not Place or end not in kinds:
+    if type(place) is not Destination or end not in kinds:
         return place
     return kinds[end](place.room, place.shape, place.slices, place.order, place.ranges)
 
 
-def _widened(name: str, place: Place) -> PartPlace:
+def _widened(name: str, place: Destination) -> PartDestination:
     """Return what unpacks a weight in 4 bits to int8."""
     gathering = Gathering((place,), name, lambda found: (unpaired(found["weight"]),))
     outputs, inputs = place.shape
-    return PartPlace(
+    return PartDestination(
         gathering, "weight", (outputs // 2, inputs), of_pairs(name, place.slices), ("I8",), ("weight",)
     )
 
@@ -210,13 +212,13 @@ def of_pairs(name: str, slices: Slices) -> Slices:
     return (slice(rows.start // 2, rows.stop // 2), *slices[1:])
 
 
-def _multiplied_out(linear: str, places: DescribedPlaces) -> dict[str, PartPlace]:
+def _multiplied_out(linear: str, places: DescribedDestinations) -> dict[str, PartDestination]:
     """Return what makes the scale of a weight alone, of a linear whose inputs are not quantised.
 
-    An older export has that scale, and then a place for it is there already.
+    An older export has that scale, and then there is a destination for it already.
     """
     place = places.pop(f"{linear}.weight_scale", None)
-    if not isinstance(place, Place):
+    if not isinstance(place, Destination):
         return {}
     ends = ("deq_scale", "input_scale")
     gathering = Gathering(
@@ -227,8 +229,8 @@ def _multiplied_out(linear: str, places: DescribedPlaces) -> dict[str, PartPlace
     rows = place.slices[:1]
     outputs = (place.shape[0],)
     return {
-        f"{linear}.{ends[0]}": PartPlace(gathering, ends[0], outputs, rows, OF_SCALES, ends),
-        f"{linear}.{ends[1]}": PartPlace(gathering, ends[1], (1,), (), FLOATS, ends),
+        f"{linear}.{ends[0]}": PartDestination(gathering, ends[0], outputs, rows, OF_SCALES, ends),
+        f"{linear}.{ends[1]}": PartDestination(gathering, ends[1], (1,), (), FLOATS, ends),
     }
 
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.checkpoint.destination import FLOATS, Destination
 from models.checkpoint.files import tensor_names
 from models.checkpoint.modelslim import Unused
-from models.checkpoint.place import FLOATS, Place
-from models.checkpoint.stored_parts import PartPlace
+from models.checkpoint.stored_parts import PartDestination
 from models.config import DecoderConfig
 from models.parallel.share import Slices
 from models.quantization import MXFP4_BLOCK
@@ -51,18 +51,18 @@ class Stack:
 
     shape: tuple[int, ...]  # shape of the tensor
     slices: Slices  # what this rank reads of it, the experts first
-    places: dict[int, list[Place]]  # destinations of the experts on this rank, in interleaved order
+    places: dict[int, list[Destination]]  # destinations of the experts on this rank, in interleaved order
     is_turned: bool = False  # whether inputs come before outputs
     stored: tuple[str, ...] = FLOATS
     ranges: tuple[slice, ...] = ()
 
     def part(self, whole: Any) -> Tensor:
-        """See Place.part."""
+        """See Destination.part."""
         found: Tensor = whole[self.slices]
         return found
 
     def take(self, file: Path, name: str, tensor: Tensor) -> None:
-        """See Place.take."""
+        """See Destination.take."""
         for number, rows in enumerate(tensor, self.slices[0].start):
             self.take_expert(file, name, number, rows.t() if self.is_turned else rows)
 
@@ -91,15 +91,15 @@ class PackedStack:
         return self.stack.slices
 
     def part(self, whole: Any) -> Tensor:
-        """See Place.part."""
+        """See Destination.part."""
         return self.stack.part(whole)
 
     def is_far(self, name: str, files: Mapping[str, Path]) -> bool:
-        """Whether these are blocks whose scales are in another file; see PartPlace.is_far."""
+        """Whether these are blocks whose scales are in another file; see PartDestination.is_far."""
         return self.end == BLOCKS and files[name] != files[name.removesuffix(BLOCKS) + SCALES]
 
     def take(self, file: Path, name: str, tensor: Tensor) -> None:
-        """Keep the first of the two tensors, and fill the stack with the second; see Place.take."""
+        """Keep the first of the two tensors, and fill the stack with the second; see Destination.take."""
         if not self.found:
             self.found[self.end] = tensor.clone()  # the clone releases the mapping
             return
@@ -119,7 +119,7 @@ class PlainStack:
     experts: slice
     rows: slice  # the outputs that this rank reads, of gate and up alike
     columns: slice
-    places: dict[int, list[Place]]  # destinations of the experts on this rank
+    places: dict[int, list[Destination]]  # destinations of the experts on this rank
     stored: tuple[str, ...] = FLOATS
     ranges: tuple[slice, ...] = ()
 
@@ -129,7 +129,7 @@ class PlainStack:
         return (self.experts,)
 
     def part(self, whole: Any) -> Tensor:
-        """See Place.part."""
+        """See Destination.part."""
         size = self.shape[1] // self._num_joined
         if self.rows == slice(0, size):
             found: Tensor = whole[self.experts, slice(None), self.columns]
@@ -139,7 +139,7 @@ class PlainStack:
         return torch.cat([whole[self.experts, each, self.columns] for each in rows], 1)
 
     def take(self, file: Path, name: str, tensor: Tensor) -> None:
-        """See Place.take."""
+        """See Destination.take."""
         for number, expert in enumerate(tensor, self.experts.start):
             for place, rows in zip(self.places.get(number, []), expert.chunk(self._num_joined)):
                 place.take(file, name, rows)
@@ -149,8 +149,8 @@ class PlainStack:
         return len(next(iter(self.places.values())))
 
 
-AnyPlace = Place | PartPlace | Unused | Stack | PackedStack | PlainStack
-Places = Mapping[str, AnyPlace]
+AnyDestination = Destination | PartDestination | Unused | Stack | PackedStack | PlainStack
+Destinations = Mapping[str, AnyDestination]
 
 
 def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -161,16 +161,16 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def in_stacks(
-    places: Mapping[str, Place | PartPlace | Unused],
+    places: Mapping[str, Destination | PartDestination | Unused],
     config: DecoderConfig,
     path: Path,
     prefixes: Sequence[str] = (),
-) -> Places:
+) -> Destinations:
     """Return the destinations of a checkpoint's tensors, if it stacks the experts of a layer.
 
     Names of the layers begin with `prefixes`, if they are not counted from the checkpoint's first.
     """
-    more: dict[str, AnyPlace] = dict(places)
+    more: dict[str, AnyDestination] = dict(places)
     mixture = config.mixture
     if mixture is None or not (mixture.is_stacked or mixture.may_be_stacked):
         return more
@@ -199,7 +199,7 @@ def in_stacks(
     return more
 
 
-def _plain(num_experts: int, places: dict[int, list[Place]]) -> PlainStack:
+def _plain(num_experts: int, places: dict[int, list[Destination]]) -> PlainStack:
     """Return the destination of the weights of some linears of all experts, which lie one after the other."""
     members = next(iter(places.values()))
     one = members[0]
@@ -210,15 +210,15 @@ def _plain(num_experts: int, places: dict[int, list[Place]]) -> PlainStack:
     return PlainStack(shape, slice(min(places), max(places) + 1), rows, columns, places)
 
 
-def _own(places: dict[str, AnyPlace], name: str) -> Place:
+def _own(places: dict[str, AnyDestination], name: str) -> Destination:
     place = places.pop(name)
-    assert isinstance(place, Place), f"{name} is read in no parts"
+    assert isinstance(place, Destination), f"{name} is read in no parts"
     return place
 
 
 def _stacked(
-    name: str, suffix: str, num_experts: int, places: dict[int, list[Place]], *, is_packed: bool
-) -> dict[str, AnyPlace]:
+    name: str, suffix: str, num_experts: int, places: dict[int, list[Destination]], *, is_packed: bool
+) -> dict[str, AnyDestination]:
     """Return the destinations of all weights, or all biases, of some linears of a layer's experts."""
     members = next(iter(places.values()))
     one, turns = members[0], len(members)

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from models.checkpoint.destination import FLOATS, Destination, check_finite
 from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint
-from models.checkpoint.place import FLOATS, Place, check_finite
 from models.checkpoint.unpacking import STORED, SUFFIX, Unpacking, scaled
 from models.packing import IN_A_WORD, LAYOUTS, Packing
 from models.parallel.share import Slices
@@ -32,14 +32,14 @@ class Gathering:
     """The tensors of one weight, until all of them are there."""
 
     # Destination of the weight and, if it stays in 4 bits, those of its scales and offsets
-    places: tuple[Place, ...]
+    places: tuple[Destination, ...]
     name: str  # name of the weight
     # Computes, for each place, the part of the weight that the rank reads
     made: Callable[[Found], tuple[Tensor, ...]]
     found: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, file: Path, end: str, tensor: Tensor, count: int) -> None:
-        """Take one of `count` tensors; with the last of them, fill the weight's places."""
+        """Take one of `count` tensors; with the last of them, fill the weight's destinations."""
         if len(self.found) + 1 < count:
             self.found[end] = tensor.clone()  # the clone releases the mapping
             return
@@ -54,7 +54,7 @@ class Gathering:
 
 
 @dataclass(frozen=True, slots=True)
-class PartPlace:
+class PartDestination:
     """The destination of one of a weight's tensors, which is combined with the others."""
 
     gathering: Gathering
@@ -71,21 +71,21 @@ class PartPlace:
         return end == self.ends[0] and any(files[f"{stem}.{each}"] != files[name] for each in self.ends)
 
     def part(self, whole: Any) -> Tensor:
-        """See Place.part."""
+        """See Destination.part."""
         found: Tensor = whole[self.slices]
         return found
 
     def take(self, file: Path, name: str, tensor: Tensor) -> None:
-        """Add the tensor to the others, and fill the weight with the last; see Place.take."""
+        """Add the tensor to the others, and fill the weight with the last; see Destination.take."""
         self.gathering.take(file, self.end, tensor, len(self.ends))
 
 
-Places = dict[str, Place | PartPlace]
+Destinations = dict[str, Destination | PartDestination]
 
 
-def in_parts(places: dict[str, Place], form: BlockScales | Packing | None, path: Path) -> Places:
+def in_parts(places: dict[str, Destination], form: BlockScales | Packing | None, path: Path) -> Destinations:
     """Return the destinations of a checkpoint's tensors, if it stores some weights in this form."""
-    more: Places = dict(places)
+    more: Destinations = dict(places)
     if form is None:
         return more
     files = [open_checkpoint(file) for file in checkpoint_files(path)]
@@ -104,11 +104,11 @@ def in_parts(places: dict[str, Place], form: BlockScales | Packing | None, path:
 
 
 def _parts_of(
-    stem: str, places: dict[str, Place], form: BlockScales | Packing, names: set[str]
-) -> dict[str, PartPlace]:
+    stem: str, places: dict[str, Destination], form: BlockScales | Packing, names: set[str]
+) -> dict[str, PartDestination]:
     """Return the tensors of one linear's weight.
 
-    Other tensors of it with a place of their own are left out.
+    Other tensors of it with a destination of their own are left out.
     """
     place = places[f"{stem}.weight"]
     rows, columns = _cuts(place)
@@ -136,10 +136,12 @@ def _parts_of(
                 scaled(found["weight"], found[f"weight{SUFFIX}"], form, (rows.start, columns.start)),
             ),
         )
-    return {f"{stem}.{end}": PartPlace(gathering, end, *part, tuple(parts)) for end, part in parts.items()}
+    return {
+        f"{stem}.{end}": PartDestination(gathering, end, *part, tuple(parts)) for end, part in parts.items()
+    }
 
 
-def _cuts(place: Place) -> tuple[slice, slice]:
+def _cuts(place: Destination) -> tuple[slice, slice]:
     """Return the rows and columns of the weight that this rank reads, or all if it reads several ranges."""
     cuts = [*place.slices, slice(None), slice(None)]
     rows, columns = (slice(*cut.indices(size)) for cut, size in zip(cuts, place.shape))

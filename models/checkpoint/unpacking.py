@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.checkpoint.place import FLOATS
+from models.checkpoint.destination import FLOATS
 from models.ops.operands import MIDDLE, in_words
 from models.packing import LAYOUTS, Layout, Packing
 from models.parallel.share import Slices

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from borders.start_report import LOADING, QUANTISING, ReadingReport
+from models.checkpoint.destination import Destination, Rounding
 from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint, tensor_names
-from models.checkpoint.kept import KeptWeights
+from models.checkpoint.kept_weights import KeptWeights
 from models.checkpoint.layer_parts import SINKS, LayerParts
 from models.checkpoint.modelslim import OF_INPUTS, OfChannels, in_described, of_pairs
-from models.checkpoint.place import Place, Rounding
-from models.checkpoint.stacked_experts import AnyPlace, PackedStack, Places, in_stacks
-from models.checkpoint.stored_parts import PartPlace, in_parts
+from models.checkpoint.stacked_experts import AnyDestination, Destinations, PackedStack, in_stacks
+from models.checkpoint.stored_parts import PartDestination, in_parts
 from models.checkpoint_names import HARMLESS, PREDICTION, TOWERS, wrapped_in
 from models.config import FUSED, GATE_UP, MLP_ROLES, QKV, DecoderConfig, Form
 from models.decoder import Decoder, DecoderLayer
@@ -67,7 +67,7 @@ def load(
 
 def _read_checkpoint(decoder: Decoder, path: Path, tell: Callable[[str], None]) -> int:
     """Fill the decoder from a checkpoint directory; return the bytes read."""
-    own, config = places_by_name(decoder), decoder.config
+    own, config = destinations_by_name(decoder), decoder.config
     parts = in_described(in_parts(own, config.stored_form, path), config.quantization, path)
     places = in_stacks(parts, config, path)
     has_twin = config.tie_embeddings and EMBEDDING in places
@@ -102,12 +102,12 @@ def _read_checkpoint(decoder: Decoder, path: Path, tell: Callable[[str], None]) 
 
 def fill(
     path: Path,
-    places: Places,
-    known: Places,
+    places: Destinations,
+    known: Destinations,
     is_unread: Callable[[str], bool],
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[Path, list[str]], int]:
-    """Fill all places from the checkpoint directory `path`; return its tensors by file, and the bytes read.
+    """Fill all destinations from the checkpoint directory `path`; return its tensors by file and the bytes.
 
     Tensors that are `known` beside the places may be present, and so may those that are not read. Raises as
     `load` does.
@@ -117,11 +117,11 @@ def fill(
     far = {
         name
         for name, place in places.items()
-        if isinstance(place, (PartPlace, PackedStack)) and place.is_far(name, files)
+        if isinstance(place, (PartDestination, PackedStack)) and place.is_far(name, files)
     }
     counts = {file: sum(name in places for name in names) for file, names in found.items()}
     read = {file.name: count for file, count in counts.items() if count}
-    rounds = any(isinstance(place, Place) and place.rounding is not None for place in places.values())
+    rounds = any(isinstance(place, Destination) and place.rounding is not None for place in places.values())
     sizes = {file.name: file.stat().st_size for file in counts if counts[file]}
     progress = ReadingReport(tell, sizes, read, doing=QUANTISING if rounds else LOADING)
     for some in (places.keys() - far, far):
@@ -134,7 +134,7 @@ def fill(
 
 
 def accounted(
-    path: Path, places: Places, known: Places, is_unread: Callable[[str], bool]
+    path: Path, places: Destinations, known: Destinations, is_unread: Callable[[str], bool]
 ) -> dict[Path, list[str]]:
     """Return the tensors of the checkpoint directory `path` by file, from the files' headers.
 
@@ -170,8 +170,8 @@ def random(decoder: Decoder, seed: int) -> None:
     other stages are not drawn at all.
     """
     generator = torch.Generator(decoder.embedding.device)
-    parts: dict[int, list[Place]] = {}  # places of each parameter, in the order of its rows
-    for place in places_by_name(decoder).values():
+    parts: dict[int, list[Destination]] = {}  # places of each parameter, in the order of its rows
+    for place in destinations_by_name(decoder).values():
         parts.setdefault(place.room.untyped_storage().data_ptr(), []).append(place)
     for name, parameter in decoder.named_parameters():  # a tied head appears once, as the embedding
         if name.endswith("norm"):
@@ -222,7 +222,7 @@ def _seed_of(decoder: Decoder, name: str, seed: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1  # 63 bits, which a generator accepts
 
 
-def places_by_name(decoder: Decoder) -> dict[str, Place]:
+def destinations_by_name(decoder: Decoder) -> dict[str, Destination]:
     """Return the destination of each tensor of a checkpoint, by its name."""
     config, share = decoder.config, decoder.share
     norms: dict[str, Tensor | None] = {
@@ -243,11 +243,13 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
     places = placed(all_parts, config, held, share)
     if share.holds_embedding(config):
         shape = config.vocab_size, config.hidden_size
-        places[EMBEDDING] = Place(decoder.embedding.data, shape, share.slices(EMBEDDING, config))
+        places[EMBEDDING] = Destination(decoder.embedding.data, shape, share.slices(EMBEDDING, config))
     return places
 
 
-def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share: Share) -> dict[str, Place]:
+def placed(
+    parts: LayerParts, config: DecoderConfig, held: dict[str, int], share: Share
+) -> dict[str, Destination]:
     """Return the destination of each tensor of these parts, given a rank's outputs of each linear."""
     sizes = {name: (outputs, inputs) for name, inputs, outputs in config.linears()}
     orders, places = parts.orders, {}
@@ -257,19 +259,19 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
             added = float(config.norms_add_one and name.endswith(NORM_ENDS))
             if name.endswith(SINKS):
                 heads = share.heads(config)
-                places[name] = Place(tensor.data, (config.num_heads,), heads, order, added=added)
+                places[name] = Destination(tensor.data, (config.num_heads,), heads, order, added=added)
             elif name.endswith(CACHE_ENDS):
                 of = name.rpartition(".")[0]
                 rows = share.slices(name, config)
                 places[name] = OfChannels(tensor.data, sizes[of][:1], rows, orders.get(of))
             elif linear_name := _linear_of_joined_norm(name, config):
                 rows = share.slices(f"{linear_name}.weight", config)[:1]
-                places[name] = Place(tensor.data, sizes[linear_name][:1], rows, order, added=added)
+                places[name] = Destination(tensor.data, sizes[linear_name][:1], rows, order, added=added)
             else:
-                places[name] = Place(tensor.data, tuple(tensor.shape), (), order, added=added)
+                places[name] = Destination(tensor.data, tuple(tensor.shape), (), order, added=added)
     for name, (room, shape) in parts.vectors.items():
         slices, ranges = share.slices(name, config), share.ranges(name, config)
-        places[name] = Place(room, shape, slices, ranges=ranges)
+        places[name] = Destination(room, shape, slices, ranges=ranges)
     for prefix, names, linear in parts.joined:
         names = tuple(prefix + name for name in names)
         stored = _stored_as(names, config)
@@ -292,7 +294,7 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
                 if form == "w4a8" and kind == "weight":
                     slices = of_pairs(name, slices)
                 ranges = () if kind in OF_INPUTS else share.ranges(name, config)
-                places[f"{name}.{kind}"] = Place(
+                places[f"{name}.{kind}"] = Destination(
                     room, shape, slices, orders.get(name), ranges, rounding=rounding
                 )
     return places
@@ -337,7 +339,7 @@ def _joined_places(
     share: Share,
     orders: dict[str, Tensor | None],
     config: DecoderConfig,
-) -> dict[str, Place]:
+) -> dict[str, Destination]:
     """Return the destinations of tensors that join these linears; a rank reads its rows of each of them."""
     ranges, order, first, held = [], [], 0, 0
     for name in names:
@@ -353,7 +355,7 @@ def _joined_places(
     places = {}
     for kind, (room,) in rooms_of(linear, [held]):
         shape = _shape(kind, first, inputs, linear.form)
-        places[f"{stored}.{kind}"] = Place(room, shape, (), whole, cut, rounding=rounding)
+        places[f"{stored}.{kind}"] = Destination(room, shape, (), whole, cut, rounding=rounding)
     return places
 
 
@@ -379,7 +381,7 @@ def _roundings(linear: Linear | UpProjection, widths: list[int]) -> list[Roundin
     return [Rounding(linear, scale) for scale in linear.weight_scale.data.split(widths)] if widths else []
 
 
-def _tensors(file: Path, places: Places) -> Iterator[tuple[str, Tensor]]:
+def _tensors(file: Path, places: Destinations) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's parts of a file's tensors, mapped one after the other.
 
     Each is valid until the next is asked for.
@@ -395,7 +397,7 @@ def _tensors(file: Path, places: Places) -> Iterator[tuple[str, Tensor]]:
             mapped, num_bytes = open_checkpoint(file), 0
 
 
-def _read(mapped: Any, name: str, place: AnyPlace) -> Tensor:
+def _read(mapped: Any, name: str, place: AnyDestination) -> Tensor:
     """Return this rank's part of a tensor of a mapped file."""
     if not (place.slices or place.ranges):
         whole: Tensor = mapped.get_tensor(name)
@@ -404,7 +406,7 @@ def _read(mapped: Any, name: str, place: AnyPlace) -> Tensor:
 
 
 def _account(
-    files: list[Path], places: Places, known: Places, is_unread: Callable[[str], bool]
+    files: list[Path], places: Destinations, known: Destinations, is_unread: Callable[[str], bool]
 ) -> tuple[dict[Path, list[str]], list[str]]:
     """Return the tensors to read from each file, and everything that is wrong with them."""
     found: dict[Path, list[str]] = {}
@@ -430,7 +432,7 @@ def _account(
     return found, faults
 
 
-def _misfits(name: str, header: Any, place: AnyPlace) -> list[str]:
+def _misfits(name: str, header: Any, place: AnyDestination) -> list[str]:
     faults = []
     shape, dtypes = list(place.shape), place.stored
     if header.get_shape() != shape:

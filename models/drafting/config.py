@@ -126,7 +126,7 @@ class MtpConfig(HeadConfig):
     @property
     def num_parameters(self) -> int:
         """Number of weights of the layer, without those that it shares with the target."""
-        layer: int = DecoderConfig.num_parameters.fget(self)  # type: ignore[attr-defined]
+        layer: int = DecoderConfig.num_parameters.fget(self)  # type: ignore[attr-defined]  # a property
         return layer + 2 * self.hidden_size * (1 + self.hidden_size) - self.vocab_size * self.hidden_size
 
 

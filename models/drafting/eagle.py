@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.reference import Attention
-from models.checkpoint.place import Place
+from models.checkpoint.destination import Destination
 from models.checkpoint.weights import fill, rooms_of
 from models.decoder import SelfAttention, pad_rows
 from models.drafting.config import EMBEDDING, LAYER, Eagle3Config
@@ -151,7 +151,7 @@ def _turn(head: Eagle3, rotation: Tensor) -> None:
     head.rotation = rotation.to(weight.device, weight.dtype)
 
 
-def _places(head: Eagle3) -> dict[str, Place]:
+def _places(head: Eagle3) -> dict[str, Destination]:
     config, share, attention, mlp = head.config, head.share, head.self_attention, head.mlp
     assert isinstance(config, Eagle3Config), "an EAGLE-3 head has its own configuration"
     whole: dict[str, Tensor | None] = {
@@ -163,7 +163,9 @@ def _places(head: Eagle3) -> dict[str, Place]:
         EMBEDDING: head.embedding,
     }
     places = {
-        name: Place(each.data, tuple(each.shape), ()) for name, each in whole.items() if each is not None
+        name: Destination(each.data, tuple(each.shape), ())
+        for name, each in whole.items()
+        if each is not None
     }
     joined: list[tuple[str, tuple[str, ...], Linear]] = [
         ("", ("fc",), head.fc),
@@ -181,5 +183,5 @@ def _places(head: Eagle3) -> dict[str, Place]:
             assert kind == "weight", "heads have plain weights, and no biases"
             for name, room in zip(names, rooms):
                 slices = () if linear is head.fc else share.slices(f"{name}.{kind}", config.of_drafts)
-                places[f"{name}.{kind}"] = Place(room, shapes[name], slices)
+                places[f"{name}.{kind}"] = Destination(room, shapes[name], slices)
     return places

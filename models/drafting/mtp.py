@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attention.recurrent import Recurrence
 from attention.reference import Attention
-from models.checkpoint.kept import KeptWeights
+from models.checkpoint.kept_weights import KeptWeights
 from models.checkpoint.layer_parts import LayerParts
 from models.checkpoint.modelslim import in_described
 from models.checkpoint.stacked_experts import in_stacks
@@ -136,7 +136,7 @@ def _read_checkpoint(head: Mtp, path: str | Path) -> int:
     def is_unread(name: str) -> bool:
         if not name.startswith(names.root) or name.startswith(is_shared):
             return True
-        if name.startswith(f"{names.root}layers.") and not name.startswith(prefix):  # of a further layer
+        if name.startswith(f"{names.root}layers.") and not name.startswith(prefix):  # a further layer's
             return True
         return head.share.is_others_expert(name, config, 0, prefix)
 

@@ -1,9 +1,9 @@
 """Divide the rows of a step among the ranks of a group between its products (arXiv 2205.05198, 4.2.2).
 
-Norms and residuals need no other row, so that each rank computes them for its own rows alone. What a product
-reads is gathered, in int8 where it reads int8, and what the ranks' products add up to is scattered: both
-together move the bytes of the one sum that they replace. The embedding of a large step, its layers and the
-links between its stages have divided rows; what the decoder returns is whole again on every rank.
+Norms and residuals need no other row, so that each rank computes them for its own rows alone. The inputs of a
+product are gathered, in int8 where it reads int8, and the sum of the ranks' products is scattered: both
+together move as many bytes as the one sum that they replace. The embedding of a large step, its layers and
+the links between its stages have divided rows; what the decoder returns is whole again on every rank.
 
 Legend: T rows of the step, N ranks, t = T / N rounded up.
 """

@@ -69,7 +69,7 @@ class Group:
         self.rank, self.size = ranks.rank(), ranks.size()
         self._hccl_name: str | None = None
         self._is_near: bool | None = None
-        self._num_met = self._num_told = 0
+        self._num_met = self._num_from_leader = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks, in place if `x` is contiguous."""
@@ -151,11 +151,11 @@ class Group:
         self.store.wait(ours, UNLIMITED)
         self.inside = ""
 
-    def told(self, make: Callable[[], str], name: str) -> str:
+    def from_leader(self, make: Callable[[], str], name: str) -> str:
         """Return on all ranks what rank 0 makes on its host; `name` is the wait's name in messages."""
         assert self.store is not None, "these ranks have joined through a store"
-        self._num_told += 1
-        key = f"told/{self._num_told}"
+        self._num_from_leader += 1
+        key = f"leader/{self._num_from_leader}"
         if self.rank == 0:
             self.store.set(key, make())
         self.inside = name
@@ -228,7 +228,7 @@ class Alone(Group):
     def meet(self, name: str) -> None:
         return
 
-    def told(self, make: Callable[[], str], name: str) -> str:
+    def from_leader(self, make: Callable[[], str], name: str) -> str:
         return make()
 
     def least(self, value: int, device: torch.device) -> int:

@@ -18,8 +18,8 @@ from borders.numbers import integers
 from models.config import DecoderConfig
 
 MOST_BYTES = 2**24  # bytes of a file: a thousand layers of a thousand experts need a third of it
-# At or below this number of experts a rank, or below this number of tokens a rank, vllm-ascend's
-# documentation of EPLB advises against it
+# vllm-ascend's documentation of EPLB advises against it at or below this number of experts a rank, or below
+# this number of tokens a rank
 FEW_EXPERTS, FEW_TOKENS = 8, 128
 LEAST_GAIN = 1.05  # ratio of the slowest rank's loads; a smaller gain is within the noise of the measurement
 Layers = tuple[tuple[int, ...], ...]  # one number for each expert of each layer; empty for a dense layer

@@ -87,9 +87,9 @@ class Share:
         if name.startswith("model.layers."):
             number = name.split(".")[2]
             known = range(config.layers_behind.stop)
-            if number.isdigit() and int(number) in self.layers(config):
+            if number.isdecimal() and int(number) in self.layers(config):
                 return self.is_others_expert(name, config, int(number), f"model.layers.{number}.")
-            return number.isdigit() and int(number) in known
+            return number.isdecimal() and int(number) in known
         if name.startswith("model.embed_tokens."):
             return not self.holds_embedding(config)
         return name.startswith("lm_head.") and not self.is_last
@@ -100,7 +100,7 @@ class Share:
         if mixture is None or self.experts == 1:
             return False
         number = name.removeprefix(f"{prefix}{mixture.block}.experts.").partition(".")[0]
-        is_known = number.isdigit() and int(number) < mixture.num_experts
+        is_known = number.isdecimal() and int(number) < mixture.num_experts
         return is_known and mixture.places(layer).index(int(number)) not in self.places(mixture)
 
     def places(self, mixture: MixtureConfig) -> range:

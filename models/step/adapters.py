@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from models.checkpoint.adapter_files import WEIGHTS, AdapterFiles
+from models.checkpoint.destination import check_finite
 from models.checkpoint.files import names_in, open_checkpoint
-from models.checkpoint.place import check_finite
 from models.checkpoint_names import TOWERS
 from models.config import FUSED, GATE_UP, MLP_ROLES, QKV, DecoderConfig
 from models.decoder import Decoder

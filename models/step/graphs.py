@@ -121,7 +121,7 @@ class CapturedStep:
     graph: Any
     inputs: list[GraphInputs]  # buffers in pinned memory, filled by the host in turn
     sent: Tensor  # the same values on the device
-    metadata: tuple[AttentionMetadata, ...]  # of each group of layers
+    metadata: tuple[AttentionMetadata, ...]  # one for each group of layers
     logits: Tensor  # [R * W, V], the tokens of the batch first
     best: Best
     joins: Any  # the graph that joins the ranks' parts of these logits; None if one rank has them all

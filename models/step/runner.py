@@ -23,7 +23,7 @@ from kv_cache.device.storage import KVCache
 from kv_cache.device.transfer import to_device, to_host
 from kv_cache.pages import Index, PageCopy
 from models.decoder import Decoder
-from models.sampling import of_prompts
+from models.sampling import prompt_outputs
 from models.sampling.sampler import Best, Chosen, arriving, takes_best
 from models.step.graphs import CapturedSampler, DecodeGraphs, FilledStep, StepOutputs
 from models.step.inputs import LastTokens, step_inputs
@@ -131,7 +131,7 @@ class ModelRunner:
         # Use those of the first rank, because another's could differ by the last bit of a logit
         if drafts is not None:
             self.decoder.group.broadcast(drafts)
-        wanted = of_prompts.wanted_of(batch, self.slots)
+        wanted = prompt_outputs.outputs_of(batch, self.slots)
         if self.graphs is not None and wanted is None and self.graphs.takes(batch):
             return self._replayed(self.graphs, self.graphs.filled(batch), drafts)
         return self._finished(batch, self._inputs(batch, drafts, wanted), wanted, drafts)
@@ -150,13 +150,13 @@ class ModelRunner:
         self,
         batch: Batch,
         inputs: StepInputs,
-        wanted: of_prompts.PromptWants | None,
+        wanted: prompt_outputs.PromptOutputs | None,
         drafts: Tensor | None = None,
     ) -> Chosen:
         """Compute a batch, and sample from its hidden states."""
         hidden = self._hidden(batch, inputs)
         arrived = None if drafts is None else self._arriving(batch, drafts)
-        found = None if wanted is None else of_prompts.find(wanted, hidden, self.decoder)
+        found = None if wanted is None else prompt_outputs.find(wanted, hidden, self.decoder)
         chosen = self._chosen(batch, hidden if inputs.read is not None else self._sampled(batch, hidden))
         if arrived is not None:
             chosen = _with_drafts(chosen, arrived)
@@ -210,7 +210,7 @@ class ModelRunner:
         return step if batch.yields_all else step[self._to_device(batch.yielding)]
 
     def _inputs(
-        self, batch: Batch, drafts: Tensor | None, wanted: of_prompts.PromptWants | None
+        self, batch: Batch, drafts: Tensor | None, wanted: prompt_outputs.PromptOutputs | None
     ) -> StepInputs:
         """Return the inputs for all tokens of the batch, including those that only the device knows."""
         inputs = step_inputs(batch, self.slots, self.decoder, self.cache)

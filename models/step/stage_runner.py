@@ -12,7 +12,7 @@ import torch
 from continuous_batching.batch import Batch, Sampled
 from kv_cache.device.transfer import to_host
 from kv_cache.pages import Index
-from models.sampling import of_prompts
+from models.sampling import prompt_outputs
 from models.sampling.sampler import Chosen
 from models.step.runner import ModelRunner
 
@@ -110,7 +110,7 @@ class StageRunner(ModelRunner):
         All stages decide alike whether it is a captured step, because the number of rows that they send each
         other depends on it.
         """
-        wanted, graphs = of_prompts.wanted_of(batch, self.slots), self.graphs
+        wanted, graphs = prompt_outputs.outputs_of(batch, self.slots), self.graphs
         if graphs is not None and wanted is None and graphs.takes(batch):
             filled = graphs.filled(batch)
             return lambda: self._computed(batch, lambda: self._replayed(graphs, filled, None))

@@ -16,7 +16,7 @@ from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape, IndexShape, LatentShape
 from kv_cache.device.storage import KVCache, LayerPages
 from models.checkpoint import weights
-from models.checkpoint.kept import KeptWeights, origin_of
+from models.checkpoint.kept_weights import KeptWeights, origin_of
 from models.checkpoint.modelslim import rotation_of
 from models.config import DecoderConfig, HeadConfig, LatentConfig, LayerState
 from models.decoder import Decoder

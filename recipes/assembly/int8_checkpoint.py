@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from devices.int8 import quantize_rows
+from models.checkpoint.destination import check_finite
 from models.checkpoint.files import (
     INDEX,
     checkpoint_files,
@@ -21,7 +22,6 @@ from models.checkpoint.files import (
     open_checkpoint,
     stored_names,
 )
-from models.checkpoint.place import check_finite
 from models.checkpoint.unpacking import SUFFIX, scaled
 from models.checkpoint_names import alone
 from models.config import DecoderConfig

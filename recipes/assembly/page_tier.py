@@ -23,7 +23,7 @@ from kv_cache.tier.disk import DiskStore
 from kv_cache.tier.page_tier import PageTier
 from kv_cache.tier.store import HEAD_BYTES, PageStore, identity_of
 from models.checkpoint.files import checkpoint_files
-from models.checkpoint.kept import origin_of, remembered
+from models.checkpoint.kept_weights import origin_of, remembered
 from models.config import needs_long_factors
 from models.parallel.group import Group
 from models.step.runner import ModelRunner
@@ -47,7 +47,7 @@ def attach_tier(engine: Engine, cache: KVCache, tier: PageTier) -> None:
 
 def tier_of_rank(recipe: Recipe, runner: ModelRunner, memory: MemoryPlan, world: Group) -> PageTier:
     """Return the tier of one of several ranks, whose leader alone reads the weights for their digests."""
-    weights = world.told(lambda: digest_of_weights(recipe), "the wait for the weights' digests")
+    weights = world.from_leader(lambda: digest_of_weights(recipe), "the wait for the weights' digests")
     runner.cache.tier = tier = tier_for(recipe, runner, memory, weights)
     return tier
 

@@ -40,8 +40,8 @@ FIELDS = ConfigFields(
     fixed={**V32_FIELDS.fixed, "indexer_rope_interleave": (True, None)},
     aliases=V32_FIELDS.aliases,
 )
-KINDS: dict[Any, Choosing] = {"full": "own", "shared": "shared"}  # of indexer_types
-LETTERS: dict[Any, Choosing] = {"F": "own", "S": "shared"}  # of an index_topk_pattern that is a word
+KINDS: dict[Any, Choosing] = {"full": "own", "shared": "shared"}  # values of indexer_types
+LETTERS: dict[Any, Choosing] = {"F": "own", "S": "shared"}  # letters of an index_topk_pattern
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:

@@ -10,8 +10,8 @@ from recipes.schema.keys import key
 from recipes.schema.recipe_error import RecipeError
 
 MOST_RANKS = 1024
-MOST_TOKENS = 2**20  # of a step
-ALL_ADDRESSES = "all"  # in place of an interface
+MOST_TOKENS = 2**20  # most tokens of a step
+ALL_ADDRESSES = "all"  # the value that stands for every interface
 LEADER_PORT = 29_400  # ranks of other nodes join at this port, unless a launcher names another
 
 

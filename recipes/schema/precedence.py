@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipes.schema.recipe_error import in_words
+from recipes.schema.recipe_error import RecipeError, in_words
 from recipes.schema.scheduler_section import READ_WHERE, UNSAID, WHOLE
 
 BASE, FILE, PROFILE, COMMAND_LINE = range(4)
@@ -26,7 +26,8 @@ ALTERNATIVES = (
 class Entry:
     """A key's value and the place that set it.
 
-    `number` orders the overrides of the command line. `note` says what the entry replaced, or gave way to.
+    `number` orders the overrides of the command line. `note` says what the entry replaced, or gave way to. A
+    value that cannot be read is the RecipeError that is raised if nothing replaces it.
     """
 
     value: Any
@@ -42,7 +43,8 @@ class Entry:
 
     def giving_way(self, to: str, value: Any, level: int) -> Entry:
         """Return the entry with `value` in place of its own, because of a key that a later place set."""
-        note = f" said {in_words(self.value)}, which gives way to {to}"
+        said = self.value.value if isinstance(self.value, RecipeError) else self.value
+        note = f" said {in_words(said)}, which gives way to {to}"
         return replace(self, value=value, level=level, note=note)
 
 

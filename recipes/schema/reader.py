@@ -199,6 +199,8 @@ def _check_agreement(entries: Mapping[str, Entry], key: str, new: Entry) -> None
     old = entries.get(key)
     if old is None or old.level != new.level or old.value == new.value or new.level == COMMAND_LINE:
         return
+    if isinstance(new.value, RecipeError):
+        raise new.value
     raise RecipeError(
         key,
         f"{in_words(new.value)} here{new.note}, and {in_words(old.value)} at {old.origin}",
@@ -240,7 +242,10 @@ def _converted(key: Key, located: Located, place: str) -> Any:
     """Return the value as the key's type."""
     value = located.plain
     if key.kind is Path and isinstance(value, str):
-        return _path(value, key.name, place)
+        try:
+            return _path(value, key.name, place)
+        except RecipeError as error:
+            return error  # It is raised by `_loaded`, unless a later value replaces it
     if key.kind == NAMES and isinstance(value, list):
         value = tuple(value)
     if isinstance(value, int) and str(value) in key.choices:  # YAML reads the product 950 as a number
@@ -269,6 +274,9 @@ def _path(text: str, key: str, place: str) -> Path:
 
 
 def _loaded(entries: Mapping[str, Entry], name: str) -> LoadedRecipe:
+    for entry in entries.values():
+        if isinstance(entry.value, RecipeError):
+            raise entry.value
     for key in KEYS.values():
         if key.default is MISSING and key.name not in entries:
             fix = f"it must be {key.allowed}"

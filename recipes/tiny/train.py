@@ -277,7 +277,8 @@ def main() -> None:
         name, plan = ("draft", DRAFT) if arguments.draft else ("agent", AGENT)
     target = arguments.output or HERE / name
     target.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    if "OMP_NUM_THREADS" not in os.environ:  # torch itself follows the variable
+        torch.set_num_threads(2)
 
     train_tokenizer(target, plan.language, seed=arguments.seed)
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(target / "tokenizer.model"))

@@ -21,10 +21,10 @@ from continuous_batching.routing.splitting import PROMPT_REPLICA_HEADER
 from serving.answers.answers import AnswerStream
 from serving.api.api_keys import Client
 from serving.api.errors import OtherModel
+from serving.api.frame_writer import FrameWriter
 from serving.api.model_names import ModelNames
 from serving.api.pieces import Turns
 from serving.api.schemas import RequestBody, SamplingBody
-from serving.api.telling import TellingWriter
 from serving.api.writer import AnswerWriter, ResponseForm, WholeForm
 from serving.async_llm import PROMPT_REPLICA, AsyncLLM, why_not_resumed
 from serving.continuation import NOT_RESUMED_HEADER, AnswerBegun, Continuation
@@ -160,7 +160,7 @@ class Generation:
             if why := why_not_resumed([each.request for each in answers]) or _too_long(begun):
                 request.state.notes[NOT_RESUMED_HEADER] = why
             else:
-                writer = TellingWriter(self.llm, self._turns, answers[0], begun)
+                writer = FrameWriter(self.llm, self._turns, answers[0], begun)
         return await writer.stream(request, form) if is_streamed else await writer.whole(request, form)
 
     def _begun(self, answer: AnswerStream, *, is_streamed: bool) -> AnswerBegun:

@@ -119,7 +119,10 @@ class MessagesBody(ConversationBody):
 
     max_tokens: int = Field(description="of thoughts and all else; the answer also ends with the context")
     stop_sequences: Strings | None = Field(None, description="texts that end the answer")
-    service_tier: Literal["auto", "standard_only"] | None = Field(None, description="there is one")  # type: ignore[assignment]
+    # The base class has OpenAI's tiers, of another type
+    service_tier: Literal["auto", "standard_only"] | None = Field(  # type: ignore[assignment]
+        None, description="there is one"
+    )
 
     def fields(self) -> dict[str, Any]:
         """Return what is asked for as fields of a chat; raises BadRequest."""

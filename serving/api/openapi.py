@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
 _REF = "#/components/schemas/{model}"
-_FASTAPI_OWN = ("HTTPValidationError", "ValidationError")  # of an answer that is never sent
+_FASTAPI_OWN = ("HTTPValidationError", "ValidationError")  # FastAPI's models of an answer that is never sent
 
 
 class AnswerObject(BaseModel):
@@ -584,7 +584,7 @@ class PathAnswer:
     model: type[AnswerObject] | None = None
     event: type[AnswerObject] | None = None
     media_type: str = "application/json"
-    also: Mapping[int, type[AnswerObject]] = field(default_factory=dict)  # by status, where it is no error
+    also: Mapping[int, type[AnswerObject]] = field(default_factory=dict)  # other good answers, by status
     error: type[AnswerObject] = ErrorAnswer
 
 

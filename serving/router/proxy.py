@@ -37,6 +37,7 @@ from serving.continuation import (
 from serving.failures import Failure
 from serving.router.fair_turns import ModelTurns
 from serving.router.fleet_figures import FleetFigures
+from serving.router.framed_answer import FramedAnswer, is_framed, loss_event, read_out, why_not_resumed
 from serving.router.models import RETRY_S, FleetModels
 from serving.router.prompts import Prompts, RoutedBody
 from serving.router.replicas import FleetReplica
@@ -53,7 +54,6 @@ from serving.router.reply import (
     whole_events,
 )
 from serving.router.resuming import WAIT_S, Interrupted, KnownAnswer, KnownAnswers
-from serving.router.told import ToldAnswer, is_told, loss_event, read_out, why_not_resumed
 from serving.router.upstream import HeaderLines, Lost, UpstreamAnswer
 
 log = logging.getLogger("route")
@@ -288,7 +288,7 @@ class Proxy:
         answer = await self._ask(routed, counted.replica, place, known, is_once=is_once)
         try:
             is_refused = answer.status in REFUSED or (answer.status == _UNKNOWN and routed.model is not None)
-            if known.is_continued and not is_told(answer.headers):
+            if known.is_continued and not is_framed(answer.headers):
                 is_refused = True
                 if answer.status not in _ELSEWHERE:
                     known.be_refused(answer.status)
@@ -359,8 +359,8 @@ class Proxy:
 
         Raises Lost only where nothing of it was sent yet but signs of life.
         """
-        if is_told(answer.headers):
-            return await self._forward_told(routed, reply, answer, counted, known)
+        if is_framed(answer.headers):
+            return await self._forward_framed(routed, reply, answer, counted, known)
         if not is_event_stream(answer.headers):
             counted.begin()
             await self._forward_whole(routed.scope, reply, answer, counted.replica)
@@ -391,34 +391,34 @@ class Proxy:
         await reply.part(unsent, more=False)
         return None
 
-    async def _forward_told(
+    async def _forward_framed(
         self, routed: _Routed, reply: Reply, answer: UpstreamAnswer, counted: _Counted, known: KnownAnswer
     ) -> Refusal | None:
-        """Send on an answer whose tokens are told, as `_forward` does.
+        """Send on an answer in frames, as `_forward` does.
 
         Raises Interrupted where it can go on elsewhere.
         """
-        told = ToldAnswer(reply, known, answer, _kept(answer.headers))
+        framed = FramedAnswer(reply, known, answer, _kept(answer.headers))
         try:
             while True:
-                for frame in await told.read():
+                for frame in await framed.read():
                     if isinstance(frame, list):
                         counted.begin()
-                        told.grow(frame)
+                        framed.grow(frame)
                     elif isinstance(frame, AnswerBegun):
                         if known.goes_on():
                             self._figures.resumed()
-                        await told.begin(frame)
+                        await framed.begin(frame)
                     elif frame.is_lost:
                         raise Lost("its engine ended")
                     else:
-                        refusal = await told.end(frame)
-                        if not (told.is_long and frame.has_more):
+                        refusal = await framed.end(frame)
+                        if not (framed.is_long and frame.has_more):
                             await read_out(answer)
                             return refusal
-                await told.send()
+                await framed.send()
         except Lost as lost:
-            await told.send()  # An answer that goes on elsewhere has reached its client so far.
+            await framed.send()  # An answer that goes on elsewhere has reached its client so far.
             known.check_resumable()
             if known.can_go_on:
                 raise Interrupted(str(lost)) from lost

@@ -1,4 +1,4 @@
-"""Keep what replicas tell of the answers that clients are being sent, so that a lost one goes on elsewhere.
+"""Keep the tokens of answers that clients are being sent, so that another replica can continue a lost one.
 
 `KnownAnswer` is one answer as its client has it, and `KnownAnswers` bounds the memory that all of them take.
 What replicas tell is checked here: a replica may say wrong things of the answer that it gives, and can only

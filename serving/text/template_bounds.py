@@ -42,6 +42,7 @@ class TooMuch(ValueError):
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """A sandbox in which a rendering, from `begin` on, may take `most_s` of a thread's time."""
 
+    # Jinja reads it of the class, and declares it for instances
     intercepted_binops: ClassVar[frozenset[str]] = frozenset({"+", "*", "**", "%"})  # type: ignore[misc]
 
     def __init__(self, most_s: float, **options: Any) -> None:

@@ -84,8 +84,8 @@ def _flat(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _step(step: dict[str, Any], is_joined: bool, is_by_names: bool) -> Step | None:
     """Return what changes a piece by itself; None if the step's result depends on other pieces.
 
-    Of the joined text, only the replacement of one character is the same for each piece. Bytes that lie side
-    by side are one piece to a step behind ByteFallback: it may strip or space it only once.
+    A step on the joined text is the same for each piece only if it replaces a single character. A step behind
+    ByteFallback sees neighbouring bytes as one piece, which it strips or spaces only once.
     """
     match step:
         case {"type": "Replace", "pattern": {"String": str(sign)}, "content": str(text)} if sign and (

@@ -42,7 +42,7 @@ def shape(**changes: object) -> AttentionShape:
         dtype=torch.float32,
         windows=(None, 1, 7, 40),
     )
-    return replace(plain, **changes)  # type: ignore[arg-type]
+    return replace(plain, **changes)
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Bench:
         self.layers = range(len(shape.windows))
         drawn = torch.randn(len(self.layers), shape.num_heads, generator=torch.Generator().manual_seed(seed))
         for layer, sinks in enumerate(drawn if shape.has_sinks else ()):
-            attention.sinks[layer] = (2 * sinks).bfloat16().to(self.device)  # as in checkpoints
+            attention.sinks[layer] = (2 * sinks).bfloat16().to(self.device)  # stored ones are bfloat16
         max_pages = -(-MOST_TOKENS // shape.page_size)
         num_pages = 1 + ROWS * max_pages
         layers = [LayerPages(attention.new_planes)] * len(self.layers)

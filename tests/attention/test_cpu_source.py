@@ -1,4 +1,4 @@
-"""Spans read in C++ give what a request alone gives, to the same bits however they are batched and cut."""
+"""Attention in attention.cpp agrees with each request alone, with the same bits in any batch and cut."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ Spans = dict[int, tuple[int, int]]  # slot: (start, stop)
 
 def shape(**changes: object) -> AttentionShape:
     plain = AttentionShape(4, 2, 16, 16, 0.25, torch.float32, (None,))
-    return replace(plain, **changes)  # type: ignore[arg-type]
+    return replace(plain, **changes)
 
 
 class World:
@@ -65,8 +65,8 @@ class World:
         if self.shape.has_sinks:
             attention.sinks[layer] = torch.linspace(-2, 3, self.shape.num_heads).to(attention.device)
         metadata = planned(attention, batch, self.page_table)
-        attention.write(packed[1], packed[2], *cached, metadata)  # type: ignore[arg-type]
-        output = attention.attend(packed[0], *cached, metadata, layer).cpu()  # type: ignore[arg-type]
+        attention.write(packed[1], packed[2], *cached, metadata)
+        output = attention.attend(packed[0], *cached, metadata, layer).cpu()
         self.written = [each.cpu() for each in cached]
         return dict(zip(spans, output.split((stops - starts).tolist())))
 

@@ -236,7 +236,7 @@ def on_an_npu() -> None:
     made = bench(("npu", "fused"))
     made.step({0: 1, 1: 20})
     made.step({0: 1, 1: 1})
-    made.attention.product = replace(made.attention.product, unmasks_decodes=True)  # type: ignore[attr-defined]
+    made.attention.product = replace(made.attention.product, unmasks_decodes=True)
     made.step({0: 1, 1: 1})
     write_raw(made)
     zeros = torch.zeros(2, dtype=torch.int32, device="npu:0")

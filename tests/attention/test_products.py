@@ -107,7 +107,7 @@ def test_bfloat16_is_refused_where_no_operator_takes_it(name):
     [
         ("Ascend310P3", "310P"),
         ("Ascend910A", "910"),
-        ("Ascend910B", "910"),  # as the first series was also called
+        ("Ascend910B", "910"),  # another name of the first series
         ("Ascend910B1", "910B"),
         ("Ascend910B4-1", "910B"),
         ("Ascend910_9391", "910C"),

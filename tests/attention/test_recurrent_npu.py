@@ -18,7 +18,7 @@ from tests.device_kinds import machine, stand_in_alone
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
 KEY_HEADS, HEADS, ROWS = 2, 4, 9
-NEAR = 2e-2  # of numbers around 1: both round states, and what is read, to 8 bits
+NEAR = 2e-2  # numbers are around 1, and both round states and what is read to 8 bits
 
 
 @pytest.fixture(scope="module", params=["910B", "910C"], autouse=True)

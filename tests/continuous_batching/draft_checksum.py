@@ -25,7 +25,7 @@ class DraftingRunner(ChecksumRunner):
         groups: Sequence[WindowGroup] = (),
     ) -> None:
         super().__init__(slots, pool, host_pool, groups)
-        self.drafter = ChecksumRunner(slots, pool, host_pool)  # for its keys alone
+        self.drafter = ChecksumRunner(slots, pool, host_pool)  # only its keys are used
         self.num_caught_up = 0  # tokens that decodes had left out
 
     def run(self, batch: Batch, free: Free | None = None) -> Sampled:
@@ -40,7 +40,7 @@ class DraftingRunner(ChecksumRunner):
         places = batch.owners[batch.is_draft], batch.targets[batch.is_draft]
         held = self.slots.token_ids[places]
         assert not held.any(), "the host knows the drafts before the device has made them"
-        self.slots.token_ids[places] = made  # for the device alone
+        self.slots.token_ids[places] = made  # only the device knows them
         sampled = super().run(batch, free)
         self.slots.token_ids[places] = held
         return replace(sampled, drafts=made)

@@ -32,8 +32,8 @@ class HeadRunner(ChecksumRunner):
         groups: Sequence[WindowGroup] = (),
     ) -> None:
         super().__init__(slots, pool, host_pool, groups)
-        self.head = ChecksumRunner(slots, pool, host_pool)  # for its keys alone
-        self.features = ChecksumRunner(slots, pool, host_pool)  # for those of the target alone
+        self.head = ChecksumRunner(slots, pool, host_pool)  # only its keys are used
+        self.features = ChecksumRunner(slots, pool, host_pool)  # only the target's features are used
         self.kept = min(slots.page_size, most + 1)  # features of a page
         self.num_caught_up = 0
 
@@ -48,7 +48,7 @@ class HeadRunner(ChecksumRunner):
         places = batch.owners[batch.is_draft], batch.targets[batch.is_draft]
         held = self.slots.token_ids[places]
         assert not held.any(), "the host knows the drafts before the device has made them"
-        self.slots.token_ids[places] = made  # for the device alone
+        self.slots.token_ids[places] = made  # only the device knows them
         sampled = super().run(batch, free)
         self.slots.token_ids[places] = held
         for row, start, stop in zip(batch.slots.tolist(), batch.starts.tolist(), batch.stops.tolist()):

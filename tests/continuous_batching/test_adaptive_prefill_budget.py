@@ -125,7 +125,7 @@ def test_steps_are_whole_tiles_and_chunks_within_their_bounds() -> None:
 
 
 def test_prompts_get_on_though_the_target_cannot_be_met_and_decodes_do_though_it_is_far() -> None:
-    slow = Load(0.005, noise=0.02)  # below one decode step
+    slow = Load(0.005, noise=0.02)  # the target is less than one decode step
     slow.run(300, num_decodes=24)
     chunks = [
         int((made.stops - made.starts)[made.stops - made.starts > 1].sum()) for made in slow.batches[100:]

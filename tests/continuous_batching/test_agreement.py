@@ -1,4 +1,4 @@
-"""Ranks answer what the leader asks; who does not answer is a miss within a bound, and ends nothing."""
+"""Ranks answer what the leader asks; a rank that does not answer in time is a miss, and ends nothing."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_rank_that_does_not_answer_is_a_miss_and_stops_nothing(
 
     led = Led({"pages": Only(slow)}, {"pages": Only(fails)})
     led.ask("a", 8, 10.0)
-    led.serve("first")  # beside a rank that works on its answer
+    led.serve("first")  # a rank still works on its answer meanwhile
     assert led.agreement.take(9.9) == ()
     (settled,) = led.agreement.take(10.0)
     assert settled.least == 0
@@ -194,7 +194,7 @@ def test_what_all_ranks_have_made_is_used_between_the_same_steps_and_the_rest_is
     led = Led(*({"file": each} for each in others))
     num_steps += [
         lambda: led.num_steps,
-        *(lambda each=each: each.beats.num_steps for each in led.following),  # type: ignore[misc]  # a default
+        *(lambda each=each: each.beats.num_steps for each in led.following),
     ]
     now_s, said = [0.0], dict[str, Settled]()
     questions = RankQuestions(led.agreement, {"file": own}, led.recorder, lambda: now_s[0])
@@ -275,7 +275,7 @@ def test_a_question_changes_nothing_in_a_replay() -> None:
             self.write(last)
 
     kept = Kept()
-    recorder = Recorder(FACTS, kept)  # type: ignore[arg-type]  # whose write returns a number besides
+    recorder = Recorder(FACTS, kept)
     recorder.asked("pages", "a", b"7")
     recorder.close()
     kept.seek(0)

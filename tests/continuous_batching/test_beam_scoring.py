@@ -62,7 +62,7 @@ def test_only_the_best_hypotheses_are_kept_the_earlier_of_equals() -> None:
 @each_of(
     "early, penalty, best, over",
     [
-        (True, 1.0, -0.1, True),  # as many as beams: enough
+        (True, 1.0, -0.1, True),  # there are as many answers as beams, which is enough
         (False, 1.0, -8.1, True),  # -8.1 / 4 is worse than -2
         (False, 1.0, -7.9, False),
         ("never", 1.0, -8.1, False),  # it may become -8.1 / 10
@@ -80,7 +80,7 @@ def test_a_search_ends_when_transformers_does(
         max_tokens=10,
         beam_width=2,
         length_penalty=penalty,
-        early_stopping=early,  # type: ignore[arg-type]
+        early_stopping=early,
     )
     assert is_over(found(-1.0, -2.0), best, 4, params) == over
     assert not is_over(found(-1.0), best, 4, params)

@@ -433,7 +433,7 @@ def test_one_bad_beam_is_enough_to_fail(beam: int) -> None:
 
 @pytest.mark.parametrize(
     ("sharing", "every"), [(True, 1), (False, 3)]
-)  # without shared pages it needs a step more
+)  # it needs a step more without shared pages
 def test_a_search_that_loses_its_rows_again_and_again_finds_the_same(sharing: bool, every: int) -> None:
     engine = make(num_slots=3, prefix_sharing=sharing)
     request = search("a", num_prompt=9, max_tokens=9, width=3, early_stopping="never")

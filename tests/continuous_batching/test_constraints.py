@@ -118,7 +118,7 @@ def test_a_grammar_that_fails_lets_nothing_come_and_says_why() -> None:
 def test_a_guess_that_makes_it_fail_fails_no_answer() -> None:
     constraint = Constraint(lambda: Counting(fails_at=4))
     masks = constraint.masks(places(1, 3), places(4, 5))
-    assert masks[1] is NOTHING  # as it would be without the guess, should it be right
+    assert masks[1] is NOTHING  # the mask is that without the guess, should it be right
     assert masks[2] is None
     assert not constraint.error
     assert constraint.num_possible(places(1, 3), [4, 5, 6]) <= 2

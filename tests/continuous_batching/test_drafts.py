@@ -125,7 +125,7 @@ def test_drafts_take_what_the_budget_leaves_the_oldest_first() -> None:
         engine.add(Request(str(number), np.arange(number, number + 6), params))
     engine.step()
     batch = engine.scheduler.schedule(0.0)
-    assert (batch.stops - batch.starts).tolist() == [10, 10, 4]  # of 24
+    assert (batch.stops - batch.starts).tolist() == [10, 10, 4]  # the budget is 24
 
 
 def test_only_what_decodes_may_have_drafts() -> None:

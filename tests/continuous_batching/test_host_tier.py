@@ -113,7 +113,7 @@ def test_nothing_of_a_request_that_failed_is_found_at_rest(when: str) -> None:
     bad = (
         again(first, "bad") if when == "brought back" else Request("bad", first.prompt[:20], SamplingParams())
     )
-    engine.runner.fail = {"bad"}  # type: ignore[attr-defined]
+    engine.runner.fail = {"bad"}
     serve(engine, bad)
     assert bad.finish_reason == "error"
     assert bad.num_cached_tokens > 0

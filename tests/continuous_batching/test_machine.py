@@ -141,7 +141,7 @@ class Engines(RuleBasedStateMachine):
 
     @rule(change=st.integers(-20, 20), give_up=st.sampled_from(["nothing", "cached", "running"]))
     def resize(self, change: int, give_up: str) -> None:
-        try_resize(self.engine, change, give_up)  # type: ignore[arg-type]
+        try_resize(self.engine, change, give_up)
 
     @rule(count=st.integers(1, 40))
     def evict(self, count: int) -> None:

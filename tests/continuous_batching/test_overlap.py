@@ -101,7 +101,7 @@ def test_a_row_that_failed_and_was_outrun_is_never_found() -> None:
 def test_a_row_that_failed_and_was_outrun_publishes_nothing_of_its_prompt() -> None:
     engine = make()
     Device(engine)
-    engine.runner.fail = {"bad"}  # in its first step alone
+    engine.runner.fail = {"bad"}  # it fails in its first step
     start = engine.runner.start
 
     def fail_once(batch: Batch) -> Callable[[], Sampled]:
@@ -137,7 +137,7 @@ def test_a_row_that_fails_after_it_was_outrun_keeps_its_answer_and_loses_its_pag
     engine.add(request)
     engine.step()
     engine.step()
-    engine.runner.fail = {"a"}  # from its fourth step on
+    engine.runner.fail = {"a"}  # it fails from its fourth step on
     engine.step()
     assert request.finish_reason == "stop"
     run_out(engine)

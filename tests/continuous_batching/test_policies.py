@@ -1,3 +1,5 @@
+"""Policies share a step's token budget among decodes, prompts and newcomers as each of them states."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -55,7 +55,7 @@ class Ranks:
         for rank, store in enumerate(stores[1:], 1):
             twin = make(num_host_pages=40, has_tier=True, **options)
             self.tiers.append(self._tier(twin, store, rank))
-            following = Following(twin.scheduler, twin.runner)  # type: ignore[arg-type]  # a ChecksumRunner
+            following = Following(twin.scheduler, twin.runner)
             beats = following.beats
             following.follower._tier = FollowersTier(
                 self.tiers[rank], lambda answer, beats=beats: beats.answer(answer.line)
@@ -105,7 +105,7 @@ def test_every_rank_has_the_bytes_of_each_page_that_is_found(windows: tuple[int,
     ranks.serve(*first)
     ranks.end()
     assert kept[0].keys() == kept[1].keys() == kept[2].keys()
-    assert all(len({*each}) == 3 for each in zip(*(one.values() for one in kept)))  # of three identities
+    assert all(len({*each}) == 3 for each in zip(*(one.values() for one in kept)))  # the identities are three
     firsts = {each.page_keys[0]: each for each in first}
     assert len(firsts) == len(first)
     for request, rank in zip(first, (1, 2, 1)):  # the fourth is whole everywhere

@@ -19,7 +19,7 @@ def prompt(*keys: int, num_tokens: int | None = None) -> RoutedPrompt:
 
 
 def sent(routing: Routing, what: RoutedPrompt, at_s: float = 0.0, **options: object) -> Sent:
-    found = routing.send(what, at_s, **options)  # type: ignore[arg-type]
+    found = routing.send(what, at_s, **options)
     assert found is not None
     return found
 
@@ -153,7 +153,7 @@ def test_what_is_computed_of_a_prompt_is_not_taken_off_twice() -> None:
     assert routing.queued_tokens.tolist() == [0]
     for each in line:
         routing.ended(each)
-    routing.report_load(0, 500, 5, 4.0)  # of others, that came another way
+    routing.report_load(0, 500, 5, 4.0)  # others' requests, which came another way
     mine = sent(routing, RoutedPrompt(100), 5.0)
     routing.report_load(0, 600, 6, 6.0)
     routing.begun(mine)

@@ -1,4 +1,4 @@
-"""The predicted time of a step against devices whose costs are known."""
+"""The predicted time of a step approaches that of devices whose costs are known."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_what_was_never_tried_costs_nothing_and_what_is_not_seen_any_more_keeps_
 @each_of("kind", KINDS)
 def test_times_follow_a_machine_that_gets_slower_or_faster(kind: str, ratio: float) -> None:
     random, times = np.random.default_rng(0), StepTime()
-    num_steps = 4000 if kind == "chunks" else 1200  # to follow; the times of chunks are forgotten more slowly
+    num_steps = 4000 if kind == "chunks" else 1200  # times of chunks are forgotten more slowly
     for number in range(800 + num_steps):
         made = drawn(random, kind)
         times.observe(made, cost_s(made) * (1 if number < 800 else ratio))

@@ -132,7 +132,7 @@ def test_who_gives_up_while_its_pages_are_looked_up_leaves_nothing(end: str) -> 
         engine.abort("second")
     engine.step()
     assert second.finish_reason == end
-    third = again(first, "second")  # under the same id
+    third = again(first, "second")  # it has the same id
     serve(engine, third)
     assert third.num_cached_tokens == 28
     assert engine.scheduler.counters.fetched_pages == 7
@@ -165,7 +165,7 @@ def test_only_what_is_lacking_is_looked_up() -> None:
     third = again(second, "third")
     serve(engine, third)
     tier = engine.tier
-    assert tier.num_lookups == 2  # type: ignore[union-attr]
+    assert tier.num_lookups == 2
     check(short, second, third)
 
 
@@ -225,7 +225,7 @@ def test_of_a_window_the_tier_has_what_a_prefix_is_resumed_from(missing: int | N
 
 def test_a_tier_that_is_not_asked_holds_nobody_back() -> None:
     engine = engine_with({})
-    engine.tier.is_asked = False  # type: ignore[union-attr]
+    engine.tier.is_asked = False
     request = ask("first", 30, 4)
     engine.add(request)
     assert engine.step() is not None
@@ -243,7 +243,7 @@ def test_nothing_of_a_request_that_failed_stays_in_the_tier(found: bool, windows
         assert len(pages) == 8 * (1 + len(windows))
     engine = engine_with(pages, windows=windows)
     bad = again(first, "bad")
-    engine.runner.fail = {"bad"}  # type: ignore[attr-defined]
+    engine.runner.fail = {"bad"}
     serve(engine, bad)
     assert bad.finish_reason == "error"
     assert engine.scheduler.counters.fetched_pages == (7 + 2 * len(windows) if found else 0)

@@ -1,4 +1,4 @@
-"""Whatever a tier finds, when, and how much of it: each request has the tokens that it would have alone."""
+"""Each request has the tokens that it would have alone, whatever pages a tier finds, when and how many."""
 
 from __future__ import annotations
 

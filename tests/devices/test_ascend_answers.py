@@ -119,7 +119,7 @@ def test_the_communicators_buffers_bound_the_tokens() -> None:
     assert 98 * 2**20 // (8 * 8 * 2048 * 2) == 392 > most_dispatched("910B", 8, 128, 8, 2048, 200) == 64
     assert most_dispatched("910B", 16, 256, 8, 7168, 200) == 98 * 2**20 // (16 * 8 * 7168 * 2) == 56
     assert most_dispatched("910B", 16, 256, 8, 7168, 4) == 0
-    each = 16 * 16 * 14848 + 8 * 14336  # of 256 pairs, and of 8 rows that come back
+    each = 16 * 16 * 14848 + 8 * 14336  # 256 pairs, and 8 rows that come back
     assert most_dispatched("910C", 16, 256, 8, 7168, 200) == 100 * 2**20 // each == 26
 
 

@@ -1,4 +1,7 @@
-"""The way to compute is chosen from what was measured, and changed once when others take the cores."""
+"""The number of threads and their wait at barriers follow measured steps, and change once beside others.
+
+The change comes when other processes take the cores.
+"""
 
 from __future__ import annotations
 
@@ -65,9 +68,9 @@ def measured(*times_ms: float) -> list[Measured]:
     ("times_ms", "chosen"),
     [
         ((1.6, 3.0, 2.0), SPIN),  # quiet
-        ((155.0, 6.3, 4.4), ONE),  # beside a process that spins on each core, a small model
+        ((155.0, 6.3, 4.4), ONE),  # a small model beside a process that spins on each core
         ((400.0, 60.0, 90.0), SLEEP),  # the same, a large one
-        ((2.0, 1.9, 1.95), SPIN),  # within chance: the usual way
+        ((2.0, 1.9, 1.95), SPIN),  # the difference is chance: the usual way
     ],
 )
 def test_the_usual_way_is_kept_unless_another_is_clearly_faster(
@@ -201,7 +204,7 @@ class Watched:
         hook = self.decoder.register_forward_pre_hook(compute)
         for _ in range(round(seconds / step_s)):
             self.decoder(torch.zeros(1))
-            self.now_s += 1.0  # between steps nothing is computed, which is nobody's fault
+            self.now_s += 1.0  # nothing is computed between steps, which is nobody's fault
         hook.remove()
 
 

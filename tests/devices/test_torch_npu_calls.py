@@ -116,9 +116,9 @@ def test_the_stand_in_has_rules_for_each_of_them() -> None:
 
 @pytest.mark.parametrize("chip", PRODUCTS, ids=lambda each: each.name)
 def test_supported_releases_have_every_call(chip: object) -> None:
-    for version in supported(chip):  # type: ignore[arg-type]
+    for version in supported(chip):
         release = releases()[version]
-        for call in calls_of(chip):  # type: ignore[arg-type]
+        for call in calls_of(chip):
             assert any(set(call.arguments) <= set(names) for names in release.arguments_of(call.operator))
         assert not release.absent_names
 

@@ -94,7 +94,7 @@ def test_every_answer_is_asked_for_and_of_some_product() -> None:
     [pytest.param(each.name, marks=pytest.mark.slow if each.name in LONG else []) for each in PROBES],
 )
 def test_a_right_device_is_found_right(name: str, npu: Npu) -> None:
-    expected = name == "unmasks_decodes" or getattr(npu.product, name)  # of which the stand-in is right
+    expected = name == "unmasks_decodes" or getattr(npu.product, name)  # the stand-in is right about it
     assert ask(name, npu) == expected
 
 
@@ -236,7 +236,7 @@ def test_a_band_that_counts_a_querys_own_key_is_found_and_followed(npu: Npu, wro
     with pytest.raises(AssertionError):
         bench.step({0: 60})
     followed = Bench(operators("npu", "fused", windowed)[1])
-    followed.attention.product = replace(npu.product, counts_own_key=True)  # type: ignore[attr-defined]
+    followed.attention.product = replace(npu.product, counts_own_key=True)
     followed.step({0: 60})
 
 

@@ -1,4 +1,4 @@
-"""What the doctor says of pairs of CANN and torch_npu on eight 910B is what their wheels say."""
+"""The doctor accepts and refuses the pairs of CANN and torch_npu on eight 910B that their wheels do."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_pages_of_windows_have_events_of_their_own(
         held: set[tuple[object, object]] = set()
         for event in (event for _, batch in reader.batches for event in batch):
             group = event.get("group_idx")
-            hashes = {(group, key) for key in event.get("block_hashes", [])}  # type: ignore[attr-defined]
+            hashes = {(group, key) for key in event.get("block_hashes", [])}
             held = held | hashes if event["type"] == "BlockStored" else held - hashes
             stored += [event] * (group == 1 and event["type"] == "BlockStored")
         if held == known:

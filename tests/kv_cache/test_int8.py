@@ -36,7 +36,7 @@ def stored(num_slots: int, num_neighbours: int, num_host_pages: int = 0) -> tupl
     counters = engine.scheduler.counters
     assert (min(counters.preemptions, counters.swapped_in_pages) > 0) == (num_host_pages > 0)
     pages = torch.from_numpy(engine.slots.pages(row).astype(np.int64))
-    cache, num_tokens = engine.runner.cache, int(engine.slots.num_computed[row])  # type: ignore[attr-defined]
+    cache, num_tokens = engine.runner.cache, int(engine.slots.num_computed[row])
     tensors = [each[pages].flatten(0, 1)[:num_tokens] for each in cache.tensors]
     return torch.stack(tensors), engine.slots.token_ids[row, : num_tokens + 1].tolist(), num_steps
 

@@ -185,7 +185,7 @@ def test_a_wrong_entry_is_never_used_and_taken_off(
 
 def test_nobody_waits_for_a_store_that_does_not_answer(make: Make, store: Store) -> None:
     tier = make(wait_s=0.05, pause_s=PATIENCE_S)
-    until(lambda: store.num_answered == 1)  # as at the start
+    until(lambda: store.num_answered == 1)  # the state is that of the start
     store.gate.clear()
     lookups = [tier.look_up(Sought([key(1)])) for _ in range(3)]
     until(lambda: len(store.calls) == 2)

@@ -1,3 +1,5 @@
+"""A page pool hands out every page once, counts holders, and refuses what is freed twice."""
+
 import numpy as np
 import pytest
 

@@ -30,7 +30,7 @@ def test_poison_reaches_no_answer(
 ) -> None:
     if attention == "int8":
         device.exact(monkeypatch)
-    engine = device.make(attention, poisoned=True, **SCENARIOS[scenario])  # type: ignore[arg-type]
+    engine = device.make(attention, poisoned=True, **SCENARIOS[scenario])
     made = device.requests(COUNT, num_samples)
     meddle: Callable[[Engine, int], None] | None = device.resize if scenario in ("resized", "all") else None
     device.serve(engine, made, at_once=3, meddle=meddle)
@@ -49,7 +49,7 @@ def test_poison_would_be_noticed() -> None:
     request.params = type(request.params)(max_tokens=3)
     engine.add(request)
     engine.step()
-    cache = engine.runner.inner.cache  # type: ignore[attr-defined]
+    cache = engine.runner.inner.cache
     page = engine.slots.pages(0)[0]
     assert not torch.isnan(cache.of(0)[0][page]).all()
     for tensor in cache.tensors:

@@ -1,3 +1,5 @@
+"""Published prefixes are found as far as tokens agree, evicted leaves first, and never given wrongly."""
+
 import hashlib
 from collections.abc import Sequence
 

@@ -343,7 +343,7 @@ class Traced(StageRunner):
 
     def __init__(self, order: list[str]) -> None:
         self._order, self._started = order, deque()
-        self.decoder = SimpleNamespace(share=Share())  # type: ignore[assignment]
+        self.decoder = SimpleNamespace(share=Share())
 
     def _drafted(self, batch: Any) -> None:
         return None
@@ -360,9 +360,9 @@ def test_what_follows_the_batches_that_were_started_comes_before_the_next() -> N
     order: list[str] = []
     runner = Traced(order)
     runner.later(lambda: order.append("at once"))
-    first, second = (runner.start(each) for each in ("first", "second"))  # type: ignore[arg-type]
+    first, second = (runner.start(each) for each in ("first", "second"))
     runner.later(lambda: order.append("behind both"))
-    third = runner.start("third")  # type: ignore[arg-type]
+    third = runner.start("third")
     for wait in (first, second, third):
         wait()
     runner.later(lambda: order.append("at once again"))

@@ -1,4 +1,4 @@
-"""What is learned of how long prefixes wait until requests go on from them."""
+"""The expected wait of a conversation follows from how often such conversations were continued before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from simulation.shared_prompts import documents
 from simulation.state_rules import SplitMemory, served_share
 
 
-def test_what_was_gone_on_from_as_often_as_all_that_ended_waits_longest() -> None:
+def test_conversations_continued_as_often_as_those_that_ended_wait_longest() -> None:
     returns = Returns(most=100)
     for number in range(20):
         key = b"%d" % number

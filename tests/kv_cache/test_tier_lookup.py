@@ -84,7 +84,7 @@ def test_what_was_not_read_in_time_counts_as_missing() -> None:
 def test_the_longest_prefix_that_all_groups_have_is_found(
     num_keys: int, num_here: int, widths: list[int], chance: object, most: int
 ) -> None:
-    random = np.random.default_rng(chance.getrandbits(32))  # type: ignore[attr-defined]
+    random = np.random.default_rng(chance.getrandbits(32))
     num_here, groups = min(num_here, num_keys), dict(enumerate(widths, 1))
     here = {group: (random.random(num_here) < 0.7).tolist() for group in groups}
     entries = {

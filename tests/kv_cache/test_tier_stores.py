@@ -208,7 +208,7 @@ def killed_while_writing(place: str, rounds: int) -> None:
                 assert content_of(entry, key(number), ONE, len(CONTENT)) == CONTENT
                 found += len(entry)
         assert 0 < found <= BIG
-        for number in range(last + 2, last + 12):  # as many again as there is room for: nothing is lost
+        for number in range(last + 2, last + 12):  # there is room for so many again: nothing is lost
             assert store.write(key(number), entry_of(CONTENT, key(number), ONE))
         kept = sum(len(store.read([key(number)])[0] or b"") for number in range(first, last + 12))
         assert BIG // 2 < kept <= BIG

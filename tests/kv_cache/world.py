@@ -289,6 +289,7 @@ class World:
         """The engine's own ledger check, on this state."""
         waiting = [each for each, place in zip(self.requests, self.place) if place == "waits"]
         recount(
+            # It stands in for the scheduler, of which `recount` reads no more
             SimpleNamespace(  # type: ignore[arg-type]
                 slots=self.slots,
                 pool=self.pool,

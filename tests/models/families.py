@@ -112,7 +112,7 @@ def wide(variant: Variant, head_dim: int = 64) -> Variant:
         for name, each in variant.rope.items()
     }
     options = variant.options | {"head_dim": head_dim}
-    if rope.get("rope_type") == "longrope":  # of which transformers checks that heads share the hidden size
+    if rope.get("rope_type") == "longrope":  # transformers checks that its heads share the hidden size
         options |= {"hidden_size": 4 * head_dim}
     return replace(variant, name=f"{variant.name}_wide", options=options, rope=rope)
 

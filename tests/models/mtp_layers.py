@@ -184,7 +184,7 @@ class Further:
         positions = torch.arange(count)[None]
         angles = model.rotary_emb(x, positions)
         made = self._layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
-        x = made[0] if isinstance(made, tuple) else made  # beside what a sparse layer chose
+        x = made[0] if isinstance(made, tuple) else made  # a sparse layer also returns what it chose
         return self._norm(x[0, -len(tokens) :], "shared_head.norm")
 
     def _norm(self, x: Tensor, name: str) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models.checkpoint.files import INDEX, SINGLE
 
-LINEAR = re.compile(r"(_proj|\.w[123])\.weight$")  # of a layer: routers are never packed
+LINEAR = re.compile(r"(_proj|\.w[123])\.weight$")  # linears of a layer: routers are never packed
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which output the first four bits hold, which the next four, ...
 
 

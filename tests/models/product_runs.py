@@ -25,7 +25,7 @@ from recipes.schema.recipe import ROOT
 Way = Literal["eager", "captured", "disturbed", "own_type"]
 
 NUM_NEW, LONGEST = 16, 130
-NUM_SLOTS = 7  # of which a 950, which holds four graphs, captures some sizes only
+NUM_SLOTS = 7  # a 950 holds four graphs, and captures only some of these sizes
 PAGE_SIZE = {"310P": 64}  # the smallest that its attention takes; elsewhere, as elsewhere in the tests
 OWN_TYPE = {"310P": "float16", "910": "float16"}  # elsewhere bfloat16
 # What happens, a letter each: r a replay, p a preemption, s a swap-in, c a compaction, z a resize, a a step
@@ -136,7 +136,7 @@ def _note(engine: Engine, happened: list[str]) -> None:
         happened.append("a")
         advance()
 
-    engine.scheduler.in_flight.advance = advanced  # type: ignore[method-assign]
+    engine.scheduler.in_flight.advance = advanced  # type: ignore[method-assign]  # watched
     if graphs is not None:
         inner = graphs.run
 
@@ -164,7 +164,7 @@ def outcome_of(product: str, run: Run) -> Outcome:
 
 
 if __name__ == "__main__":
-    keep_memory()  # as the CPU's operators do, which compute for the stand-in
+    keep_memory()  # the CPU's operators, which compute for the stand-in, do so as well
     asked_of, outcomes = json.load(sys.stdin), []
     gc.freeze()  # what is imported stays, and need not be looked at after each run
     for each in asked_of["runs"]:

@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from virtual_npu.launch_log import LaunchLog
 
 PAGE_SIZE, NUM_PAGES = 16, 8
-LENS = (41, 22)  # of two requests, the last tokens of which are computed one by one
+LENS = (41, 22)  # lengths of two requests, whose last tokens are computed one by one
 STOPS = ((17, 5), (33, 14), *((33 + step, 14 + step) for step in range(1, 9)))  # one for each step
-NUM_DECODED = 4  # by ranks in processes of their own; the second request begins a page meanwhile
+NUM_DECODED = 4  # ranks in processes of their own decode so many; the second request begins a page meanwhile
 FIRST_STOPS = STOPS[: 2 + NUM_DECODED]
 NUM_DRAWN = 5  # tokens that are drawn for each of them
 
@@ -125,10 +125,10 @@ def built(
     decoder = empty(config, group, kind, way, experts, contexts)
     decoder.least_divided = least_divided
     if dispatches:
-        product = decoder.ops.product  # type: ignore[attr-defined]
+        product = decoder.ops.product  # type: ignore[attr-defined]  # an NPU's
         dtypes = *product.dtypes, "float32"  # which the stand-in takes here
         sends = {"dispatches": True, "dispatches_beside_shared": True}
-        decoder.ops.product = replace(product, dtypes=dtypes, **sends)  # type: ignore[attr-defined]
+        decoder.ops.product = replace(product, dtypes=dtypes, **sends)  # type: ignore[attr-defined]  # an NPU's
     return decoder, weights.load(decoder, path)
 
 
@@ -411,4 +411,4 @@ def run(backend: Backend, size: int, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))  # type: ignore[arg-type]
+    sys.exit(run(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))  # type: ignore[arg-type]  # a kind

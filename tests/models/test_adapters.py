@@ -327,7 +327,7 @@ def test_an_adapter_that_changed_the_base_is_read_once_peft_has_converted_it(
         warnings.simplefilter("ignore")
         config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=ALL, init_lora_weights=start)
         wrapped = peft.get_peft_model(deepcopy(model), config)
-        wrapped.peft_config["default"].init_lora_weights = True  # as peft's documentation has it
+        wrapped.peft_config["default"].init_lora_weights = True  # peft's documentation says so
         wrapped.save_pretrained(initial)
         wrapped.peft_config["default"].init_lora_weights = start
         with torch.no_grad():

@@ -146,7 +146,7 @@ class Served:
                 found[rows.requests[owner].id, target] = each.clone()  # a wrong draft's is replaced later
             return start(logits, owners, targets, *others)
 
-        sampler.start = started  # type: ignore[method-assign]  # watched from outside
+        sampler.start = started  # watched from outside
         waiting = list(asked) if seed is None else [asked[each] for each in rng.permutation(len(asked))]
         while waiting or engine.has_work:
             if seed is not None:

@@ -26,7 +26,7 @@ from recipes.assembly.scoring import score
 from tests.models.families import VARIANTS, expected_logprobs, make
 from tests.models.test_shared_weights import Rank
 
-BLOCKS = BlockScales(16, 32)  # of sizes that divide no weight
+BLOCKS = BlockScales(16, 32)  # these sizes divide no weight
 SAID = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -117,7 +117,7 @@ def loaded(path: Path, share: Share) -> Decoder:
     config = config_in(path)
     group = Rank(share.tensor, share.tensors)
     decoder = Decoder(config, Ops(), LatentAttention(shape_of(16, share.part(config))), group)
-    decoder.pack = lambda: None  # type: ignore[method-assign]
+    decoder.pack = lambda: None
     weights.load(decoder, path)
     return decoder
 

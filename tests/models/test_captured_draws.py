@@ -118,7 +118,7 @@ def test_tokens_are_those_of_steps_that_are_not_captured(
     monkeypatch.setattr(torch.npu.NPUGraph, "replay", lambda graph: replayed.append(graph) or replay(graph))
     for overlap in overlaps:
         engine = engine_of(graphs=4, overlap=overlap)
-        draws = {id(step.draw) for step in engine.runner.graphs.steps.values()}  # type: ignore[attr-defined]
+        draws = {id(step.draw) for step in engine.runner.graphs.steps.values()}
         replayed.clear()
         assert serve(engine, ways) == expected
         drawn = [id(graph) in draws for graph in replayed]
@@ -188,7 +188,7 @@ def test_updates_are_not_sent_behind_the_replay_that_waits_for_them() -> None:
     ways = ["greedy", "top-p", "greedy"]
     expected = serve(engine_of(graphs=0, overlap=False), ways)
     engine = engine_of(graphs=4, overlap=True)
-    with torch.npu.stream(engine.runner.attention.update_stream):  # type: ignore[attr-defined]
+    with torch.npu.stream(engine.runner.attention.update_stream):
         assert serve(engine, ways) == expected
 
 
@@ -201,7 +201,7 @@ def test_a_capture_that_cannot_begin_leaves_the_current_stream(monkeypatch: pyte
     monkeypatch.setattr(torch.npu.NPUGraph, "capture_begin", refuse)
     before = torch.npu.current_stream()
     with pytest.raises(RuntimeError, match="no room"):
-        engine.runner.capture(4)  # type: ignore[attr-defined]
+        engine.runner.capture(4)
     assert torch.npu.current_stream() == before
 
 

@@ -69,5 +69,5 @@ def test_a_stage_costs_its_share_and_layers_with_a_window_read_no_more_of_a_long
 
 
 def test_nothing_is_known_of_a_type_that_the_profile_has_no_rate_for() -> None:
-    config = decoder_config(published.QWEN3_8B)  # in bfloat16, which an Ascend 910 does not multiply
+    config = decoder_config(published.QWEN3_8B)  # its type is bfloat16, which an Ascend 910 does not multiply
     assert step_costs(Counts(config), DeviceRates.load("ascend910"), ROWS, TOKENS) == UNKNOWN

@@ -97,7 +97,7 @@ def test_norms(ops: CpuOps, dtype: torch.dtype) -> None:
             ops.add_rms_norm(x, residual, weight, 1e-5), plain.add_rms_norm(x, residual, weight, 1e-5)
         ):
             assert_near(found, expected)
-    heads = some(dtype, 5, 96).unflatten(1, (6, 16))[:, :4]  # as queries lie in the product for all three
+    heads = some(dtype, 5, 96).unflatten(1, (6, 16))[:, :4]  # queries lie so in the product for all three
     assert_near(ops.rms_norm(heads, weight[:16], 1e-6), plain.rms_norm(heads, weight[:16], 1e-6))
 
 

@@ -1,4 +1,4 @@
-"""Products with weights in their own type are exact, and a row's is the same in any batch, on any vectors."""
+"""Products by products.cpp are exact, and each row has the same bits in any batch and on any vectors."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_numbers_of_bfloat16_are_kept_as_such() -> None:
     half = wide.bfloat16().float()
     assert torch.equal(narrowed(half).float(), half)
     assert narrowed(half).dtype == torch.bfloat16
-    half[-1, -1] += 2**-20  # past what is looked at first
+    half[-1, -1] += 2**-20  # this number lies behind those that are tried first
     assert narrowed(half) is half
     assert narrowed(wide.half()).dtype == torch.float16
 

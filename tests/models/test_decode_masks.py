@@ -58,7 +58,7 @@ def asked(unmasks: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Counter[K
         return call
 
     eager = watched("eager", inner)
-    eager.out = watched("captured", inner.out)  # type: ignore[attr-defined]
+    eager.out = watched("captured", inner.out)
     monkeypatch.setattr(torch_npu, FUSED_ATTENTION, eager)
     return found
 

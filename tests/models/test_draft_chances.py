@@ -21,7 +21,7 @@ from models.ops.reference import Ops
 from models.sampling.sampler import Sampler
 
 VOCABULARY, NUM_NEW, NUM_REQUESTS = 5, 6, 3000
-CHANCES = np.random.default_rng(4).dirichlet(np.full(VOCABULARY, 0.6), VOCABULARY)  # after each token
+CHANCES = np.random.default_rng(4).dirichlet(np.full(VOCABULARY, 0.6), VOCABULARY)  # chances after each token
 
 
 def by_chance(found: np.ndarray, wanted: np.ndarray, freedom: int) -> float:

@@ -150,7 +150,7 @@ def test_drafts_change_no_token(variant: Variant, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", on_each("fused")[2:])  # for eager steps of an NPU, see test_draft_model.py
+@pytest.mark.parametrize("pair", on_each("fused")[2:])  # test_draft_model.py has eager steps of an NPU
 def test_nor_do_they_on_other_devices(pair: tuple[Kind, str], tmp_path: Path) -> None:
     _, path = make(wide(VARIANTS[2]), tmp_path)
     check(engine_of(path, pair[0]), most=15)
@@ -164,13 +164,13 @@ def test_nor_do_they_in_captured_steps(pair: tuple[Kind, str], tmp_path: Path) -
     runner = engine.runner
     assert isinstance(runner, ModelRunner)
     assert runner.graphs is not None
-    drafted: list[bool] = []  # of each captured step, whether it had drafts
+    drafted: list[bool] = []  # whether each captured step had drafts
     replayed = runner.graphs.run
 
     def run(filled: FilledStep, last: LastTokens, drafts: Tensor | None = None) -> StepOutputs:
         drafted.append(filled.batch.num_drafts > 0)
         return replayed(filled, last, drafts)
 
-    runner.graphs.run = run  # type: ignore[method-assign]
+    runner.graphs.run = run
     check(engine, most=MOST_CAPTURED)
     assert sum(drafted) > 10

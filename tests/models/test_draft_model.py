@@ -291,7 +291,7 @@ class Late(Fixed):
         self._num_steps = 0
 
     @property
-    def is_hopeful(self) -> bool:  # type: ignore[override]
+    def is_hopeful(self) -> bool:
         return self._num_steps >= 30
 
     def choose(self, offers: Offers) -> Index:

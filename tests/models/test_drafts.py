@@ -1,4 +1,4 @@
-"""On the real device path, drafts leave every token and log-probability what it is without them."""
+"""With a runner and a model, guessed drafts change no token and no log-probability, and not `min_tokens`."""
 
 from __future__ import annotations
 

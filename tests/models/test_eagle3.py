@@ -88,7 +88,7 @@ class Pausing(Fixed):
         self._num_steps = 0
 
     @property
-    def is_hopeful(self) -> bool:  # type: ignore[override]
+    def is_hopeful(self) -> bool:
         return self._num_steps % 13 < 4
 
     def choose(self, offers: Offers) -> Index:

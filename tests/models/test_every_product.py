@@ -48,7 +48,7 @@ pytestmark = [pytest.mark.npu, stand_in_alone, pytest.mark.timeout(3600)]
 
 NUM_GREEDY, NUM_DRAWN = 5, 3
 OPENING = 70  # tokens with which every other prompt opens: a full page of any product
-LEAST_MARGIN = 1e-3  # of a greedy token before the next: no rounding in float32 turns it
+LEAST_MARGIN = 1e-3  # margin of a greedy token over the next: no rounding in float32 turns it
 ROUNDED = 2.0  # how far from float32, in parts of how far transformers' own rounding is
 
 # Heads of 64 and of 128; q/k norm (qwen3), biases (qwen2, biased), windows, one key head, every kind of rope
@@ -252,7 +252,7 @@ def outcomes(
 ) -> Callable[[str], dict[Cell, Outcome]]:
     """What came of a product's cells, of all that were selected: one process runs them."""
     items = [item for item in request.session.items if item.path == request.path]
-    selected = [item.callspec.params["cell"] for item in items]  # type: ignore[attr-defined]
+    selected = [item.callspec.params["cell"] for item in items]
 
     @cache
     def of(product: str) -> dict[Cell, Outcome]:
@@ -306,7 +306,7 @@ def test_in_the_type_of_the_product_they_are_those_of_float32_up_to_its_rounding
     within ROUNDED of each other over all tokens, and for the furthest token.
     """
     case = expected(cell.name)
-    dtype = TORCH_DTYPES[OWN_TYPE.get(cell.product, "bfloat16")]  # type: ignore[index]
+    dtype = TORCH_DTYPES[OWN_TYPE.get(cell.product, "bfloat16")]
     rounded = like(case.model).to(dtype)
     exact = like(rounded).float()
     ours, theirs, behind = [], [], []
@@ -319,7 +319,7 @@ def test_in_the_type_of_the_product_they_are_those_of_float32_up_to_its_rounding
             behind.append(wanted.max(-1).values - wanted.gather(1, chosen)[:, 0])
     far, allowed = torch.cat(ours).abs(), torch.cat(theirs).abs()
     assert far.square().mean().sqrt() <= ROUNDED * allowed.square().mean().sqrt()
-    if cell.name in HEAD_DIMS:  # of a mixture, one rounding may choose other experts for a token
+    if cell.name in HEAD_DIMS:  # one rounding may choose other experts for a token of a mixture
         assert far.max() <= ROUNDED * allowed.max()
     assert torch.cat(behind).max() <= 2 * ROUNDED * allowed.max(), "a token that float32 would not choose"
 

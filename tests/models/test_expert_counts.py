@@ -41,7 +41,7 @@ class Kept(Ops):
         self.chosen: list[torch.Tensor] = []
 
     def route(self, *asked: object) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, chosen = super().route(*asked)  # type: ignore[arg-type]
+        weights, chosen = super().route(*asked)
         self.chosen.append(chosen)
         return weights, chosen
 

@@ -1,6 +1,6 @@
-"""A page keeps the features of its last positions, and a head computes whole spans at once.
+"""Pages keep the hidden states (features) of their last positions, which a drafting head reads.
 
-The tokens of one step bound these spans.
+The head computes whole spans at once, up to the tokens of a step.
 """
 
 from __future__ import annotations

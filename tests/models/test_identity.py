@@ -32,7 +32,7 @@ NUM_REQUESTS, NUM_NEW, LONGEST = cases((10, 16, 120), (32, 48, 300))
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS, BATCH_TOKENS = cases((8, 30, 10, 24), (16, 70, 12, 96))
 NUM_OPENINGS = cases(1, 3)
 NUM_LONG = 4 * (NUM_REQUESTS - 2) // 5  # the others are short, and open alike
-NUM_GENERATED = cases(2, NUM_REQUESTS)  # by transformers itself, a token at a time
+NUM_GENERATED = cases(2, NUM_REQUESTS)  # transformers itself generates so many, a token at a time
 BY_LENGTH = ("dynamic", "longrope")  # ropes that turn the same token otherwise once a request is longer
 FAST = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen2_window_from", "qwen3", "qwen3_layer_types")
 FAST += (
@@ -60,7 +60,7 @@ NAMES = cases(
     ),
     [*ALL],
 )
-ELSEWHERE = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen3_layer_types")  # for other devices
+ELSEWHERE = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen3_layer_types")  # others than a CPU's
 
 
 def make_engine(path: Path, pair: Pair, graphs: int = 0) -> Engine:
@@ -184,7 +184,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graphs", [0, 8])
-@pytest.mark.parametrize("pair", on_each("fused")[2:])  # for those of an NPU, see test_every_product.py
+@pytest.mark.parametrize("pair", on_each("fused")[2:])  # test_every_product.py has those of an NPU
 def test_so_they_are_on_other_devices(wide_case: Case, pair: Pair, graphs: int) -> None:
     check(make_engine(wide_case.path, pair, graphs), wide_case)
 

@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """The smallest that npu_mla_prolog_v3 takes, with a layer behind its own."""
     options = {name: value for name, value in SMALLEST.items() if name != "num_hidden_layers"}
     model, path = target_of("deepseek_v3", tmp_path_factory.mktemp("mtp"), is_wide=True, **options)
-    model.further.reads_zeros = True  # as the operator does, which leaves no key out
+    model.further.reads_zeros = True  # the operator leaves no key out
     return model, path
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from borders.start_report import TAKING
 from models.checkpoint import rewriting, weights
-from models.checkpoint.kept import KeptWeights, origin_of, remembered
+from models.checkpoint.kept_weights import KeptWeights, origin_of, remembered
 from models.decoder import Decoder
 from models.drafting import mtp as mtp_weights
 from models.drafting.config import MtpConfig
@@ -116,7 +116,7 @@ def test_the_next_engine_of_a_recipe_takes_them(
     check_alike(first.runner.decoder, second.runner.decoder)
     assert any(stage.startswith(TAKING) for stage in stages)
     (folder / "decoder-0-of-1-0-of-1.safetensors").touch()
-    os.utime(path / "config.json")  # as whoever changes the checkpoint does
+    os.utime(path / "config.json")  # whoever changes the checkpoint changes this time
     with monkeypatch.context() as patched:
         patched.setattr(weights, "fill", unreadable)
         with pytest.raises(AssertionError, match="is read again"):
@@ -151,8 +151,8 @@ def test_a_file_that_is_not_right_is_replaced(
     weights.load(fresh(engine), path, kept=kept)
     spoil(kept.file)
     left = kept.file.with_name(f".{kept.file.name}.1")
-    left.touch()  # by a rank that was killed while it wrote
-    with caplog.at_level(logging.INFO, "models.checkpoint.kept"):
+    left.touch()  # a rank that was killed while it wrote leaves this
+    with caplog.at_level(logging.INFO, "models.checkpoint.kept_weights"):
         weights.load(read := fresh(engine), path, kept=kept)
     check_alike(engine.runner.decoder, read)
     assert str(kept.file) in caplog.text

@@ -68,7 +68,7 @@ def test_what_a_family_reads_changes_its_decoder_or_is_refused(family: str, tmp_
     for name in fields.read:
         is_of_layers = any(part in name for part in ("layer", "pattern", "interval", "first_k"))
         each = hf | {"layer_types": None, "mlp_layer_types": None} if is_of_layers else hf
-        if name.startswith("index_"):  # behind a list of what each layer has
+        if name.startswith("index_"):  # a list says what each layer has
             each = each | {"indexer_types": None}
         if name in ("qkv_bias", "bias"):  # a second name of another field
             each = {key: value for key, value in each.items() if key not in ("attention_bias", "mlp_bias")}

@@ -59,8 +59,8 @@ def test_the_best_of_all_parts_is_the_first_of_the_best(
     ranks: int, vocab_size: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
-    logits = torch.randn(200, vocab_size, generator=generator).to(dtype) - 9  # below what pads them
-    logits[:100] = logits[:100].round()  # of many equal ones
+    logits = torch.randn(200, vocab_size, generator=generator).to(dtype) - 9  # the padding is above them
+    logits[:100] = logits[:100].round()  # many are equal
     tokens, is_finite = greedy(logits, ranks)
     first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
     assert tokens == first.tolist()

@@ -1,4 +1,4 @@
-"""Does a checkpoint of msModelSlim answer as its own arithmetic says, on one rank and on several?"""
+"""Checkpoints of msModelSlim answer as its own arithmetic says, on one rank and on several."""
 
 from __future__ import annotations
 

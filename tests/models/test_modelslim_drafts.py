@@ -1,4 +1,4 @@
-"""Do drafts come of a checkpoint of msModelSlim as its arithmetic says: by its own layer, and by a head?"""
+"""Drafts by the own layer of a checkpoint of msModelSlim, and by a head, are as its arithmetic says."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             counted[name] += 1
             return inner(*args, **kwargs)
 
-        call.out = getattr(inner, "out", None)  # type: ignore[attr-defined] # the form for captures, not counted
+        call.out = getattr(inner, "out", None)  # the form for captures, not counted
         monkeypatch.setattr(torch_npu, name, call)
 
     for name in (FUSED_ATTENTION, "npu_scatter_pa_kv_cache", "npu_add_rms_norm"):
@@ -122,7 +122,7 @@ def test_a_mixed_batch_is_one_call_a_layer(calls: Counter[str]) -> None:
 
 def test_the_950_takes_decodes_and_longer_spans_apart(calls: Counter[str]) -> None:
     attention = operators("npu", "fused", shape(windows=(None,)))[1]
-    attention.product = product("950", "")  # type: ignore[attr-defined]
+    attention.product = product("950", "")
     bench = Bench(attention)
     for spans, expected in (({0: 5, 2: 20}, 1), ({0: 1, 2: 1}, 1), ({0: 1, 2: 1, 1: 30, 3: 2}, 2)):
         calls.clear()
@@ -142,7 +142,7 @@ def test_captured_steps_give_the_same_tokens_and_ask_for_no_operator(
     answers, steps = serve(engine, calls)
     assert answers == expected
     assert {count for only_decodes, count in steps if not only_decodes} == {NUM_LAYERS}
-    assert {count for only_decodes, count in steps if only_decodes} == {0, NUM_LAYERS}  # above the ladder too
+    assert {count for only_decodes, count in steps if only_decodes} == {0, NUM_LAYERS}  # larger steps, too
     assert len(replayed) == sum(not count for _, count in steps) > 5
 
 
@@ -242,7 +242,7 @@ class Lines:
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]  # what removes it, by its page
+        threading.settrace(None)
 
     def missing(self) -> dict[str, list[int]]:
         return {
@@ -374,7 +374,7 @@ def _among_ranks(ops: Ops, rows: torch.Tensor) -> None:
     up, down = (torch.ones(size, 32, dtype=rows.dtype, device="npu:0") for size in (64, 32))
     packed = ops.pack_experts([UnpackedLinear(up)] * 2, [UnpackedLinear(down)] * 2)
     group = join("hccl", dist.HashStore(), 0, 1, 60.0)
-    group.size, group.all_gather = 2, lambda x: torch.stack([x, x])  # type: ignore[method-assign]
+    group.size, group.all_gather = 2, lambda x: torch.stack([x, x])
     try:
         assert torch.equal(ops.linear_summed(rows, (rows, None), group), rows @ rows.t())
         assert ops.dispatch_of(32, config, group) is None, "there is no communicator for it"
@@ -387,7 +387,7 @@ def _among_ranks(ops: Ops, rows: torch.Tensor) -> None:
         ops.product = product
         assert dispatch is not None
         weights, places = ops.route(rows, torch.eye(4, 32, device="npu:0"), None, config)
-        for some in (slice(2), slice(3)):  # as many for each, and not
+        for some in (slice(2), slice(3)):  # both have as many, and not
             sent = rows[some], weights[some], places[some]
             assert [len(each) for each in dispatch.own(*sent)] == [(len(sent[0]) + 1) // 2] * 3
             assert dispatch.takes(len(sent[0]), sent[0].dtype)
@@ -539,23 +539,23 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch, tmp_
         serve(engine_of("device.graphs=2"))
         serve(engine_of("device.graphs=2", f"model.config={WINDOWED}", "model.path=null", *RANDOM))
         engine = engine_of("device.graphs=2")
-        with torch.npu.stream(engine.runner.attention.update_stream):  # type: ignore[attr-defined]
+        with torch.npu.stream(engine.runner.attention.update_stream):
             serve(engine)
         ops, attention = operators("npu", "fused", shape(page_size=32))
         attention.graph_sizes([1, 2, 4])
-        attention.product = replace(product("950", ""), unmasks_decodes=True)  # type: ignore[attr-defined]
+        attention.product = replace(product("950", ""), unmasks_decodes=True)
         Bench(attention).step({0: 20, 3: 1})
         Bench(operators("npu", "fused", shape(windows=(None,), first_key=1))[1]).step({0: 1})
         _with_sinks()
         _over_int8_pages()
-        tiled = replace(ops.product, tiles_weights=True)  # type: ignore[attr-defined]
+        tiled = replace(ops.product, tiles_weights=True)
         NpuOps(tiled).pack(torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0"), None)
         ops.check_int8(torch.bfloat16, {"int8"})
         ones = torch.ones(16, 32, dtype=torch.int8, device="npu:0")
         packed = ops.pack_int8(ones, torch.ones(16, device="npu:0"), torch.ones(16, device="npu:0"))
         rows = torch.ones(3, 32, dtype=torch.bfloat16, device="npu:0")
         ops.linear_int8(rows, packed)
-        grouping = replace(ops.product, groups_products=True, divides_gates=True)  # type: ignore[attr-defined]
+        grouping = replace(ops.product, groups_products=True, divides_gates=True)
         for each in (ops, NpuOps(grouping)):
             weight = torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0")
             each.linear_split(rows, each.pack_split(weight, None, (8, 8), in_parts=True), (8, 8))
@@ -563,18 +563,18 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch, tmp_
         NpuOps(product("950", "")).route(rows, weight.float(), None, MixtureConfig(16, 2, 32, True))
         _in_int8(ops, rows)
         _by_experts(ops, rows)
-        for each in (ops, NpuOps(replace(ops.product, has_int4=False))):  # type: ignore[attr-defined]
+        for each in (ops, NpuOps(replace(ops.product, has_int4=False))):
             _of_modelslim(each, rows)
         ops.check_int4(torch.bfloat16, 32, 32, (32,))
-        _fetching(NpuOps(replace(ops.product, prefetches=True)), rows)  # type: ignore[attr-defined]
-        _overlapping(NpuOps(replace(ops.product, overlaps_experts=True)), rows)  # type: ignore[attr-defined]
+        _fetching(NpuOps(replace(ops.product, prefetches=True)), rows)
+        _overlapping(NpuOps(replace(ops.product, overlaps_experts=True)), rows)
         ops.linear_summed(rows, (rows, None), ALONE)
         ops.clamped_swiglu(rows, 1.0, 7.0)
         prompt = torch.ones(256, 32, dtype=torch.bfloat16, device="npu:0")
-        both = replace(ops.product, sums_products=True)  # type: ignore[attr-defined]
+        both = replace(ops.product, sums_products=True)
         monkeypatch.setattr("virtual_npu.device.JoinedRanks.size", lambda *_: 2)
         _among_ranks(NpuOps(both), prompt)
-        _joined(replace(ops.product, joins_heads=True))  # type: ignore[attr-defined]
+        _joined(replace(ops.product, joins_heads=True))
         heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")
         ops.rotary(heads, heads.clone(), angles, angles)
         on_an_npu()

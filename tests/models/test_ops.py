@@ -51,7 +51,7 @@ KERNELS = [pytest.param(("kernels", way), id=f"kernels-{way}") for way in ("any"
 @pytest.fixture(params=[*on_each("reference", "fused"), *KERNELS])
 def ops(request: pytest.FixtureRequest) -> There:
     kind, way = request.param
-    if kind == "kernels":  # of CUDA, in Triton's interpreter where there is no GPU
+    if kind == "kernels":  # CUDA's kernels, in Triton's interpreter where there is no GPU
         return There(CudaOps(batch_invariant=way == "batch_invariant"), torch.device(DEVICE))
     return There(Ops() if way == "reference" else operators(kind, way, shape())[0], machine(kind, way).device)
 
@@ -122,7 +122,7 @@ def test_add_rms_norm(ops: There, dtype: torch.dtype) -> None:
 def test_rotary_turns_pairs_as_complex_numbers(
     ops: There, dtype: torch.dtype, dim: int, num_heads: int
 ) -> None:
-    heads = drawn(5, num_heads + 2 + 2, dim, dtype=dtype)  # as they come from the product: views of it
+    heads = drawn(5, num_heads + 2 + 2, dim, dtype=dtype)  # they are views of the product, as in a layer
     query, key, _ = heads.split((num_heads, 2, 2), dim=1)
     angles = drawn(5, dim // 2, dtype=torch.float64, seed=1) * 3
     cos, sin = (torch.cat((part, part), -1).to(dtype) for part in (angles.cos(), angles.sin()))

@@ -46,7 +46,7 @@ def test_tokens_are_those_of_transformers_and_launches_as_many(
         answers = answers_file(tmp_path, machine.product.name, machine.cann, virtual=True)
         write_answers(answers, {"overlaps_experts": answer})
         engine = engine_of(path, 4)
-        beside = engine.runner.decoder.ops._beside  # type: ignore[attr-defined]
+        beside = engine.runner.decoder.ops._beside
         assert (beside is not None) == answer
         assert (beside in streams) == answer
         found, steps = steps_of(engine, machine.launch_log)

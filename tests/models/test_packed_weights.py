@@ -209,7 +209,7 @@ def test_a_description_of_nvidias_is_named(tmp_path: Path) -> None:
     """Model Optimizer describes 8-bit floats beside config.json, in a form that is not read."""
     path = make(BY_NAME["llama"], tmp_path)[1]
     (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
-    assert config_in(path).quantization is None  # beside plain weights it says nothing
+    assert config_in(path).quantization is None  # the file says nothing beside plain weights
     file = checkpoint_files(path)[0]
     scale = {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}
     save_file(load_file(file) | scale, file, metadata={"format": "pt"})
@@ -233,7 +233,7 @@ def test_each_rank_makes_its_part(form: str, tmp_path: Path) -> None:
     for size in (1, 4):
         decoders = [part_of(config, rank, size) for rank in range(size)]
         for decoder in decoders:
-            decoder.pack = lambda: None  # type: ignore[method-assign]
+            decoder.pack = lambda: None
             weights.load(decoder, path)
         layers.append([decoder.layers[1] for decoder in decoders])
     (one,), four = layers

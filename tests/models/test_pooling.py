@@ -36,7 +36,7 @@ def requests(seed: int = 0) -> list[Request]:
     for number in range(18):
         prompt = [7] if number % 7 == 6 else TEXT.encode(PROMPTS[number // 2 % 3])
         pooling = ASKED[(number + seed) % 3]
-        params = SamplingParams(max_tokens=1 if pooling else 8, temperature=0, pooling=pooling)  # type: ignore[arg-type]
+        params = SamplingParams(max_tokens=1 if pooling else 8, temperature=0, pooling=pooling)
         made.append(Request(str(number), np.array(prompt), params))
     return made
 
@@ -139,7 +139,7 @@ def test_a_cached_beginning_serves_the_last_token_and_not_the_mean() -> None:
 )
 def test_what_cannot_be_pooled_is_refused(fields: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        SamplingParams(**fields)  # type: ignore[arg-type]
+        SamplingParams(**fields)
 
 
 def test_a_prompt_that_was_not_finished_has_no_embedding() -> None:

@@ -19,7 +19,7 @@ from tests.models.test_captured_draws import engine_of, serve
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
 WAYS = ["top-p", "greedy", "all three", "greedy"]
-LAYERS = 4  # of the tiny model
+LAYERS = 4  # layers of the tiny model
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def counts() -> dict[str, dict[str, int]]:
     result = launches.measure(load(ROOT / "recipes/tiny/npu.yaml", ["device.virtual=true"]))
-    return {each["step"]: each for each in result["steps"]}  # type: ignore[attr-defined]
+    return {each["step"]: each for each in result["steps"]}
 
 
 def test_tokens_are_the_same(request: pytest.FixtureRequest) -> None:

@@ -17,7 +17,7 @@ from continuous_batching.engine import Engine
 from continuous_batching.recording.format import Header, read_entries
 from continuous_batching.recording.replay import Replayed, replay
 from continuous_batching.request import Request, SamplingParams
-from models.sampling import prompt_logprobs
+from models.sampling import prompt_outputs
 from models.step.runner import ModelRunner
 from recipes.assembly.engine import build
 from recipes.assembly.scheduler import scheduler_from
@@ -111,7 +111,7 @@ def check(request: Request) -> None:
         values = [value for _, value in each.top]
         assert values == pytest.approx(best.values[:count].tolist(), abs=1e-4)
         assert values == sorted(values, reverse=True)
-        if count:  # as lm-eval asks whether a continuation is the greedy one
+        if count:  # lm-eval asks so whether a continuation is the greedy one
             margin = float(best.values[0] - logprobs[position, each.token])
             assert margin < 1e-4 or each.logprob < values[0]
             assert margin > 0 or each.logprob == values[0]
@@ -121,7 +121,7 @@ def check(request: Request) -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_schedule_tells_what_transformers_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "chunks":
-        monkeypatch.setattr(prompt_logprobs, "_PIECE_BYTES", 4 * 1024 * 5)  # five positions
+        monkeypatch.setattr(prompt_outputs, "_PIECE_BYTES", 4 * 1024 * 5)  # five positions
     made, plain = requests(), requests()
     engine = engine_of(SETTINGS[name])
     serve(engine, made)

@@ -82,7 +82,7 @@ def test_resizes_compactions_and_swaps_change_no_token(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", cases([3], [0, 3]))  # of six rows, so that larger steps are eager
+@pytest.mark.parametrize("graphs", cases([3], [0, 3]))  # graphs of six rows, so that larger steps are eager
 @pytest.mark.parametrize("pair", on_each("fused")[1:])
 def test_nor_do_they_on_another_device(undisturbed: list[list[int]], pair: Pair, graphs: int) -> None:
     disturbed(pair[0], 2 * PAGE_SIZE, undisturbed, 0.01, "youngest", f"device.graphs={graphs}")

@@ -46,7 +46,7 @@ def test_a_rank_has_its_number_of_heads_inner_columns_and_tokens() -> None:
     for share in shares(4):
         part = share.part(WHOLE)
         assert (part.num_heads, part.num_kv_heads, part.intermediate_size) == (2, 1, 24)
-        assert part.vocab_size == 128  # of 127.25
+        assert part.vocab_size == 128  # 127.25 are rounded up
         rest = {"num_heads": 8, "num_kv_heads": 4, "intermediate_size": 96, "vocab_size": 509}
         assert replace(part, **rest) == WHOLE
 
@@ -194,6 +194,8 @@ def test_what_another_stage_holds_is_not_missed(is_tied: bool) -> None:
     assert held[first] == ["embed_tokens", "layers.0.x", "layers.3.x", "norm"]
     assert held[middle] == ["layers.1.x", "layers.3.x", "norm"]
     assert held[last] == [*(["embed_tokens"] if is_tied else []), "layers.2.x", "layers.3.x", "norm"]
+    # A name with a digit that is no number names no layer
+    assert not first.is_elsewhere("model.layers.².mlp.up_proj.weight", config)
     assert [each.is_elsewhere("lm_head.weight", config) for each in (first, middle, last)] == [
         True,
         True,

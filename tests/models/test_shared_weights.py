@@ -134,7 +134,7 @@ def test_every_rank_accounts_for_the_whole_checkpoint(tmp_path: Path) -> None:
     path = checkpoint("llama_biased", tmp_path)
     tensors = load_file(path / SINGLE)
     name = f"{LAYER}mlp.down_proj.weight"
-    tensors[name] = tensors[name][:, :40].contiguous()  # as wide as the part
+    tensors[name] = tensors[name][:, :40].contiguous()  # its width is that of the part
     del tensors[f"{LAYER}self_attn.o_proj.bias"]
     save_file(tensors, path / SINGLE)
     for rank in range(2):

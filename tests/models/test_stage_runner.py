@@ -103,7 +103,7 @@ def test_both_stages_launch_the_steps_that_score_a_prompt_and_replay_others(
     stage: int, is_scoring: bool, is_captured: bool
 ) -> None:
     runner, links, _ = runner_of(stage, is_scoring=is_scoring)
-    graphs = runner.graphs = TakesAll()  # type: ignore[assignment]
+    graphs = runner.graphs = TakesAll()
     runner.run(span(2, 3))
     assert graphs.num_run == len(graphs.filled_batches) == is_captured
     assert links.received + len(links.sent) == (not is_captured)
@@ -127,7 +127,7 @@ def test_the_leader_computes_a_step_when_it_is_asked_for_as_it_was_when_it_was_m
 
 def test_a_captured_step_of_the_leader_has_its_inputs_before_it_is_run() -> None:
     runner, _, _ = runner_of(1)
-    graphs = runner.graphs = TakesAll()  # type: ignore[assignment]
+    graphs = runner.graphs = TakesAll()
     waits = [runner.start(span(LEN - 1, LEN)) for _ in range(2)]
     assert (len(graphs.filled_batches), graphs.num_run) == (2, 0)
     for wait in waits:

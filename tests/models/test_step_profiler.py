@@ -49,7 +49,7 @@ def test_an_npu_is_recorded_by_torch_npu(tmp_path: Path, monkeypatch: pytest.Mon
             asked["stopped"] = True
 
     module = ModuleType("torch_npu")
-    module.profiler = SimpleNamespace(  # type: ignore[attr-defined]
+    module.profiler = SimpleNamespace(
         profile=Recording,
         ProfilerActivity=SimpleNamespace(CPU="cpu", NPU="npu"),
         tensorboard_trace_handler=lambda folder: f"into {folder}",

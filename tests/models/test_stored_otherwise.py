@@ -43,7 +43,7 @@ def test_a_prompt_scores_as_in_transformers(variant: Variant, tmp_path: Path) ->
 def decoder(path: Path, rank: int = 0, size: int = 1, quantization: Quantization | None = None) -> Decoder:
     config, share = replace(config_in(path), quantization=quantization), Share(rank, size)
     made = Decoder(config, Ops(), Attention(shape_of(16, share.part(config))), Rank(rank, size))
-    made.pack = lambda: None  # type: ignore[method-assign]
+    made.pack = lambda: None
     weights.load(made, path)
     return made
 

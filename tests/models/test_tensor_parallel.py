@@ -89,7 +89,7 @@ SPREAD = {
     if "moe" in name or name.startswith(("mixtral", "deep", "gpt", "minimax", "hy_v3"))
 }
 # Those whose pages two neighbours divide: latents, and a key-value head of which both have copies
-BY_ALL = "deepseek_v3_divided"  # by four, where there are four ranks
+BY_ALL = "deepseek_v3_divided"  # four ranks divide it, where there are four
 DIVIDED = {BY_ALL: "deepseek_v3", "qwen2_yarn_divided": "qwen2_yarn"}
 # Those whose prompts, of 22 and 25 tokens a step here, have divided rows: norms before and after, whole and
 # divided experts, a shared expert and its gate, biases that are added once, no norm in front
@@ -276,7 +276,7 @@ def test_what_the_user_has_told_hccl_stays(
     assert tell_hccl(1800.0) == 3600.0
     assert (os.environ["HCCL_CONNECT_TIMEOUT"], os.environ["HCCL_EXEC_TIMEOUT"]) == ("300", "3600")
     assert [line.partition(":")[0] for line in caplog.messages] == ["HCCL_CONNECT_TIMEOUT=300 stays"]
-    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "0")  # without a limit
+    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "0")  # there is no limit
     assert tell_hccl(1800.0) == 0.0
     assert len(caplog.messages) == 2, "a variable without a limit was complained of"
 
@@ -309,7 +309,7 @@ def test_groups_of_some_ranks_wait_as_long_as_that_of_all(monkeypatch: pytest.Mo
             return 2
 
     monkeypatch.setattr(dist, "new_group", Some)
-    world = Group(Some((), timedelta()))  # type: ignore[arg-type]
+    world = Group(Some((), timedelta()))
     world.size, world.timeout_s = 4, 3610.0
     few = divided(world, Share(0, 4, experts=2))[0].few
     assert few is not None

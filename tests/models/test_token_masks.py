@@ -139,7 +139,7 @@ def test_masks_hold_in_beams_which_are_refused_where_too_few_tokens_go_on() -> N
     few = SamplingParams(beam_width=4, allowed_token_ids=packed_ids(allowed), bad_words=words)
     with pytest.raises(ValueError, match="beam_width is 4; there may be only 3 tokens that go on"):
         make_engine(4, 40).add(Request("b", np.array([5]), few))
-    same_end = ((11, 12), (10, 12), (13, 12), (50,))  # of the six that go on, one may be missing
+    same_end = ((11, 12), (10, 12), (13, 12), (50,))  # one of the six that go on may be missing
     params = SamplingParams(
         max_tokens=4, beam_width=4, allowed_token_ids=packed_ids(allowed), bad_words=same_end
     )

@@ -13,7 +13,7 @@ from models.ops.reference import Ops
 from tests.attention.test_attention import shape
 from tests.device_kinds import has_npu, operators
 
-HIDDEN, EXPERTS, HELD = 64, 4, 3  # of which the last is on another rank
+HIDDEN, EXPERTS, HELD = 64, 4, 3  # the last expert is on another rank
 # The columns of an expert on a rank, by model and ranks that divide it, and whether one launch gates them
 WIDTHS = [
     pytest.param(14336, 1, False, id="Mixtral-8x7B"),

@@ -35,7 +35,7 @@ from tests.thorough import cases
 Pair = tuple[Kind, Way]
 
 WINDOW, PAGE_SIZE, LONGEST, NUM_NEW = 9, 4, 100, 12
-NUM_PAGES, NUM_WINDOW_PAGES = 25, 3  # of the longest request: 99 cached tokens, and 9 of them anywhere
+NUM_PAGES, NUM_WINDOW_PAGES = 25, 3  # pages of the longest request: 99 cached tokens, and 9 of them anywhere
 NAMES = ("mistral_window", "phi3_window", "gemma3", "gpt_oss")
 WAYS: dict[str, dict[str, Any]] = {
     "preempted": {},
@@ -238,7 +238,7 @@ def test_pages_of_windows_give_way_to_a_step_that_takes_more_than_was_estimated(
     _, group = after.engine.scheduler.tables.groups
     assert 100 < plan.num_pages < before.memory.windows[0].num_pages
     assert plan.num_host_pages == before.memory.windows[0].num_host_pages > 0
-    assert after.engine.runner.cache.num_pages == (after.memory.num_pages, plan.num_pages)  # type: ignore[attr-defined]
+    assert after.engine.runner.cache.num_pages == (after.memory.num_pages, plan.num_pages)
     assert group.pool.num_pages == plan.num_pages
     assert after.facts["limits"]["windows"][0][1] == plan.num_pages
     check(model, served(after.engine))

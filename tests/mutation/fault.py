@@ -57,7 +57,7 @@ class Fault:
         kind, code, block, bodies = self._found(text)
         before, replaced, after = split(text, code)
         if kind == "expression":
-            return f"{before}({self.new}){after}"  # in brackets, it binds as the old one did
+            return f"{before}({self.new}){after}"  # brackets let it bind as the old one did
         if kind != "statements":
             return before + (self.new + after if self.new else after.lstrip().removeprefix(","))
         margin = " " * code[0].col_offset

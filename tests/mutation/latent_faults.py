@@ -83,7 +83,7 @@ FAULTS = {
         "tests/models/test_deepseek.py::test_ranks_have_heads_of_their_own_and_all_latents",
     ),
     "rows_in_the_order_of_the_checkpoint": Fault(
-        "models/checkpoint/place.py::Place.fill",
+        "models/checkpoint/destination.py::Destination.fill",
         "tensor = tensor[self.order]",
         "pass",
         "heads get the weights of others",

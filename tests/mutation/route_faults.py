@@ -77,8 +77,8 @@ FAULTS = {
         "tests/serving/router/test_resuming.py::test_a_stream_goes_on_with_what_its_client_has",
     ),
     "told_with_a_loss_and_not_sent": Fault(
-        "serving/router/proxy.py::Proxy._forward_told",
-        "await told.send()\nknown.check_resumable()",
+        "serving/router/proxy.py::Proxy._forward_framed",
+        "await framed.send()\nknown.check_resumable()",
         "known.check_resumable()",
         "tokens that came together with the loss are missing from the answer",
         "tests/serving/router/test_resuming.py::test_what_is_told_together_is_sent_together_and_before_a_loss",
@@ -112,7 +112,7 @@ FAULTS = {
         "tests/serving/router/test_resuming.py::test_a_stream_goes_on_with_what_its_client_has",
     ),
     "bytes_without_tokens_are_believed": Fault(
-        "serving/router/told.py::ToldAnswer.grow",
+        "serving/router/framed_answer.py::FramedAnswer.grow",
         "begun_with(each.payload)[1]",
         "False",
         "what a client was sent is sent to it again when the replica is lost",
@@ -133,7 +133,7 @@ FAULTS = {
         "tests/serving/test_continuations.py::test_what_is_drawn_without_a_seed_goes_on_too",
     ),
     "parsers_begin_anew": Fault(
-        "serving/api/telling.py::TellingWriter._stream_frames",
+        "serving/api/frame_writer.py::FrameWriter._stream_frames",
         "range(0, len(replayed), _REWRITTEN)",
         "range(0)",
         "roles, thoughts and numbers of events begin again in the middle of a stream",

@@ -55,7 +55,7 @@ FAULTS = {
         "tests/models/test_prompt_logprobs.py::test_each_device_tells_what_transformers_finds",
     ),
     "recomputed_positions_told_again": Fault(
-        "models/sampling/prompt_logprobs.py::wanted_of",
+        "models/sampling/prompt_outputs.py::scored_of",
         "np.maximum(batch.starts, known)",
         "batch.starts",
         "where fewer pages are found than were computed, some positions come twice",
@@ -69,7 +69,7 @@ FAULTS = {
         "tests/models/test_pooling.py::test_a_cached_beginning_serves_the_last_token_and_not_the_mean",
     ),
     "embedding_of_a_neighbour": Fault(
-        "models/sampling/pooling.py::pooled_of",
+        "models/sampling/prompt_outputs.py::pooled_of",
         "(np.cumsum(lens) - batch.stops)[spans]",
         "-batch.starts[spans]",
         "every prompt gets the states of the first one in its step",

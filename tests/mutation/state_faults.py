@@ -305,7 +305,7 @@ FAULTS = {
         "kv_cache/states.py::StateGroup.publish",
         "each.is_end or each is trial",
         "True",
-        "the state of a beginning that many share gives way once one has gone on from it",
+        "the state of a beginning that many share gives way once one request has continued it",
         f"{SCHEDULES}::test_a_state_where_several_have_gone_on_is_not_covered",
     ),
     "answers_cover_prompts_that_do_not_return": Fault(

@@ -50,7 +50,7 @@ def main() -> None:
     """Answer one request after the other until standard input ends."""
     for name in COSTLY:
         importlib.import_module(name)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through the end of `forked`
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the exit runs the end of `forked`
     for line in sys.stdin:
         limit_s, arguments = json.loads(line)
         print(json.dumps(asdict(forked(limit_s, arguments))), flush=True)

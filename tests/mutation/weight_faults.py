@@ -228,7 +228,7 @@ FAULTS = {
         "tests/attention/test_cpu_source.py::test_a_query_has_the_same_bits_however_its_prompt_is_cut",
     ),
     "kept_for_any_checkpoint": Fault(
-        "models/checkpoint/kept.py::origin_of",
+        "models/checkpoint/kept_weights.py::origin_of",
         "sorted(each for each in folder.iterdir() if each.is_file())",
         "[]",
         "the weights of a checkpoint that has changed since are taken for its own",
@@ -242,7 +242,7 @@ FAULTS = {
         "tests/models/test_kept_weights.py::test_what_is_taken_is_what_was_kept",
     ),
     "kept_by_anyone": Fault(
-        "models/checkpoint/kept.py::_opened",
+        "models/checkpoint/kept_weights.py::_opened",
         "not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022",
         "False",
         "whoever can write to the folder chooses the weights",

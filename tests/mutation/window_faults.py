@@ -185,7 +185,7 @@ FAULTS = {
     ),
     "evicted_window_still_told": Fault(
         "kv_cache/groups.py::BesideGroup._forget",
-        "self.told(False, names)",
+        "self.announce(False, names)",
         "",
         "routers believe in pages of windows that are gone",
         STORM,

@@ -235,7 +235,7 @@ MINISTRAL_3_8B = {
     "tie_word_embeddings": False, "vision_config": {"model_type": "pixtral"},
 }  # fmt: skip
 GPT_OSS_120B = GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128}
-IGNORED = ("lm_head", ROUTERS, UP_PROJECTIONS)  # by python -m scripts.quantize
+IGNORED = ("lm_head", ROUTERS, UP_PROJECTIONS)  # scripts.quantize leaves these as they are
 DEEPSEEK_W8A8 = DEEPSEEK_V3 | {"quantization_config": Quantization(IGNORED).in_json()}
 DEEPSEEK_V3_2 = {name: value for name, value in DEEPSEEK_V3.items() if name != "quantization_config"} | {
     "architectures": ["DeepseekV32ForCausalLM"], "index_head_dim": 128, "index_n_heads": 64,

@@ -32,7 +32,7 @@ from tests.thorough import THOROUGH, cases
 
 RECIPES = sorted(path for chip in ("310p", "910") for path in ROOT.glob(f"recipes/*/*_{chip}*.yaml"))
 HEAD = ["| recipe | weights | a page | pages | tokens in the cache | in all |", "|---|---|---|---|---|---|"]
-CHIP_GIB = {"310P": 24, "910": 32, "910B": 64, "910C": 64}  # of a chip, or a die
+CHIP_GIB = {"310P": 24, "910": 32, "910B": 64, "910C": 64}  # memory of a chip, or of a die
 
 
 @pytest.fixture(scope="module")

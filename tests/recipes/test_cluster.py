@@ -1,4 +1,4 @@
-"""Each launcher's word comes to the same ranks in the same places; what cannot be is refused in one line."""
+"""The variables of every launcher give the same ranks on the same machines, or are refused in one line."""
 
 from __future__ import annotations
 
@@ -356,7 +356,7 @@ def test_a_rank_table_that_says_nothing_is_refused(tmp_path: Path, text: str, wo
     assert "\n" not in str(refused.value)
 
 
-if __name__ == "__main__":  # after a change that is meant
+if __name__ == "__main__":  # run this after a change that is meant
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:

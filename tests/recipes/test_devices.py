@@ -18,7 +18,7 @@ from tests.recipes.test_sizing import made, refusal, sized
 
 
 def on(kind: str, **cache: object):
-    return replace(made(**cache), device=DeviceSection(kind=kind))  # type: ignore[arg-type]
+    return replace(made(**cache), device=DeviceSection(kind=kind))
 
 
 def test_the_processor_is_always_here():

@@ -407,7 +407,7 @@ def test_what_may_not_be_read_is_named(tmp_path: Path) -> None:
         shutil.copytree(ROOT / TINY, made)
     for path in files:
         path.chmod(0)
-    lost = "-dac_override,-dac_read_search"  # with these capabilities root reads what nobody may
+    lost = "-dac_override,-dac_read_search"  # root with these capabilities reads what nobody may
     unprivileged = ["setpriv", f"--bounding-set={lost}", f"--inh-caps={lost}"] if os.geteuid() == 0 else []
     command = [*unprivileged, sys.executable, "-c", REFUSED, *map(str, folders)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)

@@ -85,6 +85,11 @@ def test_paths_know_the_home_and_the_environment(recipe, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert load(path, ["model.path=${MODELS}/x"]).model.path == Path("/models/x")
     assert load(path, ["model.path=~/x"]).model.path == Path("/home/me/x")
+    # A variable that is not set is missed only where no later place gives the path
+    recipe(GOOD.replace("recipes/tiny", "${NO_SUCH_PLACE}"), "base.yaml")
+    based = recipe("base: base.yaml\n", "based.yaml")
+    assert load(based, ["model.path=/models/y"]).model.path == Path("/models/y")
+    assert error(based).startswith("base.yaml:2: model.path: ${NO_SUCH_PLACE} is not set in the environment;")
 
 
 def line_of(*overrides: str) -> str | None:

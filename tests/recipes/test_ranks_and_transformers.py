@@ -23,7 +23,7 @@ from tests.serving.warm import completed
 from tests.thorough import cases
 
 VOCABULARY = 509  # which no number of ranks divides
-NUM_LAYERS = 3  # over two stages, one and two
+NUM_LAYERS = 3  # two stages have one and two of them
 NUM_REQUESTS = 14
 CROWDED = (
     "scheduler.num_slots=6",
@@ -54,7 +54,7 @@ SETTINGS["npu, eager"] = (*SETTINGS["npu"], "device.graphs=0")
 ALL_GUESSES = "speculation.adaptive=fixed"
 SPREAD = {
     "TP 2": ("parallel.tensor=2",),
-    "TP 4": ("parallel.tensor=4",),  # with two key-value heads
+    "TP 4": ("parallel.tensor=4",),  # there are two key-value heads
     "PP 2": ("parallel.pipeline=2", ALL_GUESSES),
     # Which also divide the rows of steps of six tokens and more, within stages and between them
     "TP 2 x PP 2": (

@@ -65,7 +65,7 @@ class Fleet:
     def __init__(self, least: int, most: int) -> None:
         self.router, self.placed, self.said, self.now_s = Router(), list[Placed](), list[str](), 0.0
         bounds = ScalingBounds(least, most, queued_tokens=100, more_after_s=2, fewer_after_s=10, slots=8)
-        self.set = ReplicaSet(self.place, self.router, bounds, DRAIN_S, self.said.append)  # type: ignore[arg-type]
+        self.set = ReplicaSet(self.place, self.router, bounds, DRAIN_S, self.said.append)
 
     def place(self, name: str) -> Placed:
         self.placed.append(Placed())

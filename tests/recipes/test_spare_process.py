@@ -56,7 +56,7 @@ def spare(*arguments: str) -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # as the engine's: the niceness of a session is set
+        start_new_session=True,  # the engine has one, too: the niceness of a session is set
     )
 
 
@@ -134,7 +134,7 @@ def test_who_shall_hurry_has_not_begun() -> None:
             process.stdin.write(words)
             process.stdin.flush()
             if words == HURRY:
-                process.stdin.close()  # as at the end of the server
+                process.stdin.close()  # the server does so when it ends
             said = process.stderr.read()
             assert (process.wait(PATIENCE_S), b"no.yaml" in said) == (status, status == 2), said
 

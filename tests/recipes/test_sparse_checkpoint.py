@@ -145,7 +145,7 @@ def test_all_of_it_is_accounted_for_without_being_read(form: str, tmp_path: Path
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     config = config_in(path)
     decoder = Decoder(config, Ops(), Attention(shape_of(16, config), "meta"))
-    places = in_parts(weights.places_by_name(decoder), config.stored_form, path)
+    places = in_parts(weights.destinations_by_name(decoder), config.stored_form, path)
     found = weights.accounted(path, places, places, lambda name: False)
     assert sorted(name for names in found.values() for name in names) == sorted(places)
     more_of_a_linear = {"plain": 0, "awq": 2, "gptq": 3}[form]

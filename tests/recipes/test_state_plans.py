@@ -1,4 +1,4 @@
-"""What models with recurrent states need: states of a request, weights, launches, as computed from shapes."""
+"""Bytes of states, weights and launches of models with recurrent states are those of published shapes."""
 
 from __future__ import annotations
 

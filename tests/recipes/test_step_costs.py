@@ -90,7 +90,7 @@ def test_steps_are_observed_only_where_a_decision_depends_on_their_times() -> No
 def test_a_recording_of_another_prediction_is_refused_if_its_chunks_depend_on_it() -> None:
     facts = {asked.chunk: facts_of(asked, CACHE, LIMITS, DRAFTS) for asked in (FIXED, ADAPTIVE)}
     for each in facts.values():
-        del each["step_costs"]  # as before the costs of steps were recorded
+        del each["step_costs"]  # recordings had none before the costs of steps were recorded
     scheduler_from(facts["fixed"])
     with pytest.raises(ValueError, match=r"another version.*scheduler\.chunk is adaptive; replay it with"):
         scheduler_from(facts["adaptive"])

@@ -1,3 +1,5 @@
+"""The model that this repository trained solves sums it was not trained on, and its files fit together."""
+
 from __future__ import annotations
 
 import itertools

@@ -122,7 +122,7 @@ def listens_to_ctrl_c() -> None:
 
 @pytest.mark.parametrize("package", ["scripts", "recipes"])
 def test_an_interrupt_ends_a_command_that_still_imports(package: str, tmp_path: Path) -> None:
-    for each in ("scripts", "recipes"):  # beside modules of which the first one waits
+    for each in ("scripts", "recipes"):  # the first of these modules waits
         (tmp_path / each).symlink_to(ROOT / each)
     path = tmp_path / "argparse.py"
     path.write_text("import time\nprint('imports', flush=True)\ntime.sleep(120)\n")

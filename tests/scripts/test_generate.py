@@ -122,7 +122,7 @@ def test_where_a_recording_reaches_a_limit_no_answer_is_lost_and_the_recording_s
 ) -> None:
     lines = [{"id": f"{n}", "prompt": "1+1=", "max_tokens": 20, "ignore_eos": True} for n in range(40)]
     path, limits = tmp_path / "recording", resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # of any file, as by `ulimit -f`
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # any file's, as by `ulimit -f`
     try:
         records = generate(tmp_path, lines, f"scheduler.record={path}", "scheduler.num_slots=2")
     finally:
@@ -157,7 +157,7 @@ def test_answers_that_are_written_over_are_said_and_not_resumed(
     generate(tmp_path, lines)
     assert not [each for each in caplog.messages if "written anew" in each]
     path = tmp_path / "out.jsonl"
-    half = path.read_bytes()[:-20]  # as a run that was killed leaves it
+    half = path.read_bytes()[:-20]  # a run that was killed leaves it so
     path.write_bytes(half)
     assert set(generate(tmp_path, lines)) == {"0", "1", "2"}, "whole lines alone, one a request"
     assert f"{path} is written anew, and its {len(half):,} bytes of before are gone" in caplog.messages

@@ -20,14 +20,14 @@ import torch
 
 import recipes.assembly.engine
 from continuous_batching.batch import Batch
-from models.sampling.of_prompts import PromptWants
+from models.sampling.prompt_outputs import PromptOutputs
 from models.step_inputs import StepInputs
 from recipes.assembly.engine import BuiltEngine
 from serving.engine import main
 
 P = ParamSpec("P")
 
-NAN, ONCE, ALWAYS = 777, 778, 779  # in no text of the tests
+NAN, ONCE, ALWAYS = 777, 778, 779  # tokens that are in no text of the tests
 
 
 def broken(build: Callable[P, BuiltEngine], folder: Path) -> Callable[P, BuiltEngine]:
@@ -39,7 +39,7 @@ def broken(build: Callable[P, BuiltEngine], folder: Path) -> Callable[P, BuiltEn
         forward, inputs = decoder.forward, built.runner._inputs
         batches: list[Batch] = []
 
-        def noted(batch: Batch, drafts: torch.Tensor | None, wanted: PromptWants | None) -> StepInputs:
+        def noted(batch: Batch, drafts: torch.Tensor | None, wanted: PromptOutputs | None) -> StepInputs:
             batches.append(batch)
             return inputs(batch, drafts, wanted)
 

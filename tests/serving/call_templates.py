@@ -215,7 +215,7 @@ class Turn:
     says: str
     calls: list[dict[str, Any]]
     first: int = 0  # the number of calls in earlier turns
-    text: str = ""  # as a template has written it
+    text: str = ""  # the turn as a template has written it
     is_open: bool = False  # whether the thoughts are not closed before the calls
     behind: str = ""
 
@@ -251,7 +251,7 @@ def render(form: str, turn: Turn, ways: Ways | None = None) -> str:
     """The turn as a template writes it, from the generation prompt on."""
     ways = ways or Ways()
     reasoning = REASONING.get(form, "think")
-    js = lambda value: json.dumps(value, ensure_ascii=False, separators=ways.spaces)  # noqa: E731
+    js = lambda value: json.dumps(value, ensure_ascii=False, separators=ways.spaces)  # noqa: E731 - as templates name it
     calls = _template(form).render(
         calls=turn.calls,
         nl=ways.nl,

@@ -29,7 +29,7 @@ Frame = bytes | PageMessage
 
 def as_frame(message: Frame) -> bytes:
     """A message as bytes, whatever its fields are."""
-    return message if isinstance(message, bytes) else framed(message)  # type: ignore[arg-type]
+    return message if isinstance(message, bytes) else framed(message)  # type: ignore[arg-type]  # hostile
 
 
 def framed_body(body: Any, num_bytes: int = 0) -> bytes:

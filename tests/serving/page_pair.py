@@ -29,11 +29,11 @@ from tests.kv_cache import device
 from tests.patience import PATIENCE_S
 
 HERE = "tcp://127.0.0.1:0"  # the name of the engine of prompts in these tests, wherever it listens
-Between = Callable[[int], int]  # from the port of the engine of prompts to the one that is dialled
+Between = Callable[[int], int]  # maps the port of the engine of prompts to the one that is dialled
 
 
 def cache_of(engine: Engine) -> KVCache:
-    cache: KVCache = engine.runner.cache  # type: ignore[attr-defined]
+    cache: KVCache = engine.runner.cache  # type: ignore[attr-defined]  # a ModelRunner's
     return cache
 
 

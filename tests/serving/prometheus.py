@@ -20,7 +20,7 @@ from tests.serving.server import Server
 
 DEPLOY = ROOT / "serving/deploy"
 EVERY_S = 1
-RANGE = "60s"  # in place of minutes and hours, so that a test need not wait for them
+RANGE = "60s"  # it replaces minutes and hours, so that a test need not wait for them
 Value = TypeVar("Value")
 
 

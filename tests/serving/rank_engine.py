@@ -23,7 +23,7 @@ from recipes.schema.reader import load
 from serving.engine.page_exchange import PageExchange, exchange_of
 from tests.kv_cache.device import OVERRIDES
 
-TOKENS = 6  # of an answer
+TOKENS = 6  # tokens of an answer
 RECIPE = "recipes/tiny/cpu.yaml"
 
 

@@ -35,7 +35,7 @@ class Server:
         self,
         *arguments: str,
         environment: dict[str, str] | None = None,
-        limits: dict[int, int] | None = None,  # of the system, by resource.RLIMIT_...
+        limits: dict[int, int] | None = None,  # limits of the system, by resource.RLIMIT_...
         port: int = 0,
         verb: str = "scripts.serve",  # or another that listens, which knows no recipe's keys then
         is_fresh: bool = False,  # started as a user does, with no imports done before it
@@ -96,7 +96,7 @@ class Server:
     def ready(self) -> Server:
         """Once it takes requests."""
         try:
-            self.wait_for(r"ready .*process \d+")  # of its first engine
+            self.wait_for(r"ready .*process \d+")  # its first engine is ready
             self.wait_until("/ready", 200)
         except (AssertionError, httpx.HTTPError):
             self.process.kill()

@@ -93,7 +93,7 @@ def answers(served: Server, name: str) -> list[list[int]]:
             for prompt in PROMPTS
         ]  # fmt: skip
         assert all(each.model == name for each in found)
-        return [each.choices[0].token_ids for each in found]  # type: ignore[attr-defined]
+        return [each.choices[0].token_ids for each in found]
 
 
 def check(served: Server, *names: str) -> None:
@@ -148,7 +148,7 @@ def test_adapters_come_and_go_and_outlive_an_engine(served: Server, folders: Pat
     assert post(served, "unload", lora_name="three").status_code == 200
     shutil.copytree(folders / "two", folders / "again")
     assert post(served, "load", lora_name="three", lora_path="again").status_code == 200
-    models()["three"] = models()["two"]  # of the same name, with other files: no page of the old one is found
+    models()["three"] = models()["two"]  # the same name, other files: no page of the old one is found
     check(served, "three")
     assert post(served, "unload", lora_name="three").status_code == 200
 
@@ -231,7 +231,7 @@ def test_an_adapter_is_not_asked_for_before_a_new_engine_has_it(folders: Path) -
     asyncio.run(load())
     request = Request("one", [1], adapter=1, cache_salt=page_salt("", adapters.find("one").files.digest))
     adapters.check(request)
-    adapters.begin()  # of another engine
+    adapters.begin()  # another engine's
     assert sent[1] == sent[0]
     for ask in (lambda: adapters.find("one"), lambda: adapters.check(request)):
         with pytest.raises(Unavailable):

@@ -149,9 +149,9 @@ def test_its_last_answer_can_be_held_to_a_schema(client: openai.OpenAI) -> None:
     told = client.chat.completions.create(
         model="agent",
         messages=messages,
-        tools=TOOLS,  # type: ignore[arg-type]
+        tools=TOOLS,
         tool_choice="none",
-        response_format=form,  # type: ignore[arg-type]
+        response_format=form,
         temperature=0,
     )
     message: Any = told.choices[0].message

@@ -183,7 +183,7 @@ def test_lines_leave_the_slots_that_others_ask_for(tmp_path: Path) -> None:
         return 200, b"{}"
 
     bench = Bench(tmp_path, answer)
-    bench.llm.num_requests = 7  # of clients
+    bench.llm.num_requests = 7  # clients' requests
     found, told = asyncio.run(bench.until_end(bench.add(*map(str, range(8)))))
     assert found.completed == 8, told
     assert 1 <= bench.most <= 3

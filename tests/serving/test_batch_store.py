@@ -152,7 +152,7 @@ def test_after_a_kill_at_any_statement_each_line_is_answered_once(seed: int, tmp
     for life in range(1, 6):
         with pytest.raises(Killed):
             drive.live(folder)
-        folder = shutil.copytree(folder, tmp_path / str(life))  # as the disk is at that moment
+        folder = shutil.copytree(folder, tmp_path / str(life))  # the disk at that moment
         store = opened(folder)
         drive.check(store)
         store.close()
@@ -186,7 +186,7 @@ def test_a_line_has_one_answer(store: BatchStore) -> None:
 def test_a_batch_that_is_cancelled_before_it_begins_has_no_answers(store: BatchStore) -> None:
     batch = store.add_batch(ME, store.add_file(ME, "a", [(1, b"{}")]), "/v1/completions", {})
     store.cancel(batch)
-    store.begin(batch, lambda *_: b"bad")  # as it was before
+    store.begin(batch, lambda *_: b"bad")  # it is as before
     after = store.batch(batch.id, ME)
     assert after is not None
     assert (after.status, after.failed, store.next_line(after, 0)) == ("cancelling", 0, (1, b"{}"))

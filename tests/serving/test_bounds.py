@@ -31,7 +31,7 @@ COMPLETIONS = "/v1/completions"
 PROMPT = [5 + index % 200 for index in range(500)]
 ALL = {"prompt": PROMPT, "echo": True, "logprobs": 20, "max_tokens": 0}
 CHAT = [{"role": "user", "content": "a"}]
-ENTRIES = (len(PROMPT) + 1) * 21  # of that: a token that is computed and not shown counts too
+ENTRIES = (len(PROMPT) + 1) * 21  # a token that is computed and not shown counts, too
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def requests(number: int = 1, **params: Any) -> list[Request]:
 
 
 def limits_of(**section: int) -> ServerLimits:
-    return ServerLimits(ServerSection(**section), lambda _: None)  # type: ignore[arg-type]
+    return ServerLimits(ServerSection(**section), lambda _: None)
 
 
 @pytest.mark.parametrize(

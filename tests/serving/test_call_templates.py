@@ -1,4 +1,4 @@
-"""What models write by their own templates is read as it was meant, however it is spoilt and cut.
+"""Calls that models write by their own templates are read as they were meant, however spoilt and cut.
 
 The templates of call_templates.py are the judges: a turn is written by one, spoilt by an edit whose right
 reading is known, and read whole, byte by byte and in drawn pieces. The grammar of each format takes what the
@@ -73,7 +73,7 @@ class Read:
 
     thoughts: str
     content: str
-    calls: list[list[Any]]  # of name, arguments and id
+    calls: list[list[Any]]  # each has name, arguments and id
 
 
 def parser_of(form: str, *, is_open: bool = False) -> AnswerParser:
@@ -277,7 +277,7 @@ def test_an_answer_that_breaks_off_has_what_came(form: str) -> None:
         said = turn(form, rng, num_calls=rng.choice((1, 2)))
         answer = render(form, said)
         if form in PAIRS and holds_tags(said):
-            continue  # behind a tag within a value, the value may have ended
+            continue  # the value may have ended behind a tag within it
         most = len(answer) - (len("<|call|>") if form == "harmony" else 0)  # a token comes whole
         found = agree(form, answer[: rng.randrange(most)], rng)
         names = [each["name"] for each in said.calls]

@@ -1,4 +1,4 @@
-"""What clients and other engines' users send is answered over HTTP, or refused by the name of the field.
+"""Requests of other engines' clients are answered over HTTP, or refused by the name of the field.
 
 The fields are those of users of vLLM, SGLang, llama.cpp, Ollama, OpenRouter, LM Studio and OpenAI, most with
 a value that asks for nothing; the messages and tools are those that frameworks send back; the schemas are

@@ -56,7 +56,7 @@ def test_a_system_prompt_is_read(client: openai.OpenAI) -> None:
 
 
 def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
-    first = ask(client).choices[0].message.model_dump()  # with all that is None in it, as people do
+    first = ask(client).choices[0].message.model_dump()  # all that is None stays in it, as people send it
     assert "42" in text(ask(client, [*HELLO, first, *SUM]))
 
 

@@ -119,8 +119,8 @@ def test_a_character_is_never_split(http: httpx.Client, sign: str) -> None:
 
 
 def test_the_pieces_are_the_whole(http: httpx.Client, client: openai.OpenAI) -> None:
-    whole = client.completions.create(model="tiny", **STORY).choices[0].text  # type: ignore[call-overload]
-    pieces = client.completions.create(model="tiny", stream=True, **STORY)  # type: ignore[call-overload]
+    whole = client.completions.create(model="tiny", **STORY).choices[0].text
+    pieces = client.completions.create(model="tiny", stream=True, **STORY)
     assert "".join(piece.choices[0].text for piece in pieces) == whole
     body = STORY | {"prompt": "有一天", "logprobs": 1, "echo": True}
     choice = http.post("/v1/completions", json=body).json()["choices"][0]

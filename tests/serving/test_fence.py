@@ -1,4 +1,4 @@
-"""What came before an operator's order ends as it began, and what comes behind it waits."""
+"""Requests before an operator's order end as they began, and those that come after it wait."""
 
 from __future__ import annotations
 
@@ -202,14 +202,14 @@ def test_no_step_begins_before_all_ranks_have_changed(driven: Driven, new: Path)
     waits = driven.add()
     driven.tell(Finish(waits, "abort"))
     driven.tell(PutWeights())
-    take, driven.questions.take = driven.questions.take, lambda: None  # type: ignore[method-assign]
+    take, driven.questions.take = driven.questions.take, lambda: None
     driven.turn()
     waits = driven.add()
     for _ in range(3):
         driven.turn()
     assert not driven.tokens[waits]
     assert not driven.worker._fence.may_step
-    driven.questions.take = take  # type: ignore[method-assign]
+    driven.questions.take = take
     assert driven.answer() == [OrderDone("")]
     driven.until_idle()
     assert driven.tokens[waits] == before != after

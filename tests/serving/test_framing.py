@@ -173,7 +173,7 @@ def test_two_names_of_a_request_are_none() -> None:
 
         scope = {"type": "http", "method": "GET", "path": "/version", "raw_path": b"/version"}
         guarded = AccessControl(app, ApiKeys({}), 1000, BodyMemory(1000), lambda _: None, is_local=False)
-        await guarded(scope | {"headers": [*headers]}, send, send)  # type: ignore[arg-type]
+        await guarded(scope | {"headers": [*headers]}, send, send)
 
     one, other = (b"traceparent", b"00-a"), (b"traceparent", b"00-b")
     name, second = (b"x-request-id", b"mine"), (b"x-request-id", b"yours")

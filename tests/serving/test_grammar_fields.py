@@ -139,7 +139,7 @@ def test_notes_name_the_tool_and_what_became_any_object() -> None:
     use = tool_use({"tools": tools})
     assert use is not None
     assert (use.notes, use.schemas["a"]) == (("a: parameters", 'b: ""'), {"type": "object"})
-    assert tool_use({"tools": tools, "tool_choice": "none"}).notes == ()  # type: ignore[union-attr]
+    assert tool_use({"tools": tools, "tool_choice": "none"}).notes == ()
     tools[0]["function"]["strict"] = True
     with pytest.raises(BadRequest, match="come twice"):
         tool_use({"tools": tools})
@@ -241,7 +241,7 @@ def test_a_strict_schema_is_held_whole(keyword: str) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
     with pytest.raises(BadRequest, match=said):
         grammar_of({"response_format": form})
-    form["json_schema"]["strict"] = False  # type: ignore[index]
+    form["json_schema"]["strict"] = False
     assert grammar_of({"response_format": form}) is not None
 
 

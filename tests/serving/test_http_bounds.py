@@ -198,7 +198,7 @@ def test_who_asks_and_ends_its_sending_is_answered(served: Served, stream: bool)
         (b"GET /health HTTP/1.0\r\n\r\n", 200),
         (HEAD + b"content-encoding: gzip\r\n" + BODY, 415),
         (HEAD + b"content-encoding: gzip\r\ncontent-encoding: identity\r\n" + BODY, 415),
-        (HEAD + b"content-encoding: Identity\r\n" + BODY, 400),  # for its body
+        (HEAD + b"content-encoding: Identity\r\n" + BODY, 400),  # its body is refused
         (HEAD + b"expect: 200-ok\r\n" + BODY, 417),
         (HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 400),
         (HEAD + b"transfer-encoding: gzip\r\n\r\n", 400),
@@ -249,7 +249,7 @@ def test_a_refused_body_that_was_announced_is_not_waited_for(served: Served) -> 
 def test_bodies_of_all_connections_together_are_bounded(served: Served) -> None:
     body = json.dumps({"prompt": "a" * 1_500_000}).encode()
     asked = HEAD + b"content-length: %d\r\n\r\n" % len(body)
-    waiting = [connected(served) for _ in range(12)]  # of which 11 fit
+    waiting = [connected(served) for _ in range(12)]  # 11 of them fit
     for client in waiting:
         client.sendall(asked + body[:-1])
     refused, *others = select.select(waiting, [], [], 60)[0]

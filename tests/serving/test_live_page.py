@@ -1,4 +1,4 @@
-"""What the page is told of slots, pages and the queue, now and over the last minutes."""
+"""The server tells its page about slots, pages and the queue, now and over the last minutes."""
 
 from __future__ import annotations
 

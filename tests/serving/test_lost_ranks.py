@@ -36,7 +36,7 @@ OPTIONS = (
 )
 NO_LIMIT = "server.step_timeout_s=300"
 FOLLOWER = "recipes.assembly.follower_process"
-COMM = FOLLOWER.rpartition(".")[2][:15]  # of a fork, see `warm`; the system keeps so much of it
+COMM = FOLLOWER.rpartition(".")[2][:15]  # a fork's name, see `warm`; the system keeps so much of it
 
 
 def parents_of_ranks() -> dict[int, int]:
@@ -191,7 +191,7 @@ def test_ranks_that_end_while_the_engine_is_idle_and_while_the_next_is_built_are
         assert time.monotonic() < until_s
     since = len(server.log)
     os.kill(new[0], signal.SIGKILL)
-    server.wait_for("rank 1 .*has ended|a spare rank has ended", since)  # as it was taken by then, or was not
+    server.wait_for("rank 1 .*has ended|a spare rank has ended", since)  # it may have been taken by then
     server.wait_for(r"ready .*process", since)
     assert ask(server) == "19"
 

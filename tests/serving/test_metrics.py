@@ -21,7 +21,6 @@ from borders.version import VERSION
 from recipes.schema.recipe import ROOT
 from tests.each_of import each_of
 from tests.patience import PATIENCE_S
-from tests.serving.promql import OF_TARGET, grouping, in_prometheus, selectors
 from tests.serving.server import TINY, Server
 
 pytestmark = pytest.mark.in_order
@@ -56,6 +55,8 @@ BUCKETS = {
     "cb_iteration_latency_ms": [1, 2, 5, 10, 20, 50, 100, 200],
     "cb_scheduler_overhead_us": [10, 50, 100, 500, 1000, 5000],
 }
+OF_TARGET = {"instance", "job"}  # labels that Prometheus itself puts on what it scrapes
+OF_GRAFANA = {"$__rate_interval": "5m", "$model": ".*", "$source": "x"}
 Labels = dict[str, set[str]]
 
 
@@ -107,6 +108,41 @@ def scrape(server: Server) -> dict[str, dict[str, float]]:
     return values
 
 
+def selectors(expression: str) -> Iterator[tuple[str, list[tuple[str, str, bool]]]]:
+    """Each metric of an expression, and its matchers: label, value, and whether it must be equal.
+
+    The parser is not this project's. Raises ValueError.
+    """
+    found: list[tuple[str, list[tuple[str, str, bool]]]] = []
+
+    def visit(node: object) -> None:
+        if isinstance(node, promql_parser.VectorSelector):
+            assert node.name is not None, "a selector of ours names its metric"
+            matchers = node.matchers.matchers
+            found.append(
+                (
+                    node.name,
+                    [(each.name, each.value, each.op == promql_parser.MatchOp.Equal) for each in matchers],
+                )
+            )
+
+    promql_parser.walk(promql_parser.parse(in_prometheus(expression)), visit)
+    yield from found
+
+
+def in_prometheus(expression: str) -> str:
+    """The expression as Grafana sends it to Prometheus."""
+    for name, value in OF_GRAFANA.items():
+        expression = expression.replace(name, value)
+    return expression
+
+
+def grouping(expression: str) -> set[str]:
+    """The labels that an expression sums by, or joins on."""
+    clauses = re.findall(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)", expression)
+    return {label.strip() for clause in clauses for label in clause.split(",")}
+
+
 def text_of(server: Server) -> str:
     response = httpx.get(f"{server.url}/metrics", headers=HEADERS, timeout=PATIENCE_S)
     assert response.status_code == 200
@@ -149,7 +185,7 @@ def test_what_was_counted_agrees_with_what_was_asked(server: Server) -> None:
     assert found["cb_rejects_total"]["queue_full"] == found["cb_http_responses_total"]["429"] == 1
     assert found["cb_rejects_total"]["refused"] == 1
     assert found["cb_http_responses_total"]["401"] >= 1
-    assert found["cb_http_responses_total"]["503"] == 0  # of /ready, which is a probe
+    assert found["cb_http_responses_total"]["503"] == 0  # /ready answers it, which is a probe
     assert found["cb_samples_open"][""] == found["cb_kv_page_leak_total"][""] == 0
     assert found["cb_tokens_generated_total"] == found["vllm:generation_tokens_total"]
     for name in ("cb_time_to_first_token_seconds", "cb_queue_seconds", "cb_prefill_seconds"):

@@ -23,7 +23,7 @@ from serving.text.tokenizer import Text
 from tests.each_of import each_of
 from tests.serving.conftest import KINDS
 
-EOS = 2  # of byte_level: <|im_end|>
+EOS = 2  # the token <|im_end|> of byte_level
 STEP_S = 0.5
 
 

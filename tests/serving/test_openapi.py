@@ -1,4 +1,4 @@
-"""What /openapi.json says of answers and errors is what the server sends."""
+"""The server sends the answers and errors that /openapi.json describes."""
 
 from __future__ import annotations
 

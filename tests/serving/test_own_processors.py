@@ -126,7 +126,7 @@ def test_a_field_is_read_as_it_is_written() -> None:
     assert read_processors("p", given) == (("A", '{"b": [1]}'), ("C", "{}"))
     (job,) = read_jobs([json.dumps({"id": "a", **SUM, "logits_processors": given})], Text.of(load(TINY)))
     with pytest.raises(BadRequest, match=r'\[0\].name is "A"; it must be left out: the recipe has no'):
-        KnownProcessors({}, 9).give(job.request)  # type: ignore[union-attr]
+        KnownProcessors({}, 9).give(job.request)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class Counting(Tcp):
     def __init__(self) -> None:
         self.num_bytes = 0
 
-    def reach(self, description: bytes, num_bytes: int) -> Counting:  # type: ignore[override]
+    def reach(self, description: bytes, num_bytes: int) -> Counting:
         return self
 
     def put(self, offset: int, data: Bytes) -> Bytes | None:
@@ -197,7 +197,7 @@ class Faulty(Tcp):
         self.windows[window.description] = window.memory
         return window
 
-    def reach(self, description: bytes, num_bytes: int) -> Reached:  # type: ignore[override]
+    def reach(self, description: bytes, num_bytes: int) -> Reached:
         return Reached(self, self.windows[description])
 
 

@@ -172,7 +172,7 @@ def _cut_at_each_message(
         assert between.number >= (2 if between.of == "answers" else 4)
         between.drop()
     until_s = time.monotonic() + PATIENCE_S
-    while True:  # until it has noticed that the last transfer is over
+    while True:  # wait until it has noticed that the last transfer is over
         source.begin(request.id, request.prompt.tolist())
         if not source.said()["held"]:
             return

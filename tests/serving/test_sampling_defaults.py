@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json says counts where a request says nothing, as in generate."""
+"""A checkpoint's generation_config.json fills the fields that a request leaves out, as in generate."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def objects(draw: Any, inner: Any) -> dict[str, Any]:
         schema["required"] = draw(st.lists(st.sampled_from(sorted(properties)), unique=True))
     if draw(st.integers(0, 3)) == 0:
         schema["patternProperties"] = {"^p[0-9]": draw(inner)}
-    if not properties and "patternProperties" not in schema:  # beside these they are refused
+    if not properties and "patternProperties" not in schema:  # they are refused beside these
         schema["maxProperties"] = draw(st.integers(1, 4))
         schema["minProperties"] = draw(st.integers(0, 1))
     return schema

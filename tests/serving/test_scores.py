@@ -168,7 +168,7 @@ def test_labels_have_the_log_probabilities_of_the_model(name: str) -> None:
     for number in range(8):
         labels = ((5,), (300, 7, 1000), ())[number % 3]
         pooling = "last" if labels else "mean"
-        params = SamplingParams(max_tokens=1, pooling=pooling, label_token_ids=labels)  # type: ignore[arg-type]
+        params = SamplingParams(max_tokens=1, pooling=pooling, label_token_ids=labels)
         made.append(Request(str(number), np.array(tokenizer().encode(DOCUMENTS[number % 2] * 3)), params))
     serve(engine_of(SETTINGS[name]), made)
     for request in made:

@@ -135,7 +135,7 @@ def test_nesting_is_refused_at_any_depth(server: Server, depth: int) -> None:
         ({"prompt": [[1], [True]]}, "a list of token ids"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds is not supported as vLLM has it"),
         ({"chat_template": "{{ 1 }}"}, "chat_template is not supported as vLLM has it"),
-        ({"chat_template_kwargs": {"chat_template": "x", "tokenize": False}}, "unknown field"),  # of chats
+        ({"chat_template_kwargs": {"chat_template": "x", "tokenize": False}}, "unknown field"),  # a chat's
         ({"allowed_token_ids": [5] * (2**18 + 1)}, "it has 262145 tokens; it must have at most 262144"),
         ({"allowed_token_ids": [99999]}, "allowed_token_ids holds the token id 99999"),
         ({"bad_words": ["a"] * 129}, "bad_words has 129 strings; it must have at most 128"),

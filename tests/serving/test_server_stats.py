@@ -106,7 +106,7 @@ def test_the_most_chosen_expert_is_told_by_layer_until_the_engine_ends() -> None
     stats = ServerStats()
     stats.ready(FACTS, 1)
     stats.beat(beat(Counters(), experts=ExpertTable([[6, 1, 1, 0], [], [5, 5, 5, 5], [0, 0, 0, 0]], 2, 3)))
-    stats.beat(beat(Counters()))  # between two readings
+    stats.beat(beat(Counters()))  # a beat between two readings
     found = {label: value for (name, label), value in samples(stats).items() if "expert" in name}
     assert found == {"0": 3.0, "2": 1.0}
     stats.lost("killed")

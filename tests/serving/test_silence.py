@@ -118,5 +118,5 @@ def test_health_and_metrics_say_since_when_a_step_goes_on() -> None:
     assert (status, health["status"], health["limit_s"]) == (200, "slow", HUNG)
     assert health["silent_s"] >= 1000
     assert metrics["cb_engine_step_age_limit_seconds"] == HUNG
-    status, health, _ = asyncio.run(told(-1000.0))  # on the slowest machine it has just been heard of
+    status, health, _ = asyncio.run(told(-1000.0))  # the slowest machine has just been heard
     assert (status, health["status"]) == (200, "ready")

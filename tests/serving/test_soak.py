@@ -19,13 +19,13 @@ from tests.serving.server import TINY, Server
 
 NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "6000"))
 NUM_AT_ONCE = 64
-NUM_ROUNDS = 40  # after each of which memory is read
+NUM_ROUNDS = 40  # memory is read after each
 # Pools of memory and the prefix cache fill, the heap meets the largest batches
 NUM_WARM = min(6000, NUM_REQUESTS // 2)  # requests
 # oneDNN keeps a kernel for each shape of batch, up to 1,024: a bound that batches reach at random times
 NO_KERNELS_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
 MOST_BYTES = 64  # a request
-NOISE_BYTES = 2 * 2**20  # by which memory may move for no reason of ours
+NOISE_BYTES = 2 * 2**20  # memory may move so much for other reasons
 
 
 def resident_bytes(pid: int) -> int:

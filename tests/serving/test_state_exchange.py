@@ -28,7 +28,7 @@ from tests.serving.page_pair import HERE, Link, Pair, cache_of
 from tests.serving.test_pages_beside import served_alone
 
 PAGE = 16
-PathOf = Callable[[str], Path]  # of a checkpoint, by its name in VARIANTS
+PathOf = Callable[[str], Path]  # the path of a checkpoint, by its name in VARIANTS
 VARIANTS = {each.name: each for each in RECURRENT_VARIANTS}
 
 

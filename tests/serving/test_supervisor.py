@@ -276,7 +276,7 @@ async def until(holds: Callable[[], object]) -> None:
 
 def test_a_slow_engine_has_a_spare_at_once(monkeypatch: pytest.MonkeyPatch, spares: list[Spare]) -> None:
     async def run() -> None:
-        monkeypatch.setattr(supervisor, "_SPARE_AFTER_S", 4 * PATIENCE_S)  # of undisturbed service
+        monkeypatch.setattr(supervisor, "_SPARE_AFTER_S", 4 * PATIENCE_S)  # time of undisturbed service
         keeping = asyncio.ensure_future((keeper := serving(silent_s=1e9))._keep_spare())
         await until(lambda: spares and spares[0].num_hurried)
         assert keeper._spare is spares[0]

@@ -107,7 +107,7 @@ def test_what_a_request_counts_against(key: str, named: dict[str, str], expected
             asked.extend((each.get("tenant"), more["owner"]) for each in requests)
             raise Unavailable("there is no engine")
 
-        llm.ask = ask  # type: ignore[method-assign]
+        llm.ask = ask
         async with http(llm, key) as client:
             header = {name: value for name, value in named.items() if name == "x-tenant"}
             body = {name: value for name, value in named.items() if name != "x-tenant"}
@@ -174,7 +174,7 @@ def test_a_viewer_sees_of_other_keys_requests_only_that_they_are_there() -> None
             return (answer("a", "key 1", 17), answer("b", "key 2", 333))[stream]
 
     async def events() -> list[dict[str, Any]]:
-        live = LivePage(Engine())  # type: ignore[arg-type]
+        live = LivePage(Engine())
 
         async def first(owner: str) -> dict[str, Any]:
             stream: AsyncIterator[bytes] = live.events(owner)

@@ -144,7 +144,7 @@ def test_connections_count_and_have_little_time_before_they_have_keys(
         listener = listener_at("127.0.0.1", 0)
         port = listener.getsockname()[1]
         app = PlainTextResponse("hello")
-        server = SignalFreeServer(configuration(app, 3), Handshakes(context, 3))  # type: ignore[arg-type] # starlette's
+        server = SignalFreeServer(configuration(app, 3), Handshakes(context, 3))
         serving = asyncio.ensure_future(server.serve([listener]))
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         reader, over = await asyncio.open_connection("127.0.0.1", port)

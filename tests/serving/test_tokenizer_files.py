@@ -1,4 +1,4 @@
-"""What a checkpoint's tokenizer files say together means what it means to transformers' AutoTokenizer."""
+"""A checkpoint's tokenizer files are read together as transformers' AutoTokenizer reads them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def cases() -> dict[str, tuple[str, Files]]:
 def write(folder: Path, source: Path, files: Files) -> None:
     name = "tokenizer.model" if (source / "tokenizer.model").exists() else "tokenizer.json"
     shutil.copy(source / name, folder / name)
-    first = Text.load(source).vocab_size  # type: ignore[union-attr]
+    first = Text.load(source).vocab_size
     for stem, content in files.items():
         content = dict(content)
         if stem == "added_tokens":
@@ -729,7 +729,7 @@ def test_mistrals_vocabulary_is_read_as_transformers_converts_it(tmp_path: Path)
     for sample in (*WORDS, "[INST]What is<s>"):
         ids = theirs(sample, add_special_tokens=False).input_ids
         assert ours.encode(sample, add_special_tokens=False) == ids, sample
-        assert ours.encode(sample, add_special_tokens=True) == [1, *ids]  # as mistral-common begins texts
+        assert ours.encode(sample, add_special_tokens=True) == [1, *ids]  # mistral-common begins texts so
         for skip in (True, False):
             assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
     assert ours.eos_token_ids == (theirs.eos_token_id,)

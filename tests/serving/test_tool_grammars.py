@@ -37,7 +37,7 @@ def asked(**fields: Any) -> ToolUse:
     return use
 
 
-@lru_cache(maxsize=64)  # of one pattern or schema: all formats
+@lru_cache(maxsize=64)  # one entry is a pattern or schema, for all formats
 def compiled(lark: str) -> LLMatcher:
     """A matcher at the beginning of an answer, to be copied for each."""
     matcher = LLMatcher(of_bytes(), '%llguidance {"no_forcing": true}\n' + lark, log_level=0)

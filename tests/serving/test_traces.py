@@ -138,7 +138,7 @@ def test_a_client_s_span_is_the_parent(
         await send({"type": "http.response.body", "body": b""})
 
     async def ask() -> None:
-        TRACE_HEADERS.set({"traceparent": PARENT})  # of another request, which must not count
+        TRACE_HEADERS.set({"traceparent": PARENT})  # another request's, which must not count
         headers = [] if given is None else [(b"traceparent", given.encode())]
         scope = {"type": "http", "method": "GET", "path": "/x", "raw_path": b"/x", "headers": headers}
 

@@ -170,14 +170,14 @@ def test_faults_wake_somebody(server: Server, watched: Prometheus) -> None:
             fired(watched, "EngineSilent")
         finally:
             os.kill(server.engine_pid, signal.SIGCONT)
-    for alert in ("QueueSlow", "FirstTokenSlow"):  # without load, whose quick requests would outnumber them
+    for alert in ("QueueSlow", "FirstTokenSlow"):  # no load runs, whose quick requests would outnumber them
         fired(watched, alert)
     with Load(server, 12):
         fired(watched, "TokensSlow", lambda: stall(server, 0.6))
     for _ in range(3):
         os.kill(server.engine_pid, signal.SIGKILL)
         server.wait_until("/ready", 503)
-        statuses = set(iter(lambda: post(server, max_tokens=1), 200))  # until the next engine is ready
+        statuses = set(iter(lambda: post(server, max_tokens=1), 200))  # asks until the next engine is ready
         assert statuses <= {503}
     fired(watched, "ServerErrors")
     fired(watched, "EngineRestarts")

@@ -64,9 +64,9 @@ COSTLY = (
 _PR_SET_CHILD_SUBREAPER = 36
 _ASKING = threading.Lock()  # answers come in the order of the requests
 _LONGEST_REQUEST, _MOST_FILES = 1 << 17, 32
-CODE = "-c"  # in place of a module's name: its first argument is run
+CODE = "-c"  # it replaces a module's name: its first argument is run
 LEADING = (CODE, "tests.recipes.spread_engine")  # whose arguments do not say whether there are more ranks
-FORKED = "--multiprocessing-fork"  # by which a command of `multiprocessing` ends
+FORKED = "--multiprocessing-fork"  # a command of `multiprocessing` ends with it
 READY = b"ready"
 _spawns = multiprocessing.util.spawnv_passfds
 
@@ -334,7 +334,7 @@ def run(request: dict[str, Any], files: list[int]) -> None:
     os.environ.update(request["environment"])
     module, arguments = request["module"], request["arguments"]
     becomes = arguments[0] if module == SPARE else module
-    Path("/proc/self/comm").write_text(becomes.rpartition(".")[2])  # by which tests find it
+    Path("/proc/self/comm").write_text(becomes.rpartition(".")[2])  # tests find it by this name
     sys.argv = [module, *arguments]
     if module == "scripts.verify":
         vars(importlib.import_module("doctor.verify.report"))["subprocess"] = Commands(_nest())

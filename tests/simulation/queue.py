@@ -117,7 +117,7 @@ def honest(seed: int, num_requests: int | None = None) -> Result:
         "max_tokens_per_step": 1,
         "device_profile": "h200",
         "num_devices": 1,
-        "weight_bytes_per_step": 15e9,  # at 4.8 TB/s less than the shortest step
+        "weight_bytes_per_step": 15e9,  # 4.8 TB/s read them in less than the shortest step
         "kv_bytes_per_token": 147456,
         "mean_running": round(present(records, "first_token_s", result["duration_s"]), 4),
         "mean_in_system": round(present(records, "arrival_s", result["duration_s"]), 4),

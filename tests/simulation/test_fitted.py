@@ -89,7 +89,7 @@ def test_a_load_is_not_taken_for_the_size_of_the_batches_that_it_makes() -> None
         steps.append(Timed(decodes(spans), work_s))
     costs_s = fit(steps).costs_s
     of_one, of_four = (float(decodes(spans) @ costs_s) for spans in (1, 4))
-    assert of_four / of_one == pytest.approx(5 / 3.5, rel=0.35)  # without loads: 107 % too much
+    assert of_four / of_one == pytest.approx(5 / 3.5, rel=0.35)  # it would be 107 % too much without loads
 
 
 def test_loads_of_stretches_are_found_again() -> None:

@@ -81,7 +81,7 @@ def test_a_choice_is_read_by_each_token_of_a_span_and_scored_by_all() -> None:
     context, pairs = costs.seen(batch, int((stops - starts).sum()))
     assert pairs == 61 * sum(read)
     assert context == 61 * (2048 + 700 + sum(read[2:]))
-    for num_tokens, ways in ((255, 1), (256, 16)):  # in longer steps the devices divide the rows
+    for num_tokens, ways in ((255, 1), (256, 16)):  # the devices divide the rows of longer steps
         operations, moved = Counts(config, 16).indexers(num_tokens, 61 * 8001, 61 * 10)
         assert operations == 2 * 64 * 128 * 61 * 10 / ways
         assert moved == 256 * 61 * 8001

@@ -1,4 +1,4 @@
-"""What is computed of prompts by where states are kept: by hand, by a loop, and by the real scheduler."""
+"""The tokens computed for each place of kept states agree by hand, by a loop, and by the real scheduler."""
 
 from __future__ import annotations
 

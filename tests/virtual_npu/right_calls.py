@@ -15,7 +15,6 @@ from torch import Tensor
 from tests.virtual_npu import (
     delta_rule_calls,
     dispatch_calls,
-    right_int4_calls,
     right_latent_calls,
     right_mixture_calls,
     right_sparse_calls,
@@ -468,6 +467,33 @@ def prefetch(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
 
 
 FIA, ATB = "npu_fused_infer_attention_score", "_npu_paged_attention"
+
+
+def int4_pack(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    rows, words = rng.integers(1, 20, 2).tolist()
+    weight = torch.randint(-8, 8, (rows, 8 * words), dtype=torch.int32)
+    return {"weight": weight}, Conditions(product=pick(rng, A2, A3))
+
+
+def int4_product(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    rows, inner, words = int(rng.integers(1, 20)), int(rng.integers(33, 140)), int(rng.integers(1, 9))
+    columns, dtype, size = 8 * words, pick(rng, *HALVES), pick(rng, 0, 32, 96 if inner > 96 else 32)
+    shape = (-(-inner // size), columns) if size else pick(rng, (columns,), (1, columns), (1,), (1, 1))
+    arguments: Arguments = {
+        "x": torch.randn(rows, inner).to(dtype),
+        "weight": torch.randint(-(2**31), 2**31, (inner, words)).int(),
+        "antiquant_scale": torch.rand(shape).to(dtype),
+        "antiquant_offset": pick(rng, None, torch.randint(-7, 9, shape).to(dtype)),
+        "antiquant_group_size": int(size),
+    }
+    if bool(rng.integers(2)):
+        arguments["weight"] = torch.randint(-128, 128, (inner, columns)).to(torch.int8)
+    if bool(rng.integers(2)):
+        bias = torch.randn(columns) if dtype == torch.bfloat16 else torch.randn(columns).half()
+        arguments["bias"] = pick(rng, bias, bias[None])
+    return arguments, Conditions(product=pick(rng, A2, A3))
+
+
 RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] = {
     FIA: first_fused_attention,
     f"{FIA}.out": given_outputs(first_fused_attention),
@@ -511,8 +537,8 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "npu_moe_token_unpermute": right_mixture_calls.combining,
     "_npu_moe_token_unpermute": right_mixture_calls.combining,
     "npu_quant_matmul": quant_matmul,
-    "npu_convert_weight_to_int4pack": right_int4_calls.pack,
-    "npu_weight_quant_batchmatmul": right_int4_calls.product,
+    "npu_convert_weight_to_int4pack": int4_pack,
+    "npu_weight_quant_batchmatmul": int4_product,
     "npu_mm_all_reduce_base": summed_calls.product,
     "npu_moe_distribute_dispatch_v2": dispatch_calls.dispatch,
     "npu_moe_distribute_combine_v2": dispatch_calls.combine,

@@ -1,4 +1,4 @@
-"""Random right calls of what sparse attention asks for; see right_calls."""
+"""Random right calls of the operators of sparse attention, the indexer's and its own; see right_calls."""
 
 from __future__ import annotations
 

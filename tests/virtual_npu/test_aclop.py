@@ -123,4 +123,4 @@ def test_a_capture_takes_tiles_in_products_alone() -> None:
     with refusing as refused, torch.npu.graph(torch.npu.NPUGraph()):
         weight.mul_(2)
     assert refused.value.rule == "captured-tiles"
-    assert (weight * 2)[1, 0].item() == 32  # outside of a capture it is only slow
+    assert (weight * 2)[1, 0].item() == 32  # it is only slow outside of a capture

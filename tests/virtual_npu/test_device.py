@@ -27,7 +27,7 @@ def test_memory_is_counted():
     held = torch.empty(1 << 20, dtype=torch.uint8, device="npu")
     assert before + held.nbytes <= torch.npu.memory_allocated() <= before + held.nbytes + 512
     assert torch.npu.memory_reserved() >= torch.npu.memory_allocated()
-    free, still = torch.npu.mem_get_info()  # of the host, of which other processes take and give back
+    free, still = torch.npu.mem_get_info()  # the host's memory, of which other processes take and give back
     assert 0 < free <= total == still
     assert torch.npu.max_memory_allocated() >= before + held.nbytes
     del held

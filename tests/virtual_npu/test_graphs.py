@@ -102,7 +102,7 @@ def test_memory_is_given_on_while_work_that_reads_it_waits():
     graph.replay()
     first = read * 2
     del read
-    second = x + 1  # in the memory of `read`, as the order of the stream allows
+    second = x + 1  # it takes the memory of `read`, as the order of the stream allows
     assert second.data_ptr() == address
     event.record(torch.npu.Stream())
     assert first.tolist() == [10.0] * 4

@@ -64,7 +64,7 @@ def test_threads_that_hammer_the_device_find_no_race(kind: str, tmp_path: Path) 
         timeout=PATIENCE_S,
         env=os.environ | {"ASAN_OPTIONS": "detect_leaks=0"},  # what torch_npu never destroys
     )
-    if "ThreadSanitizer: unexpected memory mapping" in done.stderr:  # by chance, of so much of it
+    if "ThreadSanitizer: unexpected memory mapping" in done.stderr:  # a chance that so much memory brings
         pytest.skip("this kernel places memory at random where no race can be looked for (vm.mmap_rnd_bits)")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

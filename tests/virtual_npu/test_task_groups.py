@@ -65,14 +65,14 @@ def test_a_task_group_whose_last_run_nobody_waited_for_is_not_updated():
     with pytest.raises(RuntimeError, match="its last replay may still read the old arguments"):
         send(updates, handle, x, 5.0, event)
     event.record(torch.npu.Stream())
-    assert x.tolist() == [9.0] * 4  # with the arguments of the last update
+    assert x.tolist() == [9.0] * 4  # the arguments are those of the last update
 
 
 def test_an_update_that_waits_for_the_replay_that_waits_for_it_hangs():
     x, updates = column(1), torch.npu.Stream()
     graph, handle, event = grouped(x, 2.0)
     graph.replay()
-    updates.wait_stream(torch.npu.current_stream())  # before the replay it would be right
+    updates.wait_stream(torch.npu.current_stream())  # it would be right before the replay
     send(updates, handle, x, 3.0, event)
     with pytest.raises(RuntimeError, match="on the device this hangs"):
         torch.npu.synchronize()
@@ -126,7 +126,7 @@ def test_an_update_is_of_the_same_operators_at_the_same_places():
             torch.npu.graph_task_update_end(updates)
     event.record(updates)
     graph.replay()
-    assert x.tolist() == [2.0] * 4  # as it was captured
+    assert x.tolist() == [2.0] * 4  # the arguments are those of the capture
 
 
 def test_a_handle_of_no_graph_is_refused():

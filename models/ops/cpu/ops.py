@@ -33,8 +33,10 @@ from models.ops.reference import Ops, Packed
 log = logging.getLogger(__name__)
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
-_FEW_ROWS, _MANY_ROWS = 8, 64  # steps to which the rows are rounded up, below 64 and above
-FAR_AHEAD = 2.0  # times as fast as `products` with a prompt's rows, as by instructions that these do not use
+_FEW_ROWS, _MANY_ROWS = 8, 64  # multiples to which the number of rows is rounded up, below 64 and above
+# oneDNN is used if it multiplies a prompt's rows more than so many times as fast as `products`, as it may
+# with instructions that these do not use
+FAR_AHEAD = 2.0
 
 
 def keep_memory() -> None:
@@ -43,14 +45,14 @@ def keep_memory() -> None:
     if mallopt is None:
         log.info("this C library has no mallopt: memory goes back and forth between process and kernel")
         return
-    # Otherwise each step's large tensors are mapped, cleared and unmapped again: 764 -> 838 tokens/s
+    # Otherwise each step's large tensors are mapped, cleared and unmapped again; brought 764 -> 838 tokens/s
     mallopt(_MMAP_THRESHOLD, 32 * 2**20)
     mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class PanelsUp(LatentUp):
-    """The same projection in panels of each head, which give a row the same bits among any others."""
+    """`LatentUp` with panels for each head, whose products give a row the same bits in any batch."""
 
     products: Products
     of_keys: tuple[Panels, ...]
@@ -262,9 +264,9 @@ def _multiplies(dtype: torch.dtype) -> bool:
 def is_onednn_ahead(own: Products, dtype: torch.dtype) -> bool:
     """Measure whether oneDNN multiplies a prompt's rows of a type at `FAR_AHEAD` times the speed of `own`.
 
-    It takes some hundredths of a second, once in a process, for a type of 16 bits that the processor
-    multiplies itself; for others it is not. Few rows are not measured, because there both wait for weights,
-    and `own` reads these faster.
+    This takes some hundredths of a second, once in a process. Only types of 16 bits that the processor
+    multiplies itself are measured; for others oneDNN is not ahead. Few rows are not measured, because their
+    products take as long as the weights take to be read, and `own` reads these faster.
     """
     if not _multiplies(dtype):
         return False
@@ -276,7 +278,7 @@ def is_onednn_ahead(own: Products, dtype: torch.dtype) -> bool:
         lambda: torch.ops.mkldnn._linear_pointwise(rows, ordered, None, "none", [], ""),
     )
     best_s = [float("inf"), float("inf")]
-    for _ in range(6):  # They take turns, so that what else the machine does falls on both
+    for _ in range(6):  # They take turns, so that other load of the machine slows both
         for way, multiply in enumerate(ways):
             began_s = time.perf_counter()
             multiply()

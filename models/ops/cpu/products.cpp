@@ -1,18 +1,17 @@
 // Products of rows with weights that stay in bfloat16, float16 or float32, summed in float32.
 //
 // A weight [N, K] is packed once in panels of NR outputs, [N / NR, K, NR], in the type in which it is stored; the
-// outputs that are missing in the last panel are zeros. Stored numbers are widened to float32 exactly, in
-// registers, so the product of float32 rows is the float32 product of the same numbers, at half of the bytes.
+// outputs that are missing in the last panel are zeros. Stored numbers are widened to float32 exactly, in registers, so
+// the product of float32 rows is the float32 product of the same numbers, at half of the bytes.
 //
-// Where the processor multiplies pairs of bfloat16 and adds both products to a float32 itself (AVX512-BF16, Arm's
-// BF16), rows and weights of bfloat16 may stay as they are: panels of PAIRS are [N / NR, K / 2, NR, 2].
+// Each number of the result is one chain of multiply-adds in the order of k, which begins with the bias, whatever the
+// number of rows, the row's place among them, the number of threads and, except with PAIRS, the length of vectors. That
+// is what makes the result of a row independent of what it is batched with.
 //
-// Where it has AMX, these are multiplied in its registers, by any number of rows; each 16 pairs are then two such chains
-// as follow, whose total is added to the sum (amx.h).
-//
-// Each number of the result is one chain of multiply-adds in the order of k, which begins with the bias, whatever
-// the number of rows, the row's place among them, the number of threads and, but for PAIRS, the length of vectors.
-// That is what makes the result of a row independent of what it is batched with.
+// Some processors multiply pairs of bfloat16 and add both products to a float32 (AVX512-BF16, Arm's BF16). There, rows
+// and weights of bfloat16 may stay as they are: panels of PAIRS are [N / NR, K / 2, NR, 2]. Where the processor has
+// AMX, panels of PAIRS are multiplied by it, for any number of rows. The products of each 16 pairs then form two
+// chains, whose total is added to the sum (amx.h).
 //
 // Compiled by models/ops/cpu/products.py with the flags of the machine that it runs on.
 
@@ -35,13 +34,13 @@ constexpr int VECTORS = 4, ROWS = 6;  // 24 sums, 4 weights and a broadcast in 3
 constexpr int NR = LANES * VECTORS;  // outputs of a panel
 constexpr long BLOCK = 1 << 14;      // bytes of a panel that stay in the first cache for all rows of x
 constexpr long M_BLOCK = 16 * ROWS;  // rows of x that use them: their part takes at most 192 KiB of the second cache
-constexpr long SUMS = 1 << 16;       // sums that stay there as well: 256 KiB
-constexpr long PART_ROWS = 128;      // rows of a part, at least, of those that threads divide
+constexpr long SUMS = 1 << 16;       // sums that stay in the second cache as well: 256 KiB
+constexpr long PART_ROWS = 128;      // least rows of a part, where threads divide rows
 constexpr long LINE = 64;            // bytes that a prefetch brings
 constexpr long AHEAD = 8192;         // bytes between what few rows read and what is brought meanwhile
 constexpr int PAIRS = INT8 + 1;      // a kind of panels, beside those of vectors.h
 
-// One row k of a panel, as stored, the numbers of x by which it is multiplied, and those of y.
+// How a panel of a kind stores its row k, and the types of the numbers of x and of y that go with it.
 template <int KIND>
 struct Panel;
 
@@ -62,8 +61,8 @@ struct Panel<FLOAT32> : OfFloats {
     }
 };
 
-// Two bfloat16 share a word, output i of a pair of vectors in its low half and output i + LANES in its high half: a
-// shift and a mask widen them.
+// Two numbers share a word: output i of a pair of vectors is in its low half, and output i + LANES in its high half, so
+// that a shift and a mask widen them.
 template <>
 struct Panel<BFLOAT16> : OfFloats {
     typedef uint32_t Item;
@@ -104,14 +103,14 @@ struct Panel<PAIRS> {
 };
 #endif
 
-// Adds R rows times `num` rows of a panel to the sums [R, NR]. x has a stride for rows and one for k. From `ahead`
-// on, `step` bytes further for each k, what is read later is brought into the cache.
+// Adds R rows times `num` rows of a panel to the sums [R, NR]. x has a stride for rows and one for k. Meanwhile what is
+// read later is prefetched: the bytes from `ahead` on, `step` of them for each k.
 template <int R, int KIND>
 void tile(const typename Panel<KIND>::Number* x, long row_stride, long k_stride, const typename Panel<KIND>::Item* p,
           long num, const char* ahead, long step, float* y) {
     typedef Panel<KIND> Stored;
     constexpr long BYTES = Stored::WORDS * sizeof(typename Stored::Item);
-    Vec sums[R][VECTORS];  // in registers, which takes that each loop over them is unrolled
+    Vec sums[R][VECTORS];  // They stay in registers only if each loop over them is unrolled
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
         for (int v = 0; v < VECTORS; v++) sums[r][v] = load(y + r * NR + v * LANES);
@@ -140,7 +139,7 @@ void tile_of(int rows, const typename Panel<KIND>::Number* x, long row_stride, l
         tile_of<KIND, R - 1>(rows, x, row_stride, k_stride, p, num, ahead, step, y);
 }
 
-// First row of part i of n equal parts of m rows.
+// The first row of part i, if m rows are divided into n equal parts.
 inline long part(long m, long n, long i) { return m * i / n; }
 
 struct Product {
@@ -152,13 +151,13 @@ struct Product {
     long y_stride;
 };
 
-// Begins with a line of the cache; null where there is no memory.
+// Allocates numbers from the start of a cache line on; null where there is no memory.
 template <typename Number>
 Number* room_for(long items) {
     return static_cast<Number*>(std::aligned_alloc(64, (sizeof(Number) * items + 63) / 64 * 64));
 }
 
-// Sums [num_rows, NR] of a panel begin with the bias.
+// Sets the sums [num_rows, NR] of a panel to the bias.
 void begin(const Product& of, long panel, float* sums, long num_rows) {
     float first[NR] = {};
     const long count = std::min<long>(NR, of.num_outputs - panel * NR);
@@ -173,7 +172,7 @@ void finish(const Product& of, long panel, const float* sums, long from, long nu
     for (long r = 0; r < num_rows; r++) Stored::narrow(y + r * of.y_stride, sums + r * NR, count);
 }
 
-// Panels first .. last of few rows: each weight is used once, and is widened where it is multiplied.
+// Multiplies few rows by panels first .. last: each weight is used once, and is widened where it is multiplied.
 template <int KIND>
 void few_rows(const Product& of, long first, long last) {
     typedef Panel<KIND> Stored;
@@ -189,8 +188,8 @@ void few_rows(const Product& of, long first, long last) {
     }
 }
 
-// Write `rows` rows of `num` numbers, which lie `stride` apart, number by number: [k, row]. Vectors are stored whole: what
-// is too much is overwritten by the next number or tile, and lies in a vector's room behind the last.
+// Transposes `rows` rows of `num` numbers, which lie `stride` apart, to [k, row]. Vectors are stored whole: their
+// excess is overwritten by the next number or tile, and behind the last one there is room for a vector.
 void turn_tile(const uint32_t* x, long stride, long rows, long num, uint32_t* to) {
     constexpr int SQUARES = (ROWS + LANES - 1) / LANES;
     long k = 0;
@@ -210,7 +209,7 @@ void turn_tile(const uint32_t* x, long stride, long rows, long num, uint32_t* to
         for (long r = 0; r < rows; r++) to[k * rows + r] = x[r * stride + k];
 }
 
-// How many rows are multiplied by a panel: in vectors, by tiles of up to ROWS rows, of which all have about as many.
+// Multiplies many rows in vectors, by tiles of up to ROWS rows; all tiles have about the same number of rows.
 template <int KIND>
 struct InVectors : Panel<KIND> {
     typedef Panel<KIND> Stored;
@@ -232,10 +231,11 @@ struct InVectors : Panel<KIND> {
 };
 
 #if defined(HAS_AMX)
-// In AMX's registers, by tiles of up to 32 rows: what is missing in the last 16 rows and in the last 16 pairs is zeros.
+// Multiplies many rows in AMX's registers, by tiles of up to 32 rows. What the last 16 rows and the last 16 pairs lack
+// is filled with zeros.
 struct InAmx : Panel<PAIRS> {
     static constexpr long MOST_ROWS = 512;
-    // Of few rows, which lie in the first cache beside a block, sums take less of it than a longer block would
+    // Few rows lie in the first cache beside a block; a block of half the length leaves them and their sums more of it
     static long k_block(long rows) { return (rows > 64 ? BLOCK : BLOCK / 2) / (Panel<PAIRS>::WORDS * sizeof(Item)); }
     typedef AmxRegisters Registers;
     static_assert(NR == 2 * AMX_WORDS);
@@ -243,7 +243,7 @@ struct InAmx : Panel<PAIRS> {
     static long kept_inputs(long num) { return (num + AMX_WORDS - 1) / AMX_WORDS * AMX_WORDS; }
     static long tiles_of(long rows) { return (rows + 2 * AMX_ROWS - 1) / (2 * AMX_ROWS); }
     static long first_of(long rows, long tile) { return std::min(2 * AMX_ROWS * tile, rows); }
-    // [rows / 16, num / 16, 16 rows, 16 pairs], whole.
+    // Writes [rows / 16, num / 16, 16 rows, 16 pairs], padded with zeros.
     static void turn(const uint32_t* x, long stride, long rows, long num, uint32_t* to) {
         for (long from = 0; from < rows; from += AMX_ROWS)
             for (long k = 0; k < num; k += AMX_WORDS)
@@ -257,7 +257,8 @@ struct InAmx : Panel<PAIRS> {
                     if (count) std::memcpy(to, x + r * stride + k, sizeof(*to) * count);
                 }
     }
-    // Sums [rows, 32] of one or of two times 16 rows in four registers, those of x in two more and of the panel in two.
+    // Adds to the sums [rows, 32] of 16 or 32 rows, which take up to four registers; x takes two more, and the panel
+    // two.
     template <bool IS_PAIR>
     static void add(const uint32_t* x, const uint32_t* p, long num, const char* ahead, long step, float* y) {
         constexpr long BYTES = NR * sizeof(float);
@@ -306,7 +307,7 @@ struct InAmx : Panel<PAIRS> {
 };
 #endif
 
-// Write rows m0 .. m0 + mc of x in the order in which tiles read them: [block of k, tile, what a tile turns].
+// Writes rows m0 .. m0 + mc of x in the order in which tiles read them: [block of k, tile, what Way::turn writes].
 template <typename Way>
 void turn(const Product& of, long m0, long mc, typename Way::Number* turned) {
     const long kept = Way::kept_rows(mc), block = Way::k_block(mc);
@@ -320,9 +321,9 @@ void turn(const Product& of, long m0, long mc, typename Way::Number* turned) {
     }
 }
 
-// Panels first .. last of many rows: a block of a panel stays in the first cache for all rows of a block, and each of
-// their tiles brings its share of the next block. The part of x and the sums of a group of panels stay in the second.
-// Returns false where there is no memory for them.
+// Multiplies many rows by panels first .. last. A block of a panel stays in the first cache while all rows of a block
+// use it, and each tile of rows prefetches its share of the next block. The block of x and the sums of a group of
+// panels stay in the second cache. Returns false where there is no memory for them.
 template <typename Way>
 bool many_rows(const Product& of, long first, long last) {
     constexpr long BYTES = Way::WORDS * sizeof(typename Way::Item);
@@ -415,7 +416,7 @@ int kind_of_pairs() {
 #endif
 }
 
-// Pack w [N, K], items of 2 or 4 bytes, into panels; `packed` has room for N rounded up to whole panels.
+// Packs w [N, K], whose items have 2 or 4 bytes, into panels; `packed` has room for N rounded up to whole panels.
 void pack(const void* w, void* packed, long num_outputs, long num_inputs, int kind) {
     const long panels = (num_outputs + NR - 1) / NR;
 #pragma omp parallel for
@@ -440,8 +441,8 @@ void pack(const void* w, void* packed, long num_outputs, long num_inputs, int ki
     }
 }
 
-// y [M, N] = bias [N] + x [M, K] w [N, K]^T; strides are those of rows, in items. Of PAIRS, x and y are bfloat16, and
-// K and the stride of x are even. Returns false where there is no memory for it.
+// Computes y [M, N] = bias [N] + x [M, K] w [N, K]^T. Strides are those of rows, in items. With PAIRS, x and y are
+// bfloat16, and K and the stride of x are even. Returns false where there is no memory.
 bool multiply(const void* x, long x_stride, const void* panels, const float* bias, void* y, long y_stride,
               long num_rows, long num_outputs, long num_inputs, int kind, int num_threads) {
     const long together = kind == PAIRS ? 2 : 1;

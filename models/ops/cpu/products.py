@@ -1,10 +1,10 @@
 """Multiply rows by weights that stay in the type in which they are stored.
 
-The products of few rows, which decodes are, wait for weights to be read. oneDNN reads float32 wherever the
-processor does not multiply bfloat16 itself; `products.cpp` reads bfloat16 and widens it in registers,
-exactly. Where the processor does, rows of bfloat16 are multiplied as they are. Every row is summed in the
-same order whatever it is batched with, so a row's result is the same, bit by bit, for any number of rows and
-threads.
+The products of few rows, as in decodes, take as long as the weights take to be read. Where the processor does
+not multiply bfloat16 itself, oneDNN reads weights in float32, while `products.cpp` reads them in bfloat16 and
+widens them in registers, exactly. Where it does, rows of bfloat16 are multiplied without widening. Every row
+is summed in the same order whatever it is batched with, so that its result has the same bits for any number
+of rows and threads.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from devices.cpp_sources import KINDS, compiled_source
 from kv_cache.device.huge_pages import HugeArena
 
 SOURCE = Path(__file__).with_name("products.cpp")
-PROBE = 1 << 16  # numbers that are looked at before a whole weight is narrowed
+PROBE = 1 << 16  # numbers that are tried before a whole weight is narrowed
 
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """A weight [out, in] as the source reads it, and its bias in float32."""
+    """A weight [out, in] in the order in which `products.cpp` reads it, and its bias in float32."""
 
     numbers: Tensor
     num_outputs: int
     num_inputs: int
-    kind: int  # the source's, which says in what order the numbers lie
+    kind: int  # the kind of panels in `products.cpp`, which says in what order the numbers lie
     bias: Tensor | None
 
 
 class Products:
-    """The compiled source."""
+    """The functions of the compiled `products.cpp`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, integer, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
@@ -50,7 +50,7 @@ class Products:
         self._pack.restype, self._multiply.restype = None, ctypes.c_bool
         self._width = int(library.outputs_of_a_panel())
         self._pairs = int(library.kind_of_pairs())
-        # Few rows are multiplied 1.1 to 1.3 times as fast as by weights in small pages
+        # Huge pages make products with few rows 1.1 to 1.3 times as fast
         self._arena = HugeArena()
 
     @property
@@ -69,8 +69,8 @@ class Products:
     def pack(self, weight: Tensor, bias: Tensor | None, *, is_widened: bool = True) -> Panels:
         """Pack a weight [out, in] in its own type, or in bfloat16 if that holds all of its numbers.
 
-        It is multiplied in float32 unless `is_widened` is false, which takes a weight of which `multiplies`
-        is true, and rounds rows to bfloat16.
+        It is multiplied in float32 unless `is_widened` is false. Then rows are rounded to bfloat16, and
+        `multiplies` must be true of the weight.
         """
         weight = (narrowed(weight) if is_widened else weight).contiguous()
         num_outputs, num_inputs = weight.shape

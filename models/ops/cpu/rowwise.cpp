@@ -1,9 +1,9 @@
 // Operators that compute each row, or each number, by itself: norms, rotary, gates, a router's scores and the greedy
 // choice.
 //
-// A row's result depends on no other row, on no thread and on no place: numbers behind the last whole vector are
-// computed in a vector too, whose rest is not stored. Numbers are stored in float32, bfloat16 or float16, computed in
-// float32 and rounded where plain torch rounds last.
+// A row's result depends neither on other rows nor on threads, nor a number's on its place: the numbers behind the last
+// whole vector are computed in a vector too, whose rest is not stored. Numbers are stored in float32, bfloat16 or
+// float16, computed in float32 and rounded where plain torch rounds last.
 
 #include <cmath>
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr long SMALL = 1 << 15;  // numbers under which one thread is as fast as several
+constexpr long SMALL = 1 << 15;  // one thread is as fast as several for fewer numbers
 
 // As precise as numbers of the kind are.
 template <Kind KIND>
@@ -115,7 +115,7 @@ void scored(const void* x_, const void* weight_, const float* bias, void* y_, lo
     }
 }
 
-// The shares of e^x in the sum of a row's, of rows [T, W] in float32.
+// The softmax of rows [T, W] in float32: the shares of e^x in the sum of its row.
 void shared_out(const float* x, float* y, long rows, long width) {
     for (long r = 0; r < rows; r++, x += width, y += width) {
         float top = x[0];
@@ -181,7 +181,7 @@ void gated_normed(const void* x_, const void* gate_, const void* weight_, void* 
     }
 }
 
-// The first token of each row's largest logit, or of a NaN, with which a row is not finite.
+// The first token with the largest logit of each row; a row with a NaN is not finite, and gives that token.
 template <Kind KIND>
 void best(const void* logits_, long stride, int64_t* tokens, bool* finite, long rows, long size, int num_threads) {
     typedef typename Stored<KIND>::Item Item;

@@ -4,7 +4,8 @@ npu_top_k_top_p is not used: it drops some of several equal logits, takes at mos
 models/sampling/top_k_top_p.py keeps all equal logits, so that a draw does not depend on how a device sorts;
 one sort serves both of its thresholds.
 
-Legend: T tokens of the step, H query heads, K kv heads, D head dim.
+Legend: T tokens of the step, H query heads, K kv heads, D head dim; of latent attention, L latent, N the
+  part of a head's query without position (nope), V value of a head.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from models.ops.npu.dispatch import Dispatch
 from models.ops.npu.grouped import joined, mixture, scaled_by_width
 from models.ops.npu.int4_ops import Int4Check, Int4Ops
 from models.ops.npu.joined_heads import JoinedHeads
-from models.ops.npu.latent_up import NpuLatentUp
 from models.ops.npu.static_ops import StaticOps
 from models.ops.operands import ExpertKind, Int8Rows, UnpackedLinear
 from models.ops.reference import Ops, Packed, Widths
@@ -45,6 +45,8 @@ PREFETCHED_BYTES = 18 * 2**20
 # npu_mm_all_reduce_base is documented for prompts, not for decodes, on the fully linked devices of a machine
 SUMMED_RANKS, LEAST_SUMMED_ROWS = (2, 4, 8), 256
 FUSED_ROTARY_BYTES = 180 * 1024  # its vector cores hold a token's heads in float32, five times
+# Limits of npu_transpose_batchmatmul: the most heads x width of a row, the step of a weight's two sides
+MOST_PRODUCT_ROW, PRODUCT_STEP = 65535, 16
 
 
 def chip() -> str:
@@ -68,6 +70,25 @@ def use_compiled_kernels() -> None:
     (torch_npu, framework/interface/EnvVariables.cpp).
     """
     torch_npu.npu.set_compile_mode(jit_compile=False)
+
+
+class NpuLatentUp(LatentUp):
+    """The projection by heads, without copies, for queries and results with the axes of attention."""
+
+    def absorbed(self, query: Tensor) -> Tensor:
+        """Project queries [T, H, N] of expanded keys to queries of latents [T, H, L]."""
+        return self._by_heads(query, self.keys)
+
+    def raised(self, x: Tensor) -> Tensor:
+        """Project weighted sums of latents [T, H, L] to those of values [T, H, V]."""
+        return self._by_heads(x, self.values)
+
+    def _by_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        is_even = not any(size % PRODUCT_STEP for size in weight.shape[1:])
+        if x.shape[1] * x.shape[2] > MOST_PRODUCT_ROW or not is_even:
+            return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+        made: Tensor = torch_npu.npu_transpose_batchmatmul(x, weight, perm_x1=(1, 0, 2), perm_y=(1, 0, 2))
+        return made
 
 
 class PlainNpuOps(Int4Check, Ops):

@@ -77,7 +77,7 @@ class Outcome:
     status: int
     events: list[Any] = field(default_factory=list)
     num_resumed: int = 0
-    floats: list[float] = field(default_factory=list)  # of its events, in their order
+    floats: list[float] = field(default_factory=list)  # numbers of its events, in their order
 
     def is_like(self, other: Outcome) -> bool:
         """Whether it is the same answer; log-probabilities differ in their last digits between batches."""

@@ -272,7 +272,7 @@ def test_an_error_of_an_overloaded_list_changes_nothing() -> None:
             for status in (429, 503):
                 fleet.says(1, models=answer(b"", status))
                 asked = len(fleet.stubs[1].heads)
-                await until(lambda: len(fleet.stubs[1].heads) > asked + 9)  # noqa: B023
+                await until(lambda: len(fleet.stubs[1].heads) > asked + 9)  # noqa: B023 - called here
                 assert await fleet.asked("agent") == {0: 0, 1: 8}
 
     run(test)

@@ -201,4 +201,4 @@ def test_the_answer_to_an_order_to_end_a_request_is_bounded(monkeypatch: pytest.
             return b"x" * 2**20
 
     with pytest.raises(upstream.Lost, match="it answered with more than"):
-        asyncio.run(proxy._whole(Endless()))  # type: ignore[arg-type]
+        asyncio.run(proxy._whole(Endless()))

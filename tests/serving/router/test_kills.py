@@ -88,7 +88,7 @@ def test_an_engine_is_killed(replicas: list[Server], whole: dict[str, str]) -> N
         victim = replicas[run % 2]
         since = len(victim.log)
         pid = victim.engine_pid
-        fire(front.url, whole, lambda pid=pid: os.kill(pid, signal.SIGKILL), tally, after=3 + 20 * run % 160)  # type: ignore[misc]
+        fire(front.url, whole, lambda pid=pid: os.kill(pid, signal.SIGKILL), tally, after=3 + 20 * run % 160)
         victim.wait_for(r"ready .*process \d+", since)
         wait_ready(front.url, 2)
     check(tally, RUNS)
@@ -106,8 +106,8 @@ def test_a_router_is_killed(replicas: list[Server], whole: dict[str, str]) -> No
         fire(front.url, whole, front.process.kill, tally, after=3 + 20 * run % 160)
         front.wait()
         for each in replicas:
-            wait(lambda each=each: not figure(each, "vllm:num_requests_running"))  # type: ignore[misc]
-            wait(lambda each=each: not figure(each, "vllm:num_requests_waiting"))  # type: ignore[misc]
+            wait(lambda each=each: not figure(each, "vllm:num_requests_running"))
+            wait(lambda each=each: not figure(each, "vllm:num_requests_waiting"))
     check(tally, RUNS)
     assert tally.outcomes["broken"] > 0
     wait(lambda: sum(figure(each, "cb_aborts_total") for each in replicas) > aborted)
@@ -131,12 +131,12 @@ def test_all_replicas_are_restarted_in_turn(replicas: list[Server], whole: dict[
             for number, old in enumerate(replicas):
                 seen = sum(tally.outcomes.values())
                 httpx.post(f"{front.url}/fleet/drain?{old.url}", timeout=PATIENCE_S).raise_for_status()
-                wait(lambda number=number: fleet(front.url)["replicas"][number]["open"] == 0)  # type: ignore[misc]
+                wait(lambda number=number: fleet(front.url)["replicas"][number]["open"] == 0)
                 assert old.close() == 0
                 replicas[number] = Server(TINY, port=old.port).ready()
                 wait_ready(front.url, len(replicas))
                 httpx.post(f"{front.url}/fleet/resume?{old.url}", timeout=PATIENCE_S).raise_for_status()
-                wait(lambda seen=seen: sum(tally.outcomes.values()) > seen + 8)  # type: ignore[misc]
+                wait(lambda seen=seen: sum(tally.outcomes.values()) > seen + 8)
         finally:
             is_over = True
 

@@ -99,7 +99,7 @@ def test_who_stands_still_is_not_asked_again() -> None:
 
     async def test() -> None:
         async with Fleet(answer(b"{}"), answer(b"{}")) as fleet:
-            assert await fleet.ask() == (200, b"{}")  # at the first, whose connection is kept
+            assert await fleet.ask() == (200, b"{}")  # the first answers, whose connection is kept
             assert fleet.stubs[0] is not None
             assert fleet.stubs[1] is not None
             await fleet.ask()

@@ -25,7 +25,7 @@ from tests.serving.router.waiting import until
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
 def test_a_reader_knows_what_a_cache_holds(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_an_engine_in_the_place_of_another_is_known_from_its_beginning(tmp_path:
             for number in range(count):
                 sent = engine.events._next
                 engine.compute([number, count, *range(6)])
-                await until(lambda engine=engine, sent=sent: engine.events._next > sent)  # type: ignore[misc]
+                await until(lambda engine=engine, sent=sent: engine.events._next > sent)
         reader = PageReader(old.endpoint, "127.0.0.1", 0, routing)
         reader.start()
         await until(lambda: {*routing.held.masks} == old.held())

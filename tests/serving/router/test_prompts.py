@@ -161,7 +161,7 @@ def test_what_cannot_be_read_is_judged_by_its_text() -> None:
     prompts = Prompts(TEXT, 16)
     nested = {"a": 1}
     for _ in range(600):
-        nested = {"a": nested}  # type: ignore[dict-item]
+        nested = {"a": nested}
     tools = [{"type": "function", "name": "f", "parameters": nested}]
     for path, body in (
         ("", {"input": STORY, "tools": tools}),

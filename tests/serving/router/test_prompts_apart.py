@@ -113,7 +113,7 @@ def test_answers_are_those_of_a_plain_server_also_when_prompts_are_killed(
         prompts = texts(transport, 10)
 
         def kill() -> None:
-            wait(lambda: fleet(router.url)["split"] > 1)  # beside the first
+            wait(lambda: fleet(router.url)["split"] > 1)  # another beside the first
             os.kill(servers["prompts"].engine_pid, signal.SIGKILL)
 
         started = figure(servers["prompts"], "cb_engine_restarts_total")

@@ -197,7 +197,7 @@ class Fleet:
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
 def error_of(body: bytes) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def error_of(body: bytes) -> dict[str, Any]:
 def test_a_stream_is_passed_on_byte_for_byte() -> None:
     async def test() -> None:
         async with Fleet(stream(*WHOLE)) as fleet:
-            for _ in range(3):  # on one connection
+            for _ in range(3):  # all on one connection
                 assert await fleet.ask() == (200, b"".join(WHOLE))
             assert fleet.stubs[0] is not None
             assert fleet.stubs[0].num_closed == 0

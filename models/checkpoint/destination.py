@@ -26,7 +26,7 @@ class Rounding:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Destination:
     """The destination of a tensor of a checkpoint."""
 
     room: Tensor  # the view of the decoder's parameters; rows beyond what is read become zero

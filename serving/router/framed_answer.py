@@ -1,7 +1,7 @@
-"""Send on an answer of whose tokens a replica tells, in the frames of serving/continuation.py.
+"""Forward an answer that a replica sends in the frames of serving/continuation.py, with its tokens.
 
-The client gets the bytes in the frames and nothing else of them. A replica that sends bytes without tokens,
-or tokens before it has begun, is treated as lost: what it sends cannot be continued elsewhere.
+The client gets only the bytes for it that the frames hold. A replica that sends bytes without tokens, or
+tokens before it has begun, is treated as lost: what it sends cannot be continued elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from serving.router.upstream import HeaderLines, Lost, UpstreamAnswer
 _END_S = 1.0  # time in which a connection must end its answer behind the last frame, to be used again
 
 
-def is_told(headers: HeaderLines) -> bool:
+def is_framed(headers: HeaderLines) -> bool:
     """Return whether a head announces frames."""
     return (b"content-type", FRAMES.encode()) in headers
 
@@ -58,7 +58,7 @@ async def read_out(answer: UpstreamAnswer) -> None:
             pass
 
 
-class ToldAnswer:
+class FramedAnswer:
     """One replica's part of an answer; `headers` are those that its client gets."""
 
     def __init__(
@@ -73,7 +73,7 @@ class ToldAnswer:
         self.is_long = False  # it is no stream, and its client has a part of it
 
     async def read(self) -> list[AnswerBegun | list[Grown] | Over]:
-        """Return what the replica tells next, in which tokens in a row are one list; raises Lost.
+        """Return the next frames, of which those with tokens in a row are one list; raises Lost.
 
         The caller sends all of it before it reads again. Each write wakes the client, which costs more than
         anything else here.

@@ -1,9 +1,9 @@
 """Write an answer as the frames of serving/continuation.py, for a router that keeps its tokens.
 
-The bytes for the client are those that the answer's form writes for any client; each frame holds them with
-the tokens behind them, so that what a client was sent and which tokens are known never differ. An answer that
-was begun elsewhere is first written again from its known tokens, and what the client has already is dropped:
-parsers, numbers of events and held-back text then stand where they stood.
+The bytes for the client are those that the answer's form writes for any client. Each frame holds some of them
+with the tokens that they come from, so that what a client was sent and which tokens are known never differ.
+An answer that was begun elsewhere is first written again from its known tokens, and what the client has
+already is dropped: parsers, numbers of events and held-back text then stand where they stood.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOLD_TOGETHER = 16  # tokens of an answer that is no stream, of which the route
 _REWRITTEN = 64  # parts of an answer that are written again in one turn of the event loop
 
 
-class TellingWriter(AnswerWriter):
+class FrameWriter(AnswerWriter):
     """Writes the one answer to a request for a router; `begun` is what it begins with."""
 
     def __init__(self, llm: AsyncLLM, turns: Turns, answer: AnswerStream, begun: AnswerBegun) -> None:
