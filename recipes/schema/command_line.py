@@ -33,7 +33,6 @@ FLAGS = frozenset(
         "log-requests",
         "once",
         "overload",
-        "parts",
         "quick",
         "resume",
         "router-cost",
