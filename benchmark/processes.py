@@ -24,7 +24,7 @@ from types import MappingProxyType
 from recipes.schema.recipe import ROOT
 
 EVERY_S = 0.1  # seconds between two checks of a starting server
-START_S = 300.0  # seconds in which a server starts, unless an option says otherwise
+START_S = 300.0  # seconds in which a server starts, unless the caller says otherwise
 END_S = 30.0  # seconds for a server to end, beyond the time that it gives to requests
 FAREWELLS = ("Shutting down", "Finished server process")  # lines that do not say why a server ended
 LISTENS = r"listening at http://([\d.]+):(\d+)"
@@ -74,7 +74,7 @@ class ServerProcess:
                 return
             self.check()
             if time.monotonic() > until_s:
-                raise self._trouble(f"takes no requests after {timeout_s:g} s (--ready-check-timeout-sec)")
+                raise self._trouble(f"takes no requests after {timeout_s:g} s")
             time.sleep(EVERY_S)
 
     def end(self, end_s: float) -> None:

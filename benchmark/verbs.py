@@ -102,6 +102,7 @@ TRACE = option("--trace", metavar="FILE.jsonl", help=REQUESTS, required=True)
 RUNS = count("--runs", 1, "counted runs; the median is reported")
 SEED = count("--seed", 0, least=0, most=MOST_SEED)
 LOAD = (  # what is sent to a server, and where; names are those of `vllm bench serve`
+    option("--base-url", kinds.url, "URL", "of any OpenAI-compatible server", required=True),
     option("--trace", Path, "FILE.jsonl", REQUESTS, required=True),
     switch("--skip-bad", "report lines that cannot be read, and go on"),
     option("--endpoint", metavar="PATH", help="if not /v1/completions, for chats /v1/chat/completions"),
@@ -169,7 +170,6 @@ BENCHMARKS = (
          table="offline.beside_vllm:print_table", result="beside", judged=True),
     verb("serve", "what clients see of any OpenAI-compatible server",
          "serve.measure:run",
-         option("--base-url", kinds.url, "URL", "of any OpenAI-compatible server", required=True),
          *LOAD,
          option("--request-rate", rate, "PER_S", "Poisson, or inf; if not, the trace's own times"),
          switch("--save-result", "write the result, with a record of each request"),
@@ -206,15 +206,9 @@ BENCHMARKS = (
          count("--pieces", 200, "of a stream", least=2),
          count("--every-ms", 5, "between two of these"),
          table="serve.router:print_table", takes_recipe=False, result="router"),
-    verb("sweep", "`serve` at one rate, and one setting, after the other, with a page",
+    verb("sweep", "`serve` at one rate after the other, with a page",
          "serve.sweep:run",
-         option("--base-url", kinds.url, "URL", "of any OpenAI-compatible server"),
          *LOAD,
-         Option("--recipe", {"nargs": "+", "metavar": ("RECIPE", "key=value"),
-                "help": "in place of --base-url: serve this recipe at each --try"}),
-         Option("--try", {"dest": "tries", "type": kinds.values, "action": "append", "default": [],
-                "metavar": "KEY=V1,V2",
-                "help": "values of a key of the recipe; of several --try, all combinations"}),
          option("--request-rates", kinds.rates, "PER_S,...", "such as 1,2,4,inf", required=True),
          option("--result-dir", kinds.folder, "FOLDER", "a file for each rate, and a page", required=True),
          table="", takes_recipe=False),

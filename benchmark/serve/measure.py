@@ -144,10 +144,7 @@ async def _watch_loop(lags_s: list[float]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """The plan of one measure. `request_rate` None keeps the trace's own times.
-
-    `of` identifies the result further, such as by the recipe of a server that a sweep starts.
-    """
+    """The plan of one measure. `request_rate` None keeps the trace's own times."""
 
     base_url: str
     asks: Sequence[TraceRequest]
@@ -164,7 +161,6 @@ class ServePlan:
     request_timeout_s: float = 600.0
     ready_timeout_s: float = 0.0
     progress: bool = False
-    of: Mapping[str, object] = field(default_factory=dict)
 
     def load(self) -> tuple[list[TraceRequest], list[list[TraceRequest]] | None]:
         """Return what is sent, and each client's part of a closed loop; a rate replaces times and loops."""
@@ -178,7 +174,6 @@ class ServePlan:
         rate = self.request_rate
         return {
             "benchmark": "serve",
-            **self.of,
             "backend": "openai-chat" if self.asks[0].chat else "openai",
             "endpoint": self.endpoint,
             "trace": self.trace,
@@ -303,9 +298,8 @@ def plan_of(options: argparse.Namespace, request_rate: float | None) -> ServePla
     asks, skipped = read_requests(options.trace, skip_bad=options.skip_bad)
     for reason in skipped:
         print(f"skipped {reason}", file=sys.stderr)
-    same = ("endpoint", "model", "max_concurrency", "num_warmups", "seed", "request_timeout_s")
+    same = ("base_url", "endpoint", "model", "max_concurrency", "num_warmups", "seed", "request_timeout_s")
     return ServePlan(
-        base_url=options.base_url or "",
         asks=asks[: options.num_prompts],
         trace=options.trace.name,
         trace_sha256=digest(options.trace),

@@ -23,7 +23,6 @@ FLAGS = frozenset(
         "full",
         "help",
         "ignore-eos",
-        "in-turn",
         "json",
         "kills",
         "launches",
