@@ -36,7 +36,6 @@ FLAGS = frozenset(
         "resume",
         "router-cost",
         "save-result",
-        "simulated",
         "skip-bad",
         "sources",
         "virtual",
