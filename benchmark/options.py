@@ -195,7 +195,7 @@ def medians(rounds: Sequence[Mapping[str, float]], digits: int = 4) -> dict[str,
 def print_figures(result: Mapping[str, Any]) -> None:
     """Print the figures of one run, one a line; details of each request, moment or key are for programs."""
     for name, value in result.items():
-        if name in ("records", "metrics", "counters", "counters_after_all_runs", "settings", "digests"):
+        if name in ("records", "counters", "settings", "digests"):
             continue
         if name == "verdict" and isinstance(value, dict):
             value = verdict_line(value)

@@ -25,9 +25,7 @@ if TYPE_CHECKING:  # it imports torch
 
 Figures = dict[str, float]
 Result = dict[str, Any]
-MOST_READINGS = 500
 DONE = ("stop", "length")
-COLUMNS = ("at_s", "running", "waiting", "kv_usage")  # A reading has these, as a server's metrics do
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +88,6 @@ class Timeline:
                     continue
                 searches.add(request.id)
             self.token_times_s.setdefault(request.id, []).append(step.end_s)
-
-
-def readings(timeline: Timeline, origin_s: float, num_pages: int) -> dict[str, object]:
-    """Return what the ends of the last step and of others saw, at most MOST_READINGS plus one in all."""
-    steps = timeline.steps
-    every = -(-len(steps) // MOST_READINGS) or 1
-    rows = [
-        [
-            round(each.end_s - origin_s, 6),
-            each.num_running,
-            each.num_waiting,
-            round(each.held_pages / num_pages, 4),
-        ]
-        for each in (*steps[:-1:every], *steps[-1:])
-    ]
-    return {"columns": list(COLUMNS), "readings": rows}
 
 
 def percentiles(values_s: Sequence[float]) -> Figures:

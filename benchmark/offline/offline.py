@@ -1,35 +1,27 @@
-"""Serve requests with an engine in this process: a trace, or random requests that all come at once.
-
-The latter are measured in the terms of `vllm bench throughput`. The seconds of each run are those of `vllm
-bench latency`, until the last request of a batch of one size has ended.
-"""
+"""Serve the requests of a trace with an engine in this process."""
 
 from __future__ import annotations
 
 import argparse
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 from benchmark.options import recipe_of
 from benchmark.run_clock import RunClock
-from benchmark.run_record import Result, Timeline, accounts, hardware, readings, summarise
-from benchmark.workloads.synthetic import SyntheticLoad, draw_requests, lengths
+from benchmark.run_record import Result, Timeline, accounts, hardware, summarise
 from borders.files import check_rereadable
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import usage
 from recipes.assembly import versions
 from recipes.assembly.engine import BuiltEngine, build
-from recipes.assembly.families import model_config
 from recipes.schema.recipe import Recipe
 from serving.answers.jobs import Job
 from serving.offline import Record, lines_in, read_jobs, run_jobs
-from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
 
-USUAL_SIZES = (64, 512, 128)  # prompts, their tokens, and those of each answer
+OF_EACH_RUN = ("output_tokens_per_s", "output_tokens", "duration_s")
 
 
 def text_of(recipe: Recipe) -> Text | None:
@@ -70,18 +62,19 @@ def cache_figures(built: BuiltEngine) -> Result:
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
 
 
-def measure(
-    options: argparse.Namespace, recipe: Recipe, text: Text | None, trace: str, load: Callable[[], list[Job]]
-) -> Result:
+def run(options: argparse.Namespace) -> Result:
     """Return the run of median throughput, after one uncounted run, so that no figure includes a compilation.
 
-    `trace` says what `load` returns. Raises ValueError where a request failed.
+    Raises ValueError where a request failed.
     """
-    built = build(recipe)
+    recipe = recipe_of(options)
+    text = text_of(recipe)
+    load_trace(options.trace, text)  # read before the model is built, so that a bad file fails at once
+    trace, built = Path(options.trace).name, build(recipe)
     engine = built.engine
-    results: list[tuple[Result, Timeline, float]] = []
+    results: list[Result] = []
     for number in range(1 + options.runs):
-        jobs = load()
+        jobs = load_trace(options.trace, text)
         clock = RunClock()
         timeline, records = serve(engine, text, jobs)
         passed = clock.read()
@@ -93,9 +86,8 @@ def measure(
             requests = [job.request for job in jobs]
             figures = summarise(engine, requests, timeline)
             figures |= {"clock": passed, **accounts(engine, requests, timeline, figures["duration_s"])}
-            results.append((figures, timeline, min(request.arrival_s for request in requests)))
-    results.sort(key=lambda result: result[0]["output_tokens_per_s"])
-    figures, timeline, origin_s = results[options.runs // 2]
+            results.append(figures)
+    results.sort(key=lambda each: each["output_tokens_per_s"])
     where = versions.describe(built.device_name)
     return {
         "recipe": options.recipe,
@@ -103,65 +95,11 @@ def measure(
         "profile": options.profile,
         "trace": trace,
         "machine": where,
-        "runs_output_tokens_per_s": [each["output_tokens_per_s"] for each, _, _ in results],
-        "runs_output_tokens": [each["output_tokens"] for each, _, _ in results],
-        "runs_duration_s": [each["duration_s"] for each, _, _ in results],
+        **{f"runs_{name}": [each[name] for each in results] for name in OF_EACH_RUN},
         "cache_after_all_runs": cache,
-        "counters_after_all_runs": asdict(engine.scheduler.counters),
-        "metrics": readings(timeline, origin_s, engine.scheduler.pool.num_pages - 1),
         "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3),
         "warm_up_runs": 1,
         "warm_up_counted": 0,
         **hardware(built, recipe, where),
-        **figures,
+        **results[options.runs // 2],
     }
-
-
-def run(options: argparse.Namespace) -> Result:
-    """Serve a trace and return its figures."""
-    recipe = recipe_of(options)
-    text = text_of(recipe)
-    load_trace(options.trace, text)  # read before the model is built, so that a bad file fails at once
-    load = partial(load_trace, options.trace, text)
-    return measure(options, recipe, text, Path(options.trace).name, load)
-
-
-def at_once(found: list[Job]) -> list[Job]:
-    """Set the arrival of all requests to 0."""
-    for job in found:
-        for request in (job.request, *job.request.followers):
-            request.arrival_s = 0.0
-    return found
-
-
-def run_at_once(options: argparse.Namespace) -> Result:
-    """Serve a trace without its times, or random requests; returns figures under vLLM's names too."""
-    sizes = (options.num_prompts, options.input_len, options.output_len)
-    recipe = recipe_of(options)
-    text = text_of(recipe)
-    if options.trace is not None:
-        if any(sizes):
-            raise ValueError(
-                "--trace says what is asked for; leave out --num-prompts, --input-len, --output-len"
-            )
-        load_trace(options.trace, text)  # read before the model is built, so that a bad file fails at once
-    num_prompts, input_len, output_len = (given or usual for given, usual in zip(sizes, USUAL_SIZES))
-    drawn = SyntheticLoad(
-        lengths(str(input_len)), lengths(str(output_len)), model_config(recipe).vocab_size, options.seed
-    )
-
-    def load() -> list[Job]:
-        if options.trace is not None:
-            return at_once(load_trace(options.trace, text))
-        return [Job(parse_request(line, None)) for line in draw_requests(drawn, num_prompts)]
-
-    said = f"{num_prompts} prompts of {input_len} tokens, answers of {output_len}"
-    result = measure(options, recipe, text, options.trace or said, load)
-    named = {
-        "elapsed_time": result["duration_s"],
-        "num_requests": result["requests"],
-        "total_num_tokens": result["prompt_tokens"] + result["output_tokens"],
-        "requests_per_second": result["requests_per_s"],
-        "tokens_per_second": result["total_tokens_per_s"],
-    }
-    return {**named, **result}

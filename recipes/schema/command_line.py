@@ -17,7 +17,6 @@ from recipes.schema.numbers import option
 FLAGS = frozenset(
     f"--{name}"
     for name in [
-        "at-once",
         "dry-run",
         "fleet",
         "full",

@@ -33,7 +33,6 @@ def engine() -> Result:
         **result,
         "counters": {"before": dict.fromkeys(counted, 0) | idle, "after": counted | idle},
         "prefix_hit_rate": 0.0,
-        "total_num_tokens": result["prompt_tokens"] + result["output_tokens"],
         "cache_after_all_runs": {"free_pages": 90, "idle_pages": 10},
         "settings": {"scheduler": {"num_slots": result["slots"]}},
         "num_pages": 100,

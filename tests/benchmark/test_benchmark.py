@@ -98,20 +98,19 @@ def test_a_trace_with_a_bad_line_is_refused(tmp_path: Path) -> None:
         main(["offline", RECIPE, "--trace", str(trace)])
 
 
-@pytest.mark.parametrize("verb", [["offline"], ["offline", "--at-once"]])
 @pytest.mark.parametrize(
     ("content", "message"),
     [(b"\n", r"trace\.jsonl holds no request$"), (b'\n{"id": "\xff"}', "line 2: not UTF-8 at column 9")],
     ids=["none", "bytes"],
 )
 def test_a_trace_of_no_use_is_refused_before_the_model_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: list[str], content: bytes, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, message: str
 ) -> None:
     monkeypatch.setattr(offline, "build", lambda recipe: pytest.fail("it was built"))
     trace = tmp_path / "trace.jsonl"
     trace.write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        main([*verb, RECIPE, "--trace", str(trace)])
+        main(["offline", RECIPE, "--trace", str(trace)])
 
 
 @pytest.mark.parametrize(

@@ -91,15 +91,9 @@ def test_small_verbs_print_what_they_measured(name: str, monkeypatch: pytest.Mon
     assert REFUSED in printed(print_table, {**result, "verdict": VERDICT}), "the gate's word is printed"
 
 
-@pytest.mark.parametrize("verb", ["offline", "at-once"])
-def test_an_engines_figures_stand_beside_their_names(
-    verb: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    arguments = {
-        "offline": ["--trace", trace(tmp_path / "a.jsonl", 0, 0.0)],
-        "at-once": ["--at-once", "--num-prompts", "31", "--input-len", "9", "--output-len", "5"],
-    }[verb]
-    result, print_table = shown(monkeypatch, "offline", *ENGINE, *arguments)
+def test_an_engines_figures_stand_beside_their_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = ["--trace", trace(tmp_path / "a.jsonl", 0, 0.0)]
+    result, print_table = shown(monkeypatch, "offline", *ENGINE, *asked)
     assert not refused(result)
     lines = dict(line.split(maxsplit=1) for line in printed(print_table, result).splitlines() if " " in line)
     for name, value in result.items():

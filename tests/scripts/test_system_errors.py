@@ -40,7 +40,6 @@ READERS = {
     ),
     "lengths": ("scripts.trace", ["--prompt-tokens", "file:FILE", "--output", "OUT"]),
     "offline": ("scripts.benchmark", ["offline", TINY, "--trace", "FILE"]),
-    "throughput": ("scripts.benchmark", ["offline", "--at-once", TINY, "--trace", "FILE"]),
     "serve benchmark": (
         "scripts.benchmark",
         ["serve", "--base-url", "http://127.0.0.1:9", "--trace", "FILE"],
