@@ -1,6 +1,6 @@
-"""Serve the same trace with transformers in the same run: by its continuous batching, or in static batches.
+"""Serve the same trace with transformers in the same run, in static batches.
 
-Static batches take requests in the order of the trace, pad them to the longest prompt, and run until the
+They take requests in the order of the trace, pad them to the longest prompt, and run until the
 longest answer ends; tokens beyond a request's own length are not counted. Both engines get the same model in
 the same dtype, on the same device, and the same requests, which all come at once. Random weights differ
 between them; greedy tokens are then not compared, and no answer ends before its length. The processor time of
@@ -25,30 +25,23 @@ from recipes.machine import start
 from recipes.schema.recipe import Recipe
 from serving.answers.jobs import Job
 
-PATIENCE_S = 600.0  # most seconds to wait for the next answer
-_PAGE_TOKENS = 256  # tokens in a page of transformers' cache, which is its own default
-
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return output tokens a second and processor seconds of both, and how many times ours are better.
-
-    `static` is the size of a batch.
-    """
+    """Return output tokens a second and processor seconds of both, and how many times ours are better."""
     recipe = recipe_of(options)
     ours = offline.run(options)
     _give_back(recipe)
     jobs = offline.load_trace(options.trace, offline.text_of(recipe))
     model = _model(recipe)
     model.config.eos_token_id = model.generation_config.eos_token_id = None
-    static = options.static
     runs = []
     for _ in range(1 + options.runs):
         began_s = time.process_time()
-        rate = _serve(model, jobs, recipe) if static is None else _serve_batches(model, jobs, static)
+        rate = _serve_batches(model, jobs, options.static)
         runs.append((rate, time.process_time() - began_s))
     theirs, cpu_s = sorted(runs[1:])[options.runs // 2]  # the first is left out, because it is cold
     beside = {
-        "transformers_batch_size": static,
+        "transformers_batch_size": options.static,
         "transformers_output_tokens_per_s": round(theirs, 2),
         "transformers_cpu_s": round(cpu_s, 6),
         "times_transformers": round(ours["output_tokens_per_s"] / theirs, 3),
@@ -79,55 +72,6 @@ def _model(recipe: Recipe) -> Any:
         config = transformers.AutoConfig.for_model(said.pop("model_type"), **said)
     with torch.device(place):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-
-
-def _serve(model: Any, jobs: Sequence[Job], recipe: Recipe) -> float:
-    """Return output tokens a second from first request to last answer, greedy and at full length."""
-    import transformers
-
-    longest = max(job.request.params.max_tokens for job in jobs)
-    settings = transformers.GenerationConfig(
-        max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
-    with model.continuous_batching_context_manager(
-        generation_config=settings, continuous_batching_config=_bounds(recipe, jobs)
-    ) as manager:
-        began, num_tokens = time.perf_counter(), 0
-        for job in jobs:
-            request = job.request
-            manager.add_request(
-                request.tokens.tolist(), max_new_tokens=request.params.max_tokens, eos_token_id=-1
-            )
-        for _ in jobs:
-            answer = manager.get_result(timeout=PATIENCE_S)
-            if answer is None or answer.error:
-                raise ValueError(f"transformers gave no answer: {answer and answer.error}")
-            num_tokens += len(answer.generated_tokens)
-        taken = time.perf_counter() - began
-    wanted = sum(job.request.params.max_tokens for job in jobs)
-    if num_tokens != wanted:
-        raise ValueError(f"transformers gave {num_tokens} tokens where {wanted} were asked for")
-    return num_tokens / taken
-
-
-def _bounds(recipe: Recipe, jobs: Sequence[Job]) -> Any:
-    """Return the sizes of a step and of the cache. On an accelerator transformers chooses them.
-
-    On a CPU transformers would take nine tenths of the machine's memory, and write all of it before the first
-    step. There its steps are as large as the recipe's, and its cache holds the longest request in each slot.
-    """
-    import transformers
-
-    if recipe.device.kind != "cpu":
-        return transformers.ContinuousBatchingConfig()
-    requests, scheduler = [job.request for job in jobs], recipe.scheduler
-    longest = max(len(request.tokens) + request.params.max_tokens for request in requests)
-    return transformers.ContinuousBatchingConfig(
-        page_size=_PAGE_TOKENS,
-        num_blocks=scheduler.num_slots * -(-longest // _PAGE_TOKENS),
-        max_batch_tokens=scheduler.max_batch_tokens,
-        max_requests_per_batch=scheduler.num_slots,
-    )
 
 
 def _serve_batches(model: Any, jobs: Sequence[Job], size: int) -> float:
