@@ -23,7 +23,6 @@ FLAGS = frozenset(
         "help",
         "ignore-eos",
         "json",
-        "kills",
         "launches",
         "laws",
         "list",

@@ -143,7 +143,7 @@ def test_all_options_without_a_value_are_known() -> None:
         if each.given.get("action") == "store_true"
     }
     found |= {f"--{verb.mode}" for verb in BENCHMARKS if verb.mode}
-    assert {"--once", "--skip-bad", "--kills"} <= found
+    assert {"--once", "--skip-bad", "--overload"} <= found
     assert found <= FLAGS
     with_values = {each.flag for verb in (*BENCHMARKS, *SIMULATIONS) for each in verb.options} - found
     assert not with_values & FLAGS
