@@ -16,8 +16,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from benchmark.recordings import trace_events
 from benchmark.recordings.recorded import Recording, Story, change, compare
+from benchmark.recordings.trace_events import RecordedTrace
 from borders.files import opened, whole_file
 from continuous_batching.recording.replay import Divergence, Event, Replayed, replay
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -71,7 +71,7 @@ def act(
         print("\n".join(story.lines))
     elif options.trace is not None:
         with whole_file(options.trace) as output:
-            count = trace_events.write(output, trace_events.timeline(recording, scheduler, events))
+            count = RecordedTrace(output, scheduler).write(recording, events)
         print(f"{count} events in {options.trace}; open it in ui.perfetto.dev")
     elif options.policy is not None:
         changes = [("scheduler", "policy", options.policy), *map(change, options.changes)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from typing import IO, Any
 
 import numpy as np
@@ -21,155 +21,119 @@ from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
 
 ENGINE, SLOTS, REQUESTS = 1, 2, 3  # process numbers, by which the viewer groups
-TraceEvent = dict[str, Any]
 
 
-def process(number: int, name: str) -> TraceEvent:
-    """Return the name of a group."""
-    return {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
+class TraceWriter:
+    """Writes events as they are made, one a line, so that nothing is kept but who is in each slot.
 
+    Times are in seconds, and shown since `origin_s`. A stay in a slot becomes one box when it is over.
+    """
 
-def box(pid: int, tid: int, name: str, start_us: float, lasted_us: float, **args: Any) -> TraceEvent:
-    """Return something that took time, in one lane of a group."""
-    shown = {"args": args} if args else {}
-    return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": start_us, "dur": lasted_us, **shown}
-
-
-def counts(at_us: float, **values: int) -> Iterator[TraceEvent]:
-    """Yield the value of each counter from here on."""
-    for name, value in values.items():
-        said = name.replace("_", " ")
-        yield {"ph": "C", "name": said, "pid": ENGINE, "ts": at_us, "args": {said: value}}
-
-
-class SlotStays:
-    """Follows who is in each slot, since when (in microseconds); a stay becomes one box when it is over."""
-
-    def __init__(self) -> None:
+    def __init__(self, file: IO[str], groups: Mapping[int, str], **said: str) -> None:
+        self._file, self.count, self.origin_s = file, 0, 0.0
         self._stays: dict[int, tuple[str, float, float]] = {}  # slot -> name, since and until when
+        file.write(json.dumps({"displayTimeUnit": "ms", "otherData": said})[:-1] + ', "traceEvents": [')
+        for number, name in groups.items():
+            self._write(ph="M", name="process_name", pid=number, args={"name": name})
 
-    def seen(self, slot: int, name: str, since_us: float, until_us: float) -> Iterator[TraceEvent]:
-        """Note that a step computed what a slot holds; yields the stay before, if that was another's."""
+    def box(self, pid: int, tid: int, name: str, start_s: float, end_s: float, **args: Any) -> None:
+        """Write something that took time, in one lane of a group."""
+        at_us = self._us(start_s)
+        shown = {"args": args} if args else {}
+        self._write(ph="X", name=name, pid=pid, tid=tid, ts=at_us, dur=self._us(end_s) - at_us, **shown)
+
+    def counts(self, at_s: float, **values: int) -> None:
+        """Write the value of each counter from here on."""
+        for name, value in values.items():
+            said = name.replace("_", " ")
+            self._write(ph="C", name=said, pid=ENGINE, ts=self._us(at_s), args={said: value})
+
+    def mark(self, pid: int, name: str, at_s: float, *, is_global: bool = False) -> None:
+        """Write a moment of a group, or one that is drawn over all groups."""
+        scope = "g" if is_global else "p"
+        self._write(ph="i", s=scope, name=name, pid=pid, tid=0, ts=self._us(at_s))
+
+    def stay(self, slot: int, name: str, since_s: float, until_s: float) -> None:
+        """Note that a step computed what a slot holds, and write the stay before if that was another's."""
         before = self._stays.get(slot)
         if before is not None and before[0] != name:
-            yield self._box(slot)
+            self.box(SLOTS, slot, *before)
             before = None
-        self._stays[slot] = name, since_us if before is None else before[1], until_us
+        self._stays[slot] = name, since_s if before is None else before[1], until_s
 
-    def over(self) -> Iterator[TraceEvent]:
-        """Yield all stays that last."""
-        for slot in list(self._stays):
-            yield self._box(slot)
-
-    def _box(self, slot: int) -> TraceEvent:
-        name, since_us, until_us = self._stays.pop(slot)
-        return box(SLOTS, slot, name, since_us, until_us - since_us)
-
-
-class Tracer:
-    """Turns the events of a replay on `scheduler` into trace events; times are since the first arrival."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._origin_s: float | None = None
-        self._idle_s = -math.inf
-        self._stays = SlotStays()
-
-    def events(self, replayed: Iterable[Event]) -> Iterator[TraceEvent]:
-        """Yield all trace events, in no particular order."""
-        for number, name in ((ENGINE, "engine"), (SLOTS, "slots"), (REQUESTS, "arrivals and ends")):
-            yield process(number, name)
-        for event in replayed:
-            if isinstance(event, Request):
-                self._origin_s = event.arrival_s if self._origin_s is None else self._origin_s
-                yield self._instant(f"{event.id} arrived", event.arrival_s)
-            elif isinstance(event, Ended):
-                yield self._instant(f"{event.id} ended: {event.reason}", event.now_s)
-            elif isinstance(event, Replayed):
-                yield from self._step(event)
-        yield from self._stays.over()
-
-    def damaged(self, why: str) -> TraceEvent:
-        """Return a mark over all tracks at the end of what could be read."""
-        at_us = 0.0 if self._origin_s is None or math.isinf(self._idle_s) else self._us(self._idle_s)
-        name = f"the recording is damaged from here: {why}"
-        return {"ph": "i", "s": "g", "name": name, "pid": ENGINE, "tid": 0, "ts": at_us}
-
-    def _step(self, step: Replayed) -> Iterator[TraceEvent]:
-        batch, scheduler = step.batch, self._scheduler
-        start_s = max(step.start_s, self._idle_s)  # a step may be made while the one before it runs
-        self._idle_s = step.end_s
-        at_us, lasted_us = self._us(start_s), 1e6 * (step.end_s - start_s)
-        said = {"spans": batch.num_spans, "tokens": batch.num_tokens, "page copies": len(batch.copies)}
-        yield box(ENGINE, 0, f"step {step.number}", at_us, lasted_us, **said)
-        waiting, held = len(scheduler.waiting), scheduler.pool.num_held
-        yield from counts(at_us, tokens=batch.num_tokens, waiting=waiting, held_pages=held)
-        for request in step.finished:
-            yield self._instant(f"{request.id} ended: {request.finish_reason}", step.end_s)
-        if batch.num_drafts:
-            yield from self._drafts(step, at_us, lasted_us)
-        for slot, request_id in zip(batch.slots.tolist(), step.ids):
-            yield from self._stays.seen(slot, request_id, self._us(step.start_s), self._us(step.end_s))
-
-    def _drafts(self, step: Replayed, at_us: float, lasted_us: float) -> Iterator[TraceEvent]:
-        """Yield the spans with drafts, within the stays of their requests: how many drafts were accepted."""
-        num_tokens, num_drafts = Counter(step.owner_ids), step.batch.drafts_by_span
-        for span in np.flatnonzero(num_drafts).tolist():
-            right = max(0, num_tokens[step.ids[span]] - 1)  # a request that was ended meanwhile gets no token
-            said = {"drafts": int(num_drafts[span]), "right": right}
-            name, slot = f"{right} of {num_drafts[span]} drafts right", int(step.batch.slots[span])
-            yield box(SLOTS, slot, name, at_us, lasted_us, **said)
-
-    def _instant(self, name: str, now_s: float) -> TraceEvent:
-        return {"ph": "i", "s": "p", "name": name, "pid": REQUESTS, "tid": 0, "ts": self._us(now_s)}
+    def close(self) -> None:
+        """Write the stays that last, and the end of the file."""
+        for slot, stay in self._stays.items():
+            self.box(SLOTS, slot, *stay)
+        self._file.write("\n]}\n")
 
     def _us(self, now_s: float) -> float:
-        assert self._origin_s is not None, "nothing happens before a request arrives"
-        return round(1e6 * (now_s - self._origin_s), 3)
+        return round(1e6 * (now_s - self.origin_s), 3)
 
-
-def timeline(recording: Recording, scheduler: Scheduler, events: Iterable[Event]) -> Iterator[TraceEvent]:
-    """Yield the trace events of a replay on `scheduler`, and at the end a mark of any damage."""
-    tracer = Tracer(scheduler)
-    yield from tracer.events(events)
-    if recording.damage is not None:
-        yield tracer.damaged(recording.damage)
-
-
-class TraceEventFile:
-    """Writes events as they are made, one a line, so that nothing is kept; `close` ends the file."""
-
-    def __init__(self, file: IO[str], **said: str) -> None:
-        self._file, self.count = file, 0
-        file.write(json.dumps({"displayTimeUnit": "ms", "otherData": said})[:-1] + ', "traceEvents": [')
-
-    def write(self, event: TraceEvent) -> None:
-        """Write one event."""
+    def _write(self, **event: Any) -> None:
         self._file.write((",\n" if self.count else "\n") + json.dumps(event))
         self.count += 1
 
-    def close(self) -> None:
-        """Write the end."""
-        self._file.write("\n]}\n")
 
+class RecordedTrace:
+    """Writes a replay on `scheduler`; times are since the first arrival."""
 
-def write(file: IO[str], events: Iterable[TraceEvent]) -> int:
-    """Write a trace; returns the number of events."""
-    output = TraceEventFile(file)
-    for event in events:
-        output.write(event)
-    output.close()
-    return output.count
+    def __init__(self, file: IO[str], scheduler: Scheduler) -> None:
+        groups = {ENGINE: "engine", SLOTS: "slots", REQUESTS: "arrivals and ends"}
+        self._writer = TraceWriter(file, groups)
+        self._scheduler = scheduler
+        self._idle_s = -math.inf
+
+    def write(self, recording: Recording, events: Iterable[Event]) -> int:
+        """Write all events, and a mark where the recording is damaged; returns their number."""
+        writer, has_begun = self._writer, False
+        for event in events:
+            if isinstance(event, Request):
+                writer.origin_s = writer.origin_s if has_begun else event.arrival_s
+                has_begun = True
+                writer.mark(REQUESTS, f"{event.id} arrived", event.arrival_s)
+            elif isinstance(event, Ended):
+                writer.mark(REQUESTS, f"{event.id} ended: {event.reason}", event.now_s)
+            elif isinstance(event, Replayed):
+                self._step(event)
+        if recording.damage is not None:
+            name = f"the recording is damaged from here: {recording.damage}"
+            writer.mark(ENGINE, name, max(self._idle_s, writer.origin_s), is_global=True)
+        writer.close()
+        return writer.count
+
+    def _step(self, step: Replayed) -> None:
+        writer, batch, scheduler = self._writer, step.batch, self._scheduler
+        start_s = max(step.start_s, self._idle_s)  # a step may be made while the one before it runs
+        self._idle_s = step.end_s
+        said = {"spans": batch.num_spans, "tokens": batch.num_tokens, "page copies": len(batch.copies)}
+        writer.box(ENGINE, 0, f"step {step.number}", start_s, step.end_s, **said)
+        waiting, held = len(scheduler.waiting), scheduler.pool.num_held
+        writer.counts(start_s, tokens=batch.num_tokens, waiting=waiting, held_pages=held)
+        for request in step.finished:
+            writer.mark(REQUESTS, f"{request.id} ended: {request.finish_reason}", step.end_s)
+        if batch.num_drafts:
+            self._drafts(step, start_s)
+        for slot, request_id in zip(batch.slots.tolist(), step.ids):
+            writer.stay(slot, request_id, step.start_s, step.end_s)
+
+    def _drafts(self, step: Replayed, start_s: float) -> None:
+        """Write the spans with drafts, within the stays of their requests: how many drafts were accepted."""
+        num_tokens, num_drafts = Counter(step.owner_ids), step.batch.drafts_by_span
+        for span in np.flatnonzero(num_drafts).tolist():
+            drafts, slot = int(num_drafts[span]), int(step.batch.slots[span])
+            right = max(0, num_tokens[step.ids[span]] - 1)  # a request that was ended meanwhile gets no token
+            name = f"{right} of {drafts} drafts right"
+            self._writer.box(SLOTS, slot, name, start_s, step.end_s, drafts=drafts, right=right)
 
 
 class SimulatedTrace:
     """Writes each step of a simulated run; a slot shows the prompt and then the answer of its request."""
 
     def __init__(self, file: IO[str]) -> None:
-        self._output = TraceEventFile(file, SIMULATED="not measured")
-        self._stays = SlotStays()
-        for number, name in ((ENGINE, "SIMULATED steps"), (SLOTS, "SIMULATED slots")):
-            self._output.write(process(number, name))
+        groups = {ENGINE: "SIMULATED steps", SLOTS: "SIMULATED slots"}
+        self._writer = TraceWriter(file, groups, SIMULATED="not measured")
+        self.close = self._writer.close
 
     def observe(self, engine: Engine, step: Step) -> None:
         """Write one step."""
@@ -184,20 +148,11 @@ class SimulatedTrace:
         }
         self.lane("step", 0, step.start_s, step.end_s, said)
         waiting = len(engine.scheduler.waiting)
-        self._write_all(counts(1e6 * step.start_s, tokens=batch.num_tokens, waiting=waiting))
+        self._writer.counts(step.start_s, tokens=batch.num_tokens, waiting=waiting)
         for row, prompt in zip(batch.slots.tolist(), is_prompt.tolist()):
             name = f"{slots.requests[row].id}: {'prompt' if prompt else 'answer'}"
-            self._write_all(self._stays.seen(row, name, 1e6 * step.start_s, 1e6 * step.end_s))
+            self._writer.stay(row, name, step.start_s, step.end_s)
 
     def lane(self, name: str, lane: int, start_s: float, end_s: float, said: dict[str, Any]) -> None:
         """Write something that took time, in one of the lanes above the slots."""
-        self._output.write(box(ENGINE, lane, name, 1e6 * start_s, 1e6 * (end_s - start_s), **said))
-
-    def close(self) -> None:
-        """Write the requests that are still in a slot, and the end."""
-        self._write_all(self._stays.over())
-        self._output.close()
-
-    def _write_all(self, events: Iterable[TraceEvent]) -> None:
-        for event in events:
-            self._output.write(event)
+        self._writer.box(ENGINE, lane, name, start_s, end_s, **said)

@@ -71,7 +71,8 @@ def test_what_comes_before_damage_is_replayed_and_the_status_says_so(
             out, err = capsys.readouterr()
             assert re.fullmatch(f"{re.escape(str(path))}: {reason}\n", err), err
             assert out
-        *events, mark = json.loads((tmp_path / "line").read_text(encoding="utf-8"))["traceEvents"]
+        events = json.loads((tmp_path / "line").read_text(encoding="utf-8"))["traceEvents"]
+        (mark,) = (event for event in events if event.get("s") == "g")
         assert mark["name"].startswith("the recording is damaged from here: record ")
         assert mark["ts"] >= max(event["ts"] for event in events if "step" in event["name"])
         with pytest.raises(ValueError, match=r"record \d+ at byte .*; a recording that is whole is needed"):
