@@ -23,6 +23,7 @@ from benchmark import options as kinds
 from benchmark.gate.gate import published, with_verdict
 from benchmark.options import Column, known_figure
 from benchmark.processes import process_pool
+from benchmark.run_record import met
 from benchmark.simulate.deployment import SIMULATED, Deployment, place
 from benchmark.workloads.synthetic import Draw, SyntheticLoad, draw_requests, lengths
 from borders.files import whole_file
@@ -39,7 +40,7 @@ KEYS = (  # Ascend 910 has no bfloat16; a prompt of 4,096 tokens needs room for 
     "scheduler.max_request_tokens=8192",
 )
 DEVICE, NUM_DEVICES = "ascend910", 8
-TTFT_MS, TPOT_MS = 1000.0, 50.0  # objectives of a good request
+OBJECTIVES_MS = {"ttft": 1000.0, "tpot": 50.0}  # of a good request
 VOCAB_SIZE = 32_000
 SIGMA = 0.8  # sigma of the logarithm of lengths: most are short, few are long
 QUICK_REQUESTS, QUICK_SHORTER = 48, 8
@@ -187,7 +188,7 @@ def run(case: Case) -> Result:
     totals, own = deployment.serve(case.offered.trace(), None, records=True)
     figures, records = deployment.figures(totals, own), totals.records or []
     figures["itl_ms"]["max"] = round(1e3 * totals.itl.most_s, 3)
-    good = sum(map(is_good, records))
+    good = sum(met(each, OBJECTIVES_MS) for each in records)
     return with_verdict(
         {
             "SIMULATED": SIMULATED,
@@ -195,18 +196,11 @@ def run(case: Case) -> Result:
             "recipe": RECIPE,
             "overrides": overrides,
             **figures,
-            "goodput": {"ttft": TTFT_MS, "tpot": TPOT_MS},
+            "goodput": OBJECTIVES_MS,
             "request_goodput": round(good / figures["duration_s"], 4),
             "records": records,
         }
     )
-
-
-def is_good(record: Result) -> bool:
-    """Return whether a request met both objectives; its TPOT is the mean gap of its answer."""
-    first_s, gaps = record["first_token_s"], max(1, record["output_tokens"] - 1)
-    is_soon: bool = 1e3 * (first_s - record["arrival_s"]) <= TTFT_MS
-    return is_soon and 1e3 * (record["finish_s"] - first_s) / gaps <= TPOT_MS
 
 
 def run_all(cases: Iterable[Case], jobs: int) -> dict[Case, Result]:
@@ -241,7 +235,7 @@ def reproduce(
     num_passed = sum(each["verdict"]["outcome"] == "pass" for each in found.values())
     head = HEAD.format(
         device=any_result["device_profile"], costs=any_result["costs"], command=command, recipe=RECIPE,
-        keys=" ".join(KEYS), ttft=TTFT_MS, tpot=TPOT_MS, num_passed=num_passed, num_results=len(found),
+        keys=" ".join(KEYS), **OBJECTIVES_MS, num_passed=num_passed, num_results=len(found),
     )  # fmt: skip
     with whole_file(path) as file:
         file.write("\n".join([head, *("\n".join(_section(each, found)) for each in chosen)]))

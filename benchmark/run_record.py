@@ -91,11 +91,62 @@ class Timeline:
 
 
 def percentiles(values_s: Sequence[float]) -> Figures:
-    """Return mean and percentiles in milliseconds of durations in seconds; empty for no values."""
+    """Return mean, deviation and percentiles in milliseconds of durations in seconds; empty for no values."""
     if not len(values_s):
         return {}
-    found_s = [float(np.mean(values_s)), *np.percentile(values_s, [50, 90, 99]).tolist()]
-    return {name: round(1e3 * value, 3) for name, value in zip(("mean", "p50", "p90", "p99"), found_s)}
+    found_s = [np.mean(values_s), np.std(values_s), *np.percentile(values_s, [50, 90, 99])]
+    names = ("mean", "std", "p50", "p90", "p99")
+    return {name: round(1e3 * float(value), 3) for name, value in zip(names, found_s)}
+
+
+def figures_of(records: Sequence[Result], due_s: Sequence[float]) -> Result:
+    """Return counts, rates and latencies of requests by their records.
+
+    Times of records count from the first arrival, and the duration runs to the last token or failure. Failed
+    requests are counted, and their tokens are not.
+    """
+    done = [each for each in records if each["finish_reason"] in DONE]
+    ends_s = [end for each in records if (end := each.get("finish_s", each.get("end_s"))) is not None]
+    duration_s = max(ends_s, default=0.0)
+    per_s = 1 / duration_s if duration_s > 0 else 0.0
+    spread_s = max(due_s, default=0.0) - min(due_s, default=0.0)
+    prompt_tokens = sum(each["prompt_tokens"] or 0 for each in done)
+    lens, asked = [each["output_tokens"] for each in done], [each["max_tokens"] for each in records]
+    spans_s = [(each["finish_s"] - each["first_token_s"], each["output_tokens"] - 1) for each in done]
+    times_s = [each.get("token_times_s") or each.get("piece_times_s") or [] for each in done]
+    gaps_s = [gap for each in times_s for gap in np.diff(each).tolist()]
+    return {
+        "requests": len(records),
+        "completed": len(done),
+        "failed": len(records) - len(done),
+        "ended_by": dict(Counter(sorted(str(each["finish_reason"]) for each in done))),
+        "duration_s": round(duration_s, 6),
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": sum(lens),
+        "requests_per_s": rounded(len(done) * per_s, 4),
+        "output_tokens_per_s": rounded(sum(lens) * per_s, 3),
+        "total_tokens_per_s": rounded((prompt_tokens + sum(lens)) * per_s, 3),
+        "ttft_ms": percentiles([each["first_token_s"] - each["arrival_s"] for each in done]),
+        "tpot_ms": percentiles([spent_s / count for spent_s, count in spans_s if count > 0]),
+        "itl_ms": percentiles(gaps_s),
+        "itl_gaps": len(gaps_s),
+        "e2e_ms": percentiles([each["finish_s"] - each["arrival_s"] for each in done]),
+        "offered_per_s": rounded((len(records) - 1) / spread_s, 4) if spread_s > 0 else None,
+        "least_output_tokens": min(lens, default=None),
+        "most_output_tokens": max(lens, default=None),
+        "asked_output_tokens": None if None in asked else sum(asked),
+    }
+
+
+def met(record: Result, most_ms: Mapping[str, float]) -> bool:
+    """Return whether a request was answered and met all objectives; that of `itl` bounds every gap."""
+    if record["finish_reason"] not in DONE:
+        return False
+    first_s, last_s, gaps = record["first_token_s"], record["finish_s"], record["output_tokens"] - 1
+    spent_s = {"ttft": first_s - record["arrival_s"], "e2el": last_s - record["arrival_s"]}
+    spent_s["tpot"] = (last_s - first_s) / max(1, gaps)
+    spent_s["itl"] = float(np.diff(record.get("piece_times_s", ())).max(initial=0.0))
+    return all(1e3 * spent_s[name] <= most for name, most in most_ms.items())
 
 
 def end_s(request: Request, times_s: Sequence[float]) -> float | None:
@@ -104,79 +155,36 @@ def end_s(request: Request, times_s: Sequence[float]) -> float | None:
 
 
 def summarise(engine: Engine, requests: Sequence[Request], timeline: Timeline) -> Result:
-    """Return throughput and latencies of finished requests.
-
-    The duration runs from the first arrival to the last token. A request that failed is counted, and its
-    tokens are not.
-    """
-    done = [r for r in requests if r.finish_reason in DONE]
-    start_s = min((r.arrival_s for r in requests), default=0.0)
-    ends_s = {r.id: end_s(r, timeline.token_times_s.get(r.id, ())) for r in requests}
-    duration_s = max((end or start_s for end in ends_s.values()), default=0.0) - start_s
-    answer_tokens = sum(len(r.answer) for r in done)
-    times = {r.id: timeline.token_times_s.get(r.id, []) for r in done}
-    gaps = [gap for of_one in times.values() for gap in np.diff(of_one).tolist()]
-    counters, before = engine.scheduler.counters, timeline.before
-    num_pages = engine.scheduler.pool.num_pages - 1
-    per_s, num_steps = 1 / duration_s if duration_s > 0 else 0.0, len(timeline.steps) or 1
-    prompt_tokens = sum(r.num_prompt_tokens for r in done)
-    looked_up = max(1, counters.prompt_tokens - before.prompt_tokens)
-    return {
-        "requests": len(requests),
-        "completed": len(done),
-        "failed": len(requests) - len(done),
-        "duration_s": round(duration_s, 4),
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": answer_tokens,
-        "requests_per_s": rounded(len(done) * per_s, 3),
-        "output_tokens_per_s": rounded(answer_tokens * per_s, 2),
-        "total_tokens_per_s": rounded((answer_tokens + prompt_tokens) * per_s, 2),
-        "ttft_ms": percentiles([r.first_token_s - r.arrival_s for r in done if r.first_token_s is not None]),
-        "tpot_ms": percentiles([(t[-1] - t[0]) / (len(t) - 1) for t in times.values() if len(t) > 1]),
-        "itl_ms": percentiles(gaps),
-        "itl_gaps": len(gaps),
-        "e2e_ms": percentiles([end - r.arrival_s for r in done if (end := ends_s[r.id]) is not None]),
-        "mean_batch": round(sum(len(s.rows) for s in timeline.steps) / num_steps, 2),
-        "mean_page_use": round(sum(s.held_pages for s in timeline.steps) / num_steps / num_pages, 4),
-        "steps": len(timeline.steps),
-        "prefix_hit_rate": round((counters.hit_tokens - before.hit_tokens) / looked_up, 4),
-        "preemptions": counters.preemptions - before.preemptions,
-    }
-
-
-def accounts(engine: Engine, requests: Sequence[Request], timeline: Timeline, duration_s: float) -> Result:
-    """Return what the gate's laws need beside the figures.
+    """Return the figures of a run, and what the gate's laws need beside them.
 
     The figures know one answer of each request. Where some requests failed or were searched for, there are no
     records. Where the engine did not end just these requests, each in a step, there are no means over time
     either: there may be more samples, or stop strings, which end a request between steps.
     """
-    steps = timeline.steps
-    done = [r for r in requests if r.finish_reason in DONE]
-    lens = [len(r.answer) for r in done]
-    arrivals_s = [r.arrival_s for r in requests]
-    spread_s = max(arrivals_s, default=0.0) - min(arrivals_s, default=0.0)
-    plain = len(done) == len(requests) and not any(r.hypotheses for r in requests)
+    steps, counters, before = timeline.steps, engine.scheduler.counters, timeline.before
+    arrivals_s, kept = [r.arrival_s for r in requests], records(requests, timeline.token_times_s)
+    figures = figures_of(kept, arrivals_s)
+    num_pages, num_steps = engine.scheduler.pool.num_pages - 1, len(steps) or 1
+    looked_up = max(1, counters.prompt_tokens - before.prompt_tokens)
+    plain = not figures["failed"] and not any(r.hypotheses for r in requests)
     in_steps = sum(step.num_ended for step in steps) == len(requests)
+    if any(len(each["token_times_s"]) != each["output_tokens"] for each in kept):
+        for each in kept:  # a token that came in no step has no time
+            del each["token_times_s"]
     return {
-        "offered_per_s": rounded((len(requests) - 1) / spread_s, 4) if spread_s > 0 else None,
+        **figures,
+        "mean_batch": round(sum(len(s.rows) for s in steps) / num_steps, 2),
+        "mean_page_use": round(sum(s.held_pages for s in steps) / num_steps / num_pages, 4),
+        "steps": len(steps),
+        "prefix_hit_rate": round((counters.hit_tokens - before.hit_tokens) / looked_up, 4),
+        "preemptions": counters.preemptions - before.preemptions,
         "slots": engine.slots.num_slots,
-        "num_pages": engine.scheduler.pool.num_pages - 1,
-        "counters": {"before": asdict(timeline.before), "after": asdict(engine.scheduler.counters)},
+        "num_pages": num_pages,
+        "counters": {"before": asdict(before), "after": asdict(counters)},
         "max_tokens_per_step": 1,
-        "least_output_tokens": min(lens, default=None),
-        "most_output_tokens": max(lens, default=None),
-        **(_asked(requests) if plain else {}),
-        **(means_over_time(steps, arrivals_s, duration_s) if plain and in_steps else {}),
-        **({"records": records(requests, timeline.token_times_s)} if plain else {}),
+        **(means_over_time(steps, arrivals_s, figures["duration_s"]) if plain and in_steps else {}),
+        **({"records": kept} if plain else {}),
     }
-
-
-def _asked(requests: Sequence[Request]) -> Result:
-    """Return how answers ended, and the most tokens that they could have, for requests with records."""
-    ended_by = Counter(sorted(str(each.finish_reason) for each in requests))
-    asked = sum(each.params.max_tokens for each in requests)
-    return {"ended_by": dict(ended_by), "asked_output_tokens": asked}
 
 
 def hardware(built: BuiltEngine, recipe: Recipe, machine: Mapping[str, object]) -> Result:
@@ -221,19 +229,11 @@ def means_over_time(steps: Sequence[StepRecord], arrivals_s: Sequence[float], du
 
 
 def records(requests: Sequence[Request], token_times_s: Mapping[str, Sequence[float]]) -> list[Result]:
-    """Return a record of each request; times count from the first arrival.
-
-    The times of tokens are included where each token of every answer came in a step.
-    """
+    """Return a record of each request; times count from the first arrival."""
     origin_s = min((r.arrival_s for r in requests), default=0.0)
-    in_steps = all(len(token_times_s.get(r.id, ())) == len(r.answer) for r in requests)
 
     def since(time_s: float | None) -> float | None:
         return None if time_s is None else round(time_s - origin_s, 6)
-
-    def of_tokens(request: Request) -> Result:
-        times_s = token_times_s.get(request.id, ())
-        return {"token_times_s": [since(each) for each in times_s]} if in_steps else {}
 
     return [
         {
@@ -245,7 +245,7 @@ def records(requests: Sequence[Request], token_times_s: Mapping[str, Sequence[fl
             "max_tokens": r.params.max_tokens,
             "output_tokens": len(r.answer),
             "finish_reason": r.finish_reason,
-            **of_tokens(r),
+            "token_times_s": [since(each) for each in token_times_s.get(r.id, ())],
         }
         for r in requests
     ]

@@ -224,6 +224,16 @@ LAWS: tuple[Law, ...] = (
 )  # fmt: skip
 
 
+def under_theirs(figures: Fields) -> dict[str, Any]:
+    """Return figures with vllm's names in place of the gate's, where it has them."""
+    named = Figures(figures)
+    found = {name: value for name, value in figures.items() if name not in (*THEIRS, *LATENCIES)}
+    for name, aliases in (THEIRS | THEIR_PARTS).items():
+        if (value := named.raw(name)) is not None:
+            found |= dict.fromkeys(aliases, value)
+    return found
+
+
 def parts_of(fields: Fields, name: str) -> dict[str, Any]:
     """Return the parts of a latency that stand under vllm's names, such as `mean_ttft_ms`."""
     known = {part: [each for each in THEIR_PARTS[f"{name}.{part}"] if each in fields] for part in PARTS}

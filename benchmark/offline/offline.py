@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmark.options import recipe_of
 from benchmark.run_clock import RunClock
-from benchmark.run_record import Result, Timeline, accounts, hardware, summarise
+from benchmark.run_record import Result, Timeline, hardware, summarise
 from borders.files import check_rereadable
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import usage
@@ -83,10 +83,8 @@ def run(options: argparse.Namespace) -> Result:
         cache = cache_figures(built)
         engine.forget_prefixes()
         if number:
-            requests = [job.request for job in jobs]
-            figures = summarise(engine, requests, timeline)
-            figures |= {"clock": passed, **accounts(engine, requests, timeline, figures["duration_s"])}
-            results.append(figures)
+            figures = summarise(engine, [job.request for job in jobs], timeline)
+            results.append({"clock": passed, **figures})
     results.sort(key=lambda each: each["output_tokens_per_s"])
     where = versions.describe(built.device_name)
     return {

@@ -226,7 +226,6 @@ async def _measure(plan: ServePlan) -> dict[str, Any]:
         "metrics": watch.describe(),
         "warm_up_runs": plan.num_warmups or None,  # None: the server's earlier load is unknown
         "warm_up_counted": 0,
-        "records": figures.records(outcome),
     }
     return with_verdict(result)
 

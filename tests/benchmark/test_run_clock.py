@@ -63,5 +63,6 @@ def test_means_over_time_count_idle_time_and_no_gap_between_steps() -> None:
 
 
 def test_percentiles_are_in_milliseconds() -> None:
-    assert percentiles([0.001, 0.002, 0.003]) == {"mean": 2.0, "p50": 2.0, "p90": 2.8, "p99": 2.98}
+    found = {"mean": 2.0, "std": 0.816, "p50": 2.0, "p90": 2.8, "p99": 2.98}
+    assert percentiles([0.001, 0.002, 0.003]) == found
     assert percentiles([]) == {}
