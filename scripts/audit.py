@@ -13,7 +13,7 @@ import argparse
 import json
 from pathlib import Path
 
-from benchmark.gate.gate import ANYWHERE, LAWS, audit, print_published, print_verdict, published
+from benchmark.gate.gate import ANYWHERE, LAWS, Verdict, audit, published
 from benchmark.gate.result import read_result
 from recipes.schema import verb
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
             found = [{"source": row.source, "row": row.name, **row.verdict.describe()} for row in published()]
             print(json.dumps(found, indent=2))
         else:
-            print_published()
+            _print_published()
         return 0
     try:
         verdict = audit(read_result(options.file))
@@ -52,8 +52,28 @@ def main(argv: list[str]) -> int:
     if options.json:
         print(json.dumps(verdict.describe(), indent=2))
     else:
-        print_verdict(verdict)
+        _print_verdict(verdict)
     return 0 if verdict.passed else 1
+
+
+def _print_verdict(verdict: Verdict) -> None:
+    """Print one law a line, the refused ones first."""
+    for outcome in ("refused", "pass", "not checkable"):
+        for ruling in verdict.of(outcome):
+            print(f"{outcome:14} {ruling.law.name:18} {ruling.why or ruling.law.statement}")
+
+
+def _print_published() -> None:
+    """Print each published row, with each law that it breaks."""
+    source = ""
+    for row in published():
+        if row.source != source:
+            source = row.source
+            print(source)
+        for ruling in row.verdict.of("refused"):
+            print(f"  {row.name:30} {ruling.law.name:18} {ruling.why}")
+        if row.verdict.passed:
+            print(f"  {row.name:30} {'pass':18}")
 
 
 if __name__ == "__main__":

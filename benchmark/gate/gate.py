@@ -115,23 +115,3 @@ def published() -> list[PublishedRow]:
     return [
         PublishedRow(each["source"], each["row"], each["result"], audit(each["result"])) for each in stated
     ]
-
-
-def print_verdict(verdict: Verdict) -> None:
-    """Print one law a line, the refused ones first."""
-    for outcome in ("refused", "pass", "not checkable"):
-        for ruling in verdict.of(outcome):
-            print(f"{outcome:14} {ruling.law.name:18} {ruling.why or ruling.law.statement}")
-
-
-def print_published() -> None:
-    """Print each published row, with each law that it breaks."""
-    source = ""
-    for row in published():
-        if row.source != source:
-            source = row.source
-            print(source)
-        for ruling in row.verdict.of("refused"):
-            print(f"  {row.name:30} {ruling.law.name:18} {ruling.why}")
-        if row.verdict.passed:
-            print(f"  {row.name:30} {'pass':18}")

@@ -19,7 +19,6 @@ from benchmark.gate.table import grown
 from devices.rates import load, named
 
 LEAST_SAMPLES = 30
-LEAST_BATCHES = 10
 LATE_MS = 10.0  # lateness allowed to an event loop on a busy machine, beside a tenth of the mean TTFT
 TOO_BUSY = (
     "the client's machine was too busy to measure this server: run again with nothing else on it, "
@@ -38,9 +37,7 @@ MOST_TOGETHER = 0.75  # share of all pieces that a client on a busy machine may 
 
 
 def samples(figures: Figures) -> str | None:
-    """Require enough requests, and batches: a percentile of few says nothing."""
-    if figures.raw("latencies") is not None and (count := len(figures.numbers("latencies"))) < LEAST_BATCHES:
-        return f"{count} batches were served; {LEAST_BATCHES} are the least"
+    """Require enough requests: a percentile of few says nothing."""
     completed = figures.number("completed")
     few = f"{completed:g} requests were answered; {LEAST_SAMPLES} are the least"
     return few if completed < LEAST_SAMPLES else None
@@ -189,7 +186,7 @@ def counters_grow(figures: Figures) -> str | None:
 
 
 MEASURED_LAWS = (
-    Law("samples", f"at least {LEAST_SAMPLES} requests, and {LEAST_BATCHES} batches", [samples]),
+    Law("samples", f"at least {LEAST_SAMPLES} requests", [samples]),
     Law("warm-up", "no warm-up is counted in, and there was one", [
         Tie("warm_up_counted", "at most", 0, words="the most that may be"),
         Tie("warm_up_runs", "at least", 1, words="the least that must be"),

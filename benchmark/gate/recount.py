@@ -7,11 +7,13 @@ figure is compared with which function, or with a formula of other figures, is d
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from benchmark.gate.law import Value
-from benchmark.gate.result import Fields, Figures, NotCheckable, ends_of, number_of, of_each, times_of
+from benchmark.gate.result import Array, Fields, Figures, NotCheckable, ends_of, number_of, of_each, times_of
 from devices.rates import load
 
 AT_ONCE_S = 0.001  # a spread of arrivals of which rounding to microseconds is no small part
@@ -21,11 +23,6 @@ def median_run(figures: Figures) -> float:
     """Return the median rate of the counted runs."""
     runs = figures.numbers("runs_output_tokens_per_s")
     return float(np.sort(runs)[len(runs) // 2])
-
-
-def num_batched(figures: Figures) -> float:
-    """Return the number of requests of all batches."""
-    return len(figures.numbers("latencies")) * figures.number("batch_size")
 
 
 def claimed(figures: Figures) -> float:
@@ -73,14 +70,14 @@ def floor_ms(figures: Figures) -> float:
 # The requests' records.
 
 
-def num_ids(figures: Figures) -> float:
-    """Return the number of requests that have a record."""
-    return len({str(record.get("id")) for record in figures.records})
-
-
 def num_ended(*reasons: str) -> Value:
     """Return a function that counts the records that ended so."""
     return lambda figures: sum(record.get("finish_reason") in reasons for record in figures.records)
+
+
+def over_completed(name: str, of: Callable[[Array], Any]) -> Value:
+    """Return a function that finds what a number of the completed requests' records comes to."""
+    return lambda figures: float(of(of_each(figures.completed, name)))
 
 
 def latency_ms(name: str, part: str, percent: float | None) -> Value:

@@ -106,25 +106,6 @@ def is_good(record: Result) -> bool:
     return all(1e3 * spent_s[name] <= most for name, most in OBJECTIVES.items())
 
 
-def batches() -> Result:
-    """What `latency` prints: 12 batches of 4 answers of 8 tokens."""
-    latencies = [round(each, 6) for each in np.random.default_rng(0).uniform(0.08, 0.12, 12).tolist()]
-    sizes = {"batch_size": 4, "input_len": 5, "output_len": 8, "requests": 48, "completed": 48, "failed": 0}
-    return {
-        **sizes,
-        "avg_latency": sum(latencies) / 12,
-        "latencies": latencies,
-        "percentiles": {
-            str(part): float(np.percentile(latencies, part)) for part in (10, 25, 50, 75, 90, 99)
-        },
-        "prompt_tokens": 240,
-        "output_tokens": 384,
-        "duration_s": sum(latencies),
-        "output_tokens_per_s": 384 / sum(latencies),
-        "tpot_ms": {"mean": 11.0},
-    }
-
-
 def claim(kind: str, stated: float) -> Result:
     """A number that is stated in passing, and what it is made of."""
     return {"claim": {kind: stated, "factors": [2, 3], "divisors": [4], "plus": 1.5}}
