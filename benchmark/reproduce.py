@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from benchmark import options as kinds
 from benchmark.gate.gate import published, with_verdict
+from benchmark.gate.recount import meets
 from benchmark.options import Column, known_figure
 from benchmark.processes import process_pool
-from benchmark.run_record import met
 from benchmark.simulate.deployment import SIMULATED, Deployment, place
 from benchmark.workloads.synthetic import Draw, SyntheticLoad, draw_requests, lengths
 from borders.files import whole_file
@@ -188,7 +188,7 @@ def run(case: Case) -> Result:
     totals, own = deployment.serve(case.offered.trace(), None, records=True)
     figures, records = deployment.figures(totals, own), totals.records or []
     figures["itl_ms"]["max"] = round(1e3 * totals.itl.most_s, 3)
-    good = sum(met(each, OBJECTIVES_MS) for each in records)
+    good = sum(meets(each, OBJECTIVES_MS) for each in records)
     return with_verdict(
         {
             "SIMULATED": SIMULATED,
@@ -259,7 +259,7 @@ def _section(experiment: Experiment, results: dict[Case, Result]) -> Iterator[st
         # The source names the mean batch otherwise.
         stated = dict(claimed.result) | {"mean_batch": claimed.result.get("mean_running")}
         values = [known_figure(stated, column.name) for column in columns]
-        broken = ", ".join(each.law.name for each in claimed.verdict.of("refused"))
+        broken = ", ".join(claimed.verdict["refused"])
         cells = ["" if value is None else f"{value:,g}" for value in values]
         yield f"| *claimed: {name}* | {' | '.join(cells)} | refused: {broken} |"
     yield ""

@@ -138,17 +138,6 @@ def figures_of(records: Sequence[Result], due_s: Sequence[float]) -> Result:
     }
 
 
-def met(record: Result, most_ms: Mapping[str, float]) -> bool:
-    """Return whether a request was answered and met all objectives; that of `itl` bounds every gap."""
-    if record["finish_reason"] not in DONE:
-        return False
-    first_s, last_s, gaps = record["first_token_s"], record["finish_s"], record["output_tokens"] - 1
-    spent_s = {"ttft": first_s - record["arrival_s"], "e2el": last_s - record["arrival_s"]}
-    spent_s["tpot"] = (last_s - first_s) / max(1, gaps)
-    spent_s["itl"] = float(np.diff(record.get("piece_times_s", ())).max(initial=0.0))
-    return all(1e3 * spent_s[name] <= most for name, most in most_ms.items())
-
-
 def end_s(request: Request, times_s: Sequence[float]) -> float | None:
     """Return when a client has had its last token. A stop string is found in the text after that."""
     return times_s[-1] if len(times_s) else request.finish_s

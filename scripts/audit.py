@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from benchmark.gate.gate import ANYWHERE, LAWS, Verdict, audit, published
+from benchmark.gate.gate import ANYWHERE, LAWS, audit, published
 from benchmark.gate.result import read_result
 from recipes.schema import verb
 
@@ -40,7 +42,7 @@ def main(argv: list[str]) -> int:
         return 0
     if options.sources:
         if options.json:
-            found = [{"source": row.source, "row": row.name, **row.verdict.describe()} for row in published()]
+            found = [{"source": row.source, "row": row.name, **row.verdict} for row in published()]
             print(json.dumps(found, indent=2))
         else:
             _print_published()
@@ -50,17 +52,20 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         raise ValueError(f"{options.file}: {error}") from error
     if options.json:
-        print(json.dumps(verdict.describe(), indent=2))
+        print(json.dumps(verdict, indent=2))
     else:
         _print_verdict(verdict)
-    return 0 if verdict.passed else 1
+    return int(verdict["outcome"] != "pass")
 
 
-def _print_verdict(verdict: Verdict) -> None:
+def _print_verdict(verdict: Mapping[str, Any]) -> None:
     """Print one law a line, the refused ones first."""
-    for outcome in ("refused", "pass", "not checkable"):
-        for ruling in verdict.of(outcome):
-            print(f"{outcome:14} {ruling.law.name:18} {ruling.why or ruling.law.statement}")
+    statements = {law.name: law.statement for law in (*LAWS, *ANYWHERE)}
+    passed = {name: statements[name] for name in verdict["passed"]}
+    laws = {"refused": verdict["refused"], "pass": passed, "not checkable": verdict["not_checkable"]}
+    for outcome, each in laws.items():
+        for name, why in each.items():
+            print(f"{outcome:14} {name:18} {why}")
 
 
 def _print_published() -> None:
@@ -70,10 +75,8 @@ def _print_published() -> None:
         if row.source != source:
             source = row.source
             print(source)
-        for ruling in row.verdict.of("refused"):
-            print(f"  {row.name:30} {ruling.law.name:18} {ruling.why}")
-        if row.verdict.passed:
-            print(f"  {row.name:30} {'pass':18}")
+        for name, why in (row.verdict["refused"] or {"pass": ""}).items():
+            print(f"  {row.name:30} {name:18} {why}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ figure is compared with which function, or with a formula of other figures, is d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -159,10 +159,11 @@ def good_per_s(figures: Figures) -> float:
     if unknown := [name for name in stated if name not in known]:
         raise ValueError(f"goodput.{unknown[0]} is no objective; there are {', '.join(known)}")
     objectives = {name: figures.number(f"goodput.{name}") for name in stated}
-    return sum(_meets(record, objectives) for record in figures.completed) / figures.positive("duration_s")
+    return sum(meets(record, objectives) for record in figures.completed) / figures.positive("duration_s")
 
 
-def _meets(record: Fields, objectives: dict[str, float]) -> bool:
+def meets(record: Fields, objectives: Mapping[str, float]) -> bool:
+    """Return whether a completed request's latencies are within their milliseconds, `itl` every gap."""
     sent_s, first_s, last_s = (number_of(record, each) for each in ("arrival_s", "first_token_s", "finish_s"))
     tokens, pieces_s = number_of(record, "output_tokens"), times_of(record) or []
     if "itl" in objectives and tokens > 1 and not pieces_s:

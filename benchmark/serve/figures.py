@@ -18,8 +18,9 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from benchmark.gate.recount import meets
 from benchmark.gate.table import under_theirs
-from benchmark.run_record import figures_of, met
+from benchmark.run_record import figures_of
 from benchmark.serve.client import ClientAnswer, ClientRun, authorization
 
 Result = dict[str, Any]
@@ -64,10 +65,11 @@ def summarise(run: ClientRun, objectives: Objectives | None) -> Result:
     per_s = 1 / figures["duration_s"] if figures["duration_s"] > 0 else 0.0
     present_s = sum(each.get("finish_s", each["end_s"]) - each["arrival_s"] for each in kept)
     in_flight = round(present_s * per_s, 4)
-    with_cached = [each for each in kept if each.get("cached_tokens") is not None]
+    done = [each for each in kept if "error" not in each]
+    with_cached = [each for each in done if each.get("cached_tokens") is not None]
     asked_for = sum(each["prompt_tokens"] or 0 for each in with_cached)
     num_cached = sum(each["cached_tokens"] for each in with_cached)
-    num_good = None if objectives is None else sum(met(each, objectives) for each in kept)
+    num_good = None if objectives is None else sum(meets(each, objectives) for each in done)
     good = {} if num_good is None else {
         "request_goodput": round(num_good * per_s, 4), "good_share": round(num_good / len(kept), 4)
     }  # fmt: skip

@@ -132,7 +132,7 @@ def rate_of(result: Mapping[str, Any]) -> float:
 def _result(path: Path) -> Result:
     fields = read_result(path)
     try:
-        verdict = audit(fields).describe()  # audited again, since the file may have been changed
+        verdict = audit(fields)  # audited again, since the file may have been changed
     except ValueError as error:
         raise ValueError(f"{path} is no result of a benchmark: {error}") from error
     itl_ms = parts_of(fields, "itl_ms")  # the gate ignores it where the gaps were not counted

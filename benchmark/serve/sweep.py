@@ -40,7 +40,7 @@ def finished(path: Path, said: dict[str, object]) -> Result | None:
         raise ValueError(
             f"{path} is of another sweep: its {', '.join(other)} differ; choose another --result-dir"
         )
-    return {**result, "verdict": audit(result).describe()}
+    return {**result, "verdict": audit(result)}
 
 
 def run(options: argparse.Namespace) -> None:
