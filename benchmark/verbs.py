@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from benchmark import options as kinds
 from benchmark.options import markdown, rate, show
 from benchmark.run_clock import RunClock
-from benchmark.workloads.synthetic import arrivals, drawn_lengths, lengths, levels, shared_prompts, shares
+from benchmark.workloads.synthetic import arrivals, lengths, levels, shared_prompts, shares
 from continuous_batching.routing.routing import ROUTES
 from recipes.fitting import with_recipe
 from recipes.schema.command_line import add_recipe, with_keys
@@ -179,7 +179,7 @@ BENCHMARKS = (
          "serve.overload:run",
          option("--minutes", real(0.01, 24 * 60), "N", default=30.0),
          count("--accepted", 64, "samples at once: server.max_requests", least=2, most=2**16),
-         option("--output-tokens", drawn_lengths, "LENGTHS", default="lognormal:40:0.8"),
+         option("--output-tokens", lengths, "LENGTHS", default="lognormal:40:0.8"),
          table="serve.overload:print_table", result="overload"),
     verb("serve --router-cost",
          "what that router itself takes: latency and processor time, beside the least proxy",

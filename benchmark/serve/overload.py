@@ -68,7 +68,7 @@ class PatientClient:
     def __init__(self, http: aiohttp.ClientSession, number: int, options: argparse.Namespace) -> None:
         self._http = http
         self._random = np.random.default_rng([0, number])
-        self._draws = lengths(_PROMPT_TOKENS), lengths(options.output_tokens)
+        self._draws = lengths(_PROMPT_TOKENS), options.output_tokens
         self._numbers = itertools.count(number)
 
     async def ask_until(self, end_s: float, most_tokens: int, found: LoadOutcome) -> None:

@@ -38,7 +38,6 @@ READERS = {
         "scripts.trace",
         ["--from", "mooncake:FILE", "--vocab-size", "100", "--output", "OUT"],
     ),
-    "lengths": ("scripts.trace", ["--prompt-tokens", "file:FILE", "--output", "OUT"]),
     "offline": ("scripts.benchmark", ["offline", TINY, "--trace", "FILE"]),
     "serve benchmark": (
         "scripts.benchmark",
