@@ -12,15 +12,15 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
-import numpy as np
 import yaml
 
+from benchmark.options import Column, markdown
+from benchmark.run_record import Result, figures_of, records
 from borders.files import opened, whole_file
 from borders.framing import CutShort, DamagedRecording
-from continuous_batching.engine import Engine, Step
 from continuous_batching.recording.format import FORMAT, Added, Ended, Entry, Header, read_entries
 from continuous_batching.recording.replay import Event, Replayed, request_of
 from continuous_batching.request import Request
@@ -34,6 +34,15 @@ from simulation.run_totals import RunTotals
 
 DAMAGED, CUT_SHORT = 2, 3  # exit statuses of a command that has read such a recording
 BOUNDS = ("max_waiting_requests", "max_waiting_tokens", "max_queue_wait_s")
+ROWS = (
+    Column("completed", "requests"),
+    Column("output_tokens_per_s", "output tokens/s"),
+    *(
+        Column(f"{name}_ms.{part}", f"{name.upper()}, {part}", "{:,.2f} ms")
+        for name in ("ttft", "itl")
+        for part in ("mean", "p50", "p99")
+    ),
+)
 
 
 class Recording:
@@ -177,65 +186,42 @@ class Story:
         self.lines.append(f"{now_s - self._origin_s:10.4f}  {text}")
 
 
-@dataclass(frozen=True, slots=True)
-class Fate:
-    """One request, and when each of its tokens came, on the clock it was served by."""
+@dataclass(slots=True)
+class Served:
+    """The requests of a recording, when each of their tokens came, and the cost of each step."""
 
-    request: Request
-    token_s: list[float]
+    requests: dict[str, Request] = field(default_factory=dict)
+    token_times_s: dict[str, list[float]] = field(default_factory=dict)
+    steps: list[Timed] = field(default_factory=list)
+
+    @staticmethod
+    def of(events: Iterable[Event], scheduler: Scheduler) -> Served:
+        """Follow a replay on `scheduler`."""
+        found = Served()
+
+        def followed() -> Iterator[Event]:
+            for event in events:
+                if isinstance(event, Request):
+                    found.requests.update((each.id, each) for each in (event, *event.followers))
+                elif isinstance(event, Replayed):
+                    for owner in event.owner_ids:
+                        found.token_times_s.setdefault(owner, []).append(event.end_s)
+                yield event
+
+        found.steps = timed(followed(), scheduler)
+        return found
 
 
-def served(events: Iterable[Event], scheduler: Scheduler) -> tuple[dict[str, Fate], list[Timed]]:
-    """Return what happened to each request of a replay on `scheduler`, and the cost of each step."""
-    found: dict[str, Fate] = {}
-
-    def followed() -> Iterator[Event]:
-        for event in events:
-            if isinstance(event, Request):
-                found.update((each.id, Fate(each, [])) for each in (event, *event.followers))
-            elif isinstance(event, Replayed):
-                for owner in event.owner_ids:
-                    found[owner].token_s.append(event.end_s)
-            yield event
-
-    return found, timed(followed(), scheduler)
-
-
-def simulate(
-    scheduler: Scheduler, recorded: dict[str, Fate], added: Sequence[Added], costs: CostModel
-) -> dict[str, Fate]:
-    """Serve the same requests, each with the answer that it got in the recording."""
-    found: dict[str, Fate] = {}
-
-    def observe(engine: Engine, step: Step) -> None:
-        for row in step.owners.tolist():
-            found[engine.slots.requests[row].id].token_s.append(step.end_s)
-
-    speaker = Speaker(scheduler.slots, {name: fate.request.answer for name, fate in recorded.items()})
-    replica = Replica(scheduler, costs, RunTotals(), speaker=speaker, observe=observe)
+def simulate(scheduler: Scheduler, served: Served, added: Sequence[Added], costs: CostModel) -> Result:
+    """Return the figures of the same requests, each with the answer that it got in the recording."""
+    speaker = Speaker(scheduler.slots, {name: each.answer for name, each in served.requests.items()})
+    replica = Replica(scheduler, costs, RunTotals(), speaker=speaker)
     requests = sorted(map(request_of, added), key=lambda request: request.arrival_s)
     for request in in_order(requests):
-        found.update((each.id, Fate(each, [])) for each in (request, *request.followers))
         replica.advance(request.arrival_s)
         replica.add(request)
     replica.advance(math.inf)
-    return found
-
-
-def summary(fates: dict[str, Fate]) -> dict[str, float]:
-    """Return latencies in ms, and the throughput, of the requests that were served."""
-    begun = [fate for fate in fates.values() if fate.token_s]
-    first = np.array([fate.token_s[0] - fate.request.arrival_s for fate in begun])
-    gaps = np.concatenate([np.diff(fate.token_s) for fate in begun])
-    since = min(fate.request.arrival_s for fate in begun)
-    until = max(fate.token_s[-1] for fate in begun)
-    result = {"requests": float(len(begun))}
-    result["output tokens/s"] = sum(len(fate.token_s) for fate in begun) / (until - since)
-    for name, values in (("TTFT", first), ("ITL", gaps)):
-        if len(values):
-            for percent in (50, 99, 100):
-                result[f"{name} ms, p{percent}"] = 1e3 * float(np.percentile(values, percent))
-    return result
+    return replica.totals.figures()
 
 
 def change(text: str) -> tuple[str, str, Any]:
@@ -258,22 +244,23 @@ def compare(
     """Print how the requests fared, and how they would have fared with these changes."""
     facts = recording.facts
     speculation = _drafted(facts["speculation"], changes)
-    recorded, steps = served(events, scheduler)
-    if not steps:
+    served = Served.of(events, scheduler)
+    if not served.steps:
         raise ValueError("nothing was computed in this recording, so that nothing can be learnt from it")
-    costs = fit(steps)
+    costs = fit(served.steps)
     ids: Counter[str] = Counter(one.id for each in recording.added for one in each.samples)
     answered = [
         each
         for each in recording.added
         if not each.samples[0].params.beam_width
-        and all(len(recorded[one.id].request.answer) and ids[one.id] == 1 for one in each.samples)
+        and all(len(served.requests[one.id].answer) and ids[one.id] == 1 for one in each.samples)
     ]
     if not answered:
         raise ValueError(
             "no request of this recording can be served again: none was answered, or all are searches"
         )
-    columns = {"as recorded": summary(recorded)}
+    kept = records([*served.requests.values()], served.token_times_s)
+    columns = {"as recorded": figures_of(kept, [])}
     section = facts["scheduler"] | dict.fromkeys(BOUNDS)  # every request is served without bounds
     scheduling = changed(section, {key: value for where, key, value in changes if where == "scheduler"})
     for name, asked, drafting in (
@@ -282,14 +269,10 @@ def compare(
     ):
         other = scheduler_from(facts | {"scheduler": asked, "speculation": drafting})
         costs = replace(costs)  # starts from the same step, so that the columns differ by nothing else
-        fates = simulate(other, recorded, answered, costs)
         drafts = "" if drafting["kind"] == "none" else f", {drafting['kind']}"
-        columns[f"{name}: {asked['policy']}{drafts}"] = summary(fates)
-    width = 2 + max(map(len, columns))
-    print(f"{'':18}" + "".join(f"{name:>{width}}" for name in columns))
-    for row in columns["as recorded"]:
-        values = [column.get(row, float("nan")) for column in columns.values()]
-        print(f"{row:18}" + "".join(f"{value:{width}.2f}" for value in values))
+        columns[f"{name}: {asked['policy']}{drafts}"] = simulate(other, served, answered, costs)
+    rows = [[row.heading, *(row.cell(figures, "-") for figures in columns.values())] for row in ROWS]
+    print(markdown(["", *columns], rows))
     print(f"the fit of the modelled columns {in_words(costs.describe())}")
     left_out = len(recording.added) - len(answered)
     if left_out:
