@@ -43,7 +43,7 @@ from recipes.assembly import versions
 
 LOOK_S = 0.02  # seconds between two measurements of how late the event loop is
 READY_S = 0.5  # seconds between two checks of a starting server
-_INFO_S = 10.0  # seconds to wait for a server's description of itself
+PAGE_TIMEOUT = aiohttp.ClientTimeout(10.0)  # seconds to wait for a server's description of itself
 _SECRET = re.compile(r"api_?key|passw|secret|hf_token|auth|^token$", re.IGNORECASE)
 KEPT_OPEN_S = 2.0  # seconds that idle connections stay open; servers close theirs after five seconds or more
 TITLES = {
@@ -199,11 +199,12 @@ async def _measure(plan: ServePlan) -> dict[str, Any]:
     timeout = aiohttp.ClientTimeout(total=plan.request_timeout_s, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_OPEN_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        described = await _describe(session, plan.base_url)
+        pages = {name: await _stated(session, plan.base_url + name) for name in ("/v1/models", "/version")}
+        described = {name: said for name, said in pages.items() if said is not None}
         model = plan.model or _model(described, plan.base_url)
         server = StreamingClient(session, plan.base_url, plan.endpoint, model, plan.seed, plan.extra)
         await _warm_up(server, plan)
-        info = await _info(session, plan.base_url)
+        info = _without_keys(await _stated(session, f"{plan.base_url}/server_info"))
         watch = figures.MetricsReadings(session, f"{plan.base_url}/metrics")
         watching = asyncio.create_task(watch.go_on()) if await watch.look() else None
         asks, loops = plan.load()
@@ -220,7 +221,7 @@ async def _measure(plan: ServePlan) -> dict[str, Any]:
         "loop": "open" if loops is None else f"closed, {len(loops)} clients",
         "machine": versions.describe(),
         "clock": outcome.passed,
-        "server": info,
+        "server": info if isinstance(info, dict) else None,
         "server_said": described,
         **figures.summarise(outcome, plan.objectives),
         "metrics": watch.describe(),
@@ -230,31 +231,15 @@ async def _measure(plan: ServePlan) -> dict[str, Any]:
     return with_verdict(result)
 
 
-async def _describe(session: aiohttp.ClientSession, base_url: str) -> dict[str, Any]:
-    """Return what the server says of itself, if it does: models (with a recipe, if named) and version."""
-    described = {}
-    for name in ("/v1/models", "/version"):
-        try:
-            async with session.get(base_url + name, headers=authorization()) as response:
-                if response.status == 200:
-                    described[name] = await response.json(content_type=None)
-        except (aiohttp.ClientConnectionError, aiohttp.InvalidURL, asyncio.TimeoutError) as error:
-            raise ValueError(f"{base_url}: nobody answers there: {error}") from error
-        except (aiohttp.ClientError, ValueError):
-            continue  # the server has no such page, or none in JSON
-    return described
-
-
-async def _info(session: aiohttp.ClientSession, base_url: str) -> dict[str, Any] | None:
-    """Return the recipe, versions and machine of a server that states them; None for another server."""
+async def _stated(session: aiohttp.ClientSession, url: str) -> Any:
+    """Return the JSON of a server's page, None where it has none; raises ValueError if nobody answers."""
     try:
-        async with session.get(
-            f"{base_url}/server_info", headers=authorization(), timeout=aiohttp.ClientTimeout(_INFO_S)
-        ) as response:
-            info = await response.json(content_type=None) if response.status == 200 else None
-    except (aiohttp.ClientError, asyncio.TimeoutError, ValueError):
-        return None  # a server is measured even if it states nothing
-    return _without_keys(info) if isinstance(info, dict) else None
+        async with session.get(url, headers=authorization(), timeout=PAGE_TIMEOUT) as response:
+            return await response.json(content_type=None) if response.status == 200 else None
+    except (aiohttp.ClientConnectionError, aiohttp.InvalidURL, asyncio.TimeoutError) as error:
+        raise ValueError(f"{url}: nobody answers there: {error}") from error
+    except (aiohttp.ClientError, ValueError):
+        return None
 
 
 def _without_keys(described: Any) -> Any:

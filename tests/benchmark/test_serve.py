@@ -225,7 +225,7 @@ def test_nobody_listens(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ValueError, match=rf"^{url}: nobody answers there: .*$"):
+        with pytest.raises(ValueError, match=rf"^{url}/v1/models: nobody answers there: .*$"):
             main(["serve", "--base-url", url, "--trace", str(path)])
 
 
