@@ -1,48 +1,24 @@
-"""Read a recording: tell what happened to one request, fit costs, and simulate what else could have happened.
-
-Another policy, or drafts, are simulated with the arrivals and answers of the recording; costs come from a fit
-to the recorded steps. Drafts are guessed from the same tokens as on a device, and are accepted where the
-recorded answer agrees.
-"""
+"""Read a recording: tell what happened to one request, and fit the costs of steps."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import IO, Any
+from collections.abc import Iterable, Iterator
+from typing import IO
 
-import yaml
-
-from benchmark.options import Column, markdown
-from benchmark.run_record import Result, figures_of, records
 from borders.files import opened, whole_file
 from borders.framing import CutShort, DamagedRecording
 from continuous_batching.recording.format import FORMAT, Added, Ended, Entry, Header, read_entries
-from continuous_batching.recording.replay import Event, Replayed, request_of
+from continuous_batching.recording.replay import Event, Replayed
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
-from recipes.assembly.scheduler import changed, scheduler_from
+from recipes.assembly.scheduler import scheduler_from
 from recipes.schema.command_line import keep_apart
-from recipes.schema.speculation_section import DRAFTERS, SpeculationSection, speculation_contradictions
-from simulation.fitted import NAMES, Timed, fit, in_words, learn, timed
-from simulation.replica import CostModel, Replica, Speaker, in_order
-from simulation.run_totals import RunTotals
+from simulation.fitted import NAMES, in_words, learn
 
 DAMAGED, CUT_SHORT = 2, 3  # exit statuses of a command that has read such a recording
-BOUNDS = ("max_waiting_requests", "max_waiting_tokens", "max_queue_wait_s")
-ROWS = (
-    Column("completed", "requests"),
-    Column("output_tokens_per_s", "output tokens/s"),
-    *(
-        Column(f"{name}_ms.{part}", f"{name.upper()}, {part}", "{:,.2f} ms")
-        for name in ("ttft", "itl")
-        for part in ("mean", "p50", "p99")
-    ),
-)
 
 
 class Recording:
@@ -184,115 +160,6 @@ class Story:
     def _say(self, now_s: float, text: str) -> None:
         assert self._origin_s is not None, "a request arrived before anything happened to it"
         self.lines.append(f"{now_s - self._origin_s:10.4f}  {text}")
-
-
-@dataclass(slots=True)
-class Served:
-    """The requests of a recording, when each of their tokens came, and the cost of each step."""
-
-    requests: dict[str, Request] = field(default_factory=dict)
-    token_times_s: dict[str, list[float]] = field(default_factory=dict)
-    steps: list[Timed] = field(default_factory=list)
-
-    @staticmethod
-    def of(events: Iterable[Event], scheduler: Scheduler) -> Served:
-        """Follow a replay on `scheduler`."""
-        found = Served()
-
-        def followed() -> Iterator[Event]:
-            for event in events:
-                if isinstance(event, Request):
-                    found.requests.update((each.id, each) for each in (event, *event.followers))
-                elif isinstance(event, Replayed):
-                    for owner in event.owner_ids:
-                        found.token_times_s.setdefault(owner, []).append(event.end_s)
-                yield event
-
-        found.steps = timed(followed(), scheduler)
-        return found
-
-
-def simulate(scheduler: Scheduler, served: Served, added: Sequence[Added], costs: CostModel) -> Result:
-    """Return the figures of the same requests, each with the answer that it got in the recording."""
-    speaker = Speaker(scheduler.slots, {name: each.answer for name, each in served.requests.items()})
-    replica = Replica(scheduler, costs, RunTotals(), speaker=speaker)
-    requests = sorted(map(request_of, added), key=lambda request: request.arrival_s)
-    for request in in_order(requests):
-        replica.advance(request.arrival_s)
-        replica.add(request)
-    replica.advance(math.inf)
-    return replica.totals.figures()
-
-
-def change(text: str) -> tuple[str, str, Any]:
-    """Parse section, key and value of scheduler.KEY=VALUE or speculation.KEY=VALUE."""
-    name, equals, value = text.partition("=")
-    section, _, leaf = name.partition(".")
-    if section not in ("scheduler", "speculation") or not leaf or not equals:
-        raise ValueError(
-            f"{text}: give scheduler.KEY=VALUE, such as scheduler.batch_size=8, or speculation.*"
-        )
-    return section, leaf, yaml.safe_load(value)
-
-
-def compare(
-    changes: Sequence[tuple[str, str, Any]],
-    recording: Recording,
-    scheduler: Scheduler,
-    events: Iterator[Event],
-) -> None:
-    """Print how the requests fared, and how they would have fared with these changes."""
-    facts = recording.facts
-    speculation = _drafted(facts["speculation"], changes)
-    served = Served.of(events, scheduler)
-    if not served.steps:
-        raise ValueError("nothing was computed in this recording, so that nothing can be learnt from it")
-    costs = fit(served.steps)
-    ids: Counter[str] = Counter(one.id for each in recording.added for one in each.samples)
-    answered = [
-        each
-        for each in recording.added
-        if not each.samples[0].params.beam_width
-        and all(len(served.requests[one.id].answer) and ids[one.id] == 1 for one in each.samples)
-    ]
-    if not answered:
-        raise ValueError(
-            "no request of this recording can be served again: none was answered, or all are searches"
-        )
-    kept = records([*served.requests.values()], served.token_times_s)
-    columns = {"as recorded": figures_of(kept, [])}
-    section = facts["scheduler"] | dict.fromkeys(BOUNDS)  # every request is served without bounds
-    scheduling = changed(section, {key: value for where, key, value in changes if where == "scheduler"})
-    for name, asked, drafting in (
-        ("modelled", section, facts["speculation"]),
-        ("what if", scheduling, speculation),
-    ):
-        other = scheduler_from(facts | {"scheduler": asked, "speculation": drafting})
-        costs = replace(costs)  # starts from the same step, so that the columns differ by nothing else
-        drafts = "" if drafting["kind"] == "none" else f", {drafting['kind']}"
-        columns[f"{name}: {asked['policy']}{drafts}"] = simulate(other, served, answered, costs)
-    rows = [[row.heading, *(row.cell(figures, "-") for figures in columns.values())] for row in ROWS]
-    print(markdown(["", *columns], rows))
-    print(f"the fit of the modelled columns {in_words(costs.describe())}")
-    left_out = len(recording.added) - len(answered)
-    if left_out:
-        print(f"{left_out} requests (unanswered, searches, of one id) are left out of the modelled columns")
-
-
-def _drafted(section: dict[str, Any], changes: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
-    """Return a recording's section for speculation with changes of its keys."""
-    drafted = dict(section)
-    for where, key, value in changes:
-        if where == "speculation":
-            if key not in section:
-                raise ValueError(f"speculation.{key}: there is no such key, but for {', '.join(section)}")
-            drafted[key] = value
-    for kind in (section["kind"], drafted["kind"]):
-        if kind in DRAFTERS:
-            raise ValueError(f"speculation.kind: what a {DRAFTERS[kind]} says is not modelled")
-    for problem in speculation_contradictions(SpeculationSection(**drafted), "cpu"):
-        raise problem
-    return drafted
 
 
 def run_fit(options: argparse.Namespace) -> None:
