@@ -101,13 +101,10 @@ class ServerProcess:
         tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
         return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
-    def engine(self) -> int:
-        """Return the process of its engine, which is another one after each that has ended."""
-        return int(self.said(READY)[-1])
-
     def resident_kib(self) -> tuple[int, int]:
-        """Return the memory that it and its engine hold."""
-        statuses = [Path(f"/proc/{each}/status").read_text() for each in (self._process.pid, self.engine())]
+        """Return the memory that it holds, and that its engine does, which is its latest process."""
+        processes = self._process.pid, self.said(READY)[-1]
+        statuses = [Path(f"/proc/{each}/status").read_text() for each in processes]
         server_kib, engine_kib = (int(each.partition("VmRSS:")[2].split()[0]) for each in statuses)
         return server_kib, engine_kib
 

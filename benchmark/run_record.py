@@ -1,14 +1,20 @@
-"""Record the steps and tokens of one run, and derive what a result states of it.
+"""Record the clocks, steps and tokens of one run, and derive what a result states of it.
 
 These are the figures that are commonly reported, and beside them what the gate needs to audit them: counters,
-a record of each request, and what computed.
+a record of each request, and what computed. Figures are read from a monotonic clock. The clocks of the wall
+and of the processor are read beside it, so that a gate can compare durations with something that they were
+not computed from.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,25 +24,97 @@ from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
 from devices.rates import named
 from recipes.schema.recipe import Recipe
-from simulation.run_totals import rounded
+from simulation.run_totals import DONE, rounded
 
 if TYPE_CHECKING:  # it imports torch
     from recipes.assembly.engine import BuiltEngine
 
 Figures = dict[str, float]
 Result = dict[str, Any]
-DONE = ("stop", "length")
+NEAR_S = 5e-5  # seconds between two readings of one moment, unless something else ran in between
+TRIES = 20
+STAT = Path("/proc/stat")
+
+
+def with_wall(clock: Callable[[], float]) -> tuple[float, float]:
+    """Return the wall clock's and another clock's readings of one moment.
+
+    On a busy machine this process may have to wait between both; they are then read again.
+    """
+    nearest, found = float("inf"), (0.0, 0.0)
+    for _ in range(TRIES):
+        before_s, wall_s, after_s = clock(), time.time(), clock()
+        if after_s - before_s < nearest:
+            nearest, found = after_s - before_s, (wall_s, (before_s + after_s) / 2)
+        if nearest <= NEAR_S:
+            break
+    return found
+
+
+class RunClock:
+    """A clock that starts when it is made."""
+
+    __slots__ = ("_cpu_s", "_monotonic_s", "_wall_s")
+
+    def __init__(self) -> None:
+        self._cpu_s = time.process_time()
+        self._wall_s, self._monotonic_s = with_wall(time.monotonic)
+
+    def read(self) -> dict[str, object]:
+        """Return what has passed since, in the form of a result: `monotonic_s` and `cpu_s` in seconds.
+
+        The processor time is of all threads of this process.
+        """
+        wall_s, monotonic_s = with_wall(time.monotonic)
+        return {
+            "started_at": _iso(self._wall_s),
+            "ended_at": _iso(wall_s),
+            "monotonic_s": round(monotonic_s - self._monotonic_s, 6),
+            "cpu_s": round(time.process_time() - self._cpu_s, 6),
+        }
+
+
+def _iso(wall_s: float) -> str:
+    return datetime.fromtimestamp(wall_s, timezone.utc).isoformat(timespec="microseconds")
+
+
+class OtherLoad:
+    """The processor time of this machine that neither this process nor its ended children took.
+
+    It counts from when it is made, by Linux's `/proc/stat`, with what a hypervisor took from the machine.
+    """
+
+    __slots__ = ("_own_s", "_since_s", "_taken_s")
+
+    def __init__(self) -> None:
+        self._since_s, self._taken_s, self._own_s = time.monotonic(), taken_s(STAT.read_text()), own_s()
+
+    def share(self) -> float:
+        """Return the others' share of the processor time of all cores."""
+        others_s = taken_s(STAT.read_text()) - self._taken_s - (own_s() - self._own_s)
+        all_s = (time.monotonic() - self._since_s) * (os.cpu_count() or 1)
+        return min(1.0, max(0.0, others_s) / all_s)
+
+
+def taken_s(stat: str) -> float:
+    """Return the seconds that all cores were not idle: user, nice, system, both interrupts, and stolen."""
+    user, nice, system, _idle, _waiting, hard, soft, stolen = map(int, stat.split()[1:9])
+    return (user + nice + system + hard + soft + stolen) / os.sysconf("SC_CLK_TCK")
+
+
+def own_s() -> float:
+    """Return the processor time of this process and of its children that have ended."""
+    return sum(os.times()[:4])
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step: when it ran, and for each span its row, its request and the number of tokens computed."""
+    """One step: when it ran, and for each span its row, its request and what it computed."""
 
     start_s: float
     end_s: float
     rows: list[int]
     request_ids: list[str]
-    num_tokens: list[int]
     decodes: list[bool]  # whether the span computed a sampled token, not a part of the prompt
     held_pages: int  # pages that rows hold, without idle cached pages
     num_running: int  # requests in slots, including those that this step ended
@@ -70,7 +148,6 @@ class Timeline:
                 end_s=step.end_s,
                 rows=batch.slots.tolist(),
                 request_ids=ids,
-                num_tokens=(batch.stops - batch.starts).tolist(),
                 decodes=(batch.starts >= slots.num_prompt[batch.slots]).tolist(),
                 held_pages=pool.num_pages - 1 - pool.num_free - prefix.num_idle,
                 num_running=num_running,

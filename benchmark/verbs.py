@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from benchmark import options as kinds
 from benchmark.options import markdown, rate, show
-from benchmark.run_clock import RunClock
+from benchmark.run_record import RunClock
 from benchmark.workloads.synthetic import arrivals, lengths, levels, shared_prompts, shares
 from continuous_batching.routing.routing import ROUTES
 from recipes.fitting import with_recipe
@@ -143,7 +143,7 @@ BENCHMARKS = (
          RUNS,
          judged=True),
     verb("beside", "`offline` beside `transformers` in static batches",
-         "offline.beside:run",
+         "offline.offline:run_beside",
          TRACE,
          RUNS,
          count("--static", 32, "requests of a batch"),
@@ -191,7 +191,7 @@ BENCHMARKS = (
          count("--every-ms", 5, "between two of these"),
          table="serve.router:print_table", takes_recipe=False, result="router"),
     verb("sweep", "`serve` at one rate after the other, with a page",
-         "serve.sweep:run",
+         "serve.measure:run_sweep",
          *LOAD,
          option("--request-rates", kinds.rates, "PER_S,...", "such as 1,2,4,inf", required=True),
          option("--result-dir", kinds.folder, "FOLDER", "a file for each rate, and a page", required=True),
@@ -299,11 +299,11 @@ SIMULATIONS = (
                 required=True),
          table="simulate.one_run:print_ways"),
     verb("lengths", "one request alone, by the length of its prompt; sparse attention beside all tokens read",
-         "simulate.lengths:run",
+         "simulate.one_run:run_lengths",
          DEVICE,
          option("--tp", engines, "N", "devices that share each layer; else the recipe's own"),
          option("--tokens", wholes(1, MOST_TOKENS), "N,N,...", "tokens of the prompt", [8192, 32768, 131072]),
-         table="simulate.lengths:print_table"),
+         table="simulate.one_run:print_lengths"),
     verb("states", "what must be computed of prompts by where recurrent states are kept, on five workloads",
          "simulate.states:run",
          option("--memory-gib", wholes(1, 2**16), "GIB,...", "for pages and kept states", [8, 32]),
@@ -312,7 +312,7 @@ SIMULATIONS = (
          count("--slots", 8, "requests that run at once", most=1024),
          table="simulate.states:print_table", takes_recipe=False),
     verb("fit", "costs of steps from a recording, for --costs",
-         "recordings.recorded:run_fit",
+         "recordings:run_fit",
          Option("recording", {"help": "made with scheduler.record=FILE"}),
          option("--output", kinds.file, "COSTS.json", required=True),
          table="", takes_recipe=False),

@@ -14,8 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from benchmark.recordings.recorded import Recording, Story
-from benchmark.recordings.trace_events import RecordedTrace
+from benchmark.recordings import RecordedTrace, Recording, Story
 from borders.files import opened, whole_file
 from continuous_batching.recording.replay import Divergence, Event, Replayed, replay
 from continuous_batching.scheduling.scheduler import Scheduler

@@ -65,8 +65,10 @@ class Tie:
         expected, stated = value_of(self.other, figures), figures.number(self.figure)
         slack = value_of(self.relative, figures) * abs(expected) + value_of(self.absolute, figures)
         says = self.words or str(self.other)
+        if self.kind == "is" and abs(stated - expected) <= slack:
+            return None
         if self.kind == "is":
-            return differs(self.figure, stated, says, expected, slack)
+            return _unlike(self.figure, stated, f"but {says} is", expected, slack)
         if self.kind == "at most":
             return exceeds(self.figure, stated, says, expected, slack)
         return exceeds(says, expected, self.figure, stated, slack)
@@ -111,12 +113,6 @@ def rule(law: Law, figures: Figures) -> str:
 def exceeds(what: str, value: float, bound: str, most: float, slack: float = 0.0) -> str | None:
     """Return what is wrong where `value` is above `most` by more than `slack`."""
     return None if value <= most + slack else _unlike(what, value, f"above {bound},", most, slack)
-
-
-def differs(what: str, value: float, other: str, expected: float, slack: float = 0.0) -> str | None:
-    """Return what is wrong where two figures of the same quantity differ by more than `slack`."""
-    is_same = abs(value - expected) <= slack
-    return None if is_same else _unlike(what, value, f"but {other} is", expected, slack)
 
 
 def _unlike(what: str, value: float, words: str, other: float, slack: float) -> str:

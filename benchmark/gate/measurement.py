@@ -59,12 +59,8 @@ def client_on_time(figures: Figures) -> str | None:
     return "; ".join([*wrongs, TOO_BUSY]) if wrongs else None
 
 
-def span_s(figures: Figures) -> float:
-    """Return the seconds between the clock of the wall at the start and at the end."""
-    return _moment_s(figures, "clock.ended_at") - _moment_s(figures, "clock.started_at")
-
-
-def _moment_s(figures: Figures, name: str) -> float:
+def moment_s(figures: Figures, name: str) -> float:
+    """Return the seconds at which the clock of the wall stood when the run began, or ended."""
     stated = figures.raw(name)
     if stated is None:
         raise NotCheckable(f"{name} is absent")
@@ -204,7 +200,9 @@ MEASURED_LAWS = (
 )  # fmt: skip
 MACHINE_LAWS = (  # laws of any benchmark's result
     Law("clocks", "the wall's clock and the processor's allow the run's duration", [
-        Tie("clock.monotonic_s", "is", span_s, DRIFT, READ_S, "clock.ended_at - started_at, in s,"),
+        Tie("clock.monotonic_s", "is",
+            lambda figures: moment_s(figures, "clock.ended_at") - moment_s(figures, "clock.started_at"),
+            DRIFT, READ_S, "clock.ended_at - started_at, in s,"),
         Tie("clock.cpu_s", "at most", "clock.monotonic_s * machine.cores", 0.0, TICK_S),
         Tie("duration_s", "at most", "clock.monotonic_s", 0.0, 1e-4),
     ]),

@@ -83,7 +83,7 @@ class Figures:
         return value
 
     def numbers(self, name: str) -> Array:
-        """Return a list of numbers, such as the seconds of each batch; raises ValueError for an empty one."""
+        """Return a list of numbers, such as the rate of each run; raises ValueError for an empty one."""
         stated = self.raw(name)
         if stated is None:
             raise NotCheckable(f"{name} is absent")

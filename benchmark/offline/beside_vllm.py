@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from benchmark.options import in_turns, markdown, recipe_of
 from benchmark.processes import ServerProcess, serving
-from benchmark.run_clock import OtherLoad
+from benchmark.run_record import OtherLoad
 from benchmark.serve.client import digest, read_requests
 from benchmark.serve.measure import ServePlan, measure
 from benchmark.workloads.synthetic import Line, SyntheticLoad, draw_requests, lengths, shared_prompts
@@ -250,7 +250,18 @@ def turn(side: BesideSide, load: Load, rate_per_s: float) -> dict[str, Any]:
     others_share, late = others.share(), ""
     if load.row.served:
         with side.server(load) as server:
-            found = measure(plan(load, server.url, rate_per_s))
+            asks, _ = read_requests(load.path, skip_bad=False)
+            sent = ServePlan(
+                base_url=server.url,
+                asks=asks,
+                trace=load.path.name,
+                trace_sha256=digest(load.path),
+                request_rate=rate_per_s,
+                num_warmups=WARM_UPS,
+                seed=SEED,
+                request_timeout_s=3600.0,
+            )
+            found = measure(sent)
         duration_s, num_tokens = found["duration"], found["total_output_tokens"]
         figures = {name: found[of_client] for name, of_client in SERVED.items()}
         late = found["verdict"]["refused"].get("client on time", "")
@@ -266,21 +277,6 @@ def turn(side: BesideSide, load: Load, rate_per_s: float) -> dict[str, Any]:
         "others": round(others_share, 4),
         "late": late,
     }
-
-
-def plan(load: Load, url: str, rate_per_s: float) -> ServePlan:
-    """Return how the client sends a load."""
-    asks, _ = read_requests(load.path, skip_bad=False)
-    return ServePlan(
-        base_url=url,
-        asks=asks,
-        trace=load.path.name,
-        trace_sha256=digest(load.path),
-        request_rate=rate_per_s,
-        num_warmups=WARM_UPS,
-        seed=SEED,
-        request_timeout_s=3600.0,
-    )
 
 
 def summary(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
@@ -303,7 +299,7 @@ def summary(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     return {**sides, "ratio": None if unsaid else round(ours / theirs, 3), "unsaid": unsaid}
 
 
-def check(recipe: Recipe, python: str, rows: Sequence[BesideRow], rate_per_s: float | None) -> None:
+def check(recipe: Recipe, python: str) -> None:
     """Raise ValueError, with what to do, for a comparison that is not possible."""
     if recipe.device.kind != "cpu":
         raise ValueError(
@@ -317,11 +313,6 @@ def check(recipe: Recipe, python: str, rows: Sequence[BesideRow], rate_per_s: fl
     if not Path(python).is_file():
         raise ValueError(
             f"there is no {python}: run `bash scripts/setup.sh vllm`, or name a Python with vLLM by --python"
-        )
-    names = [each.name for each in rows]
-    if "steady" in names and rate_per_s is None and "burst" not in names:
-        raise ValueError(
-            "the row steady follows the row burst; add it, as in --row burst steady, or give --rate PER_S"
         )
 
 
@@ -386,9 +377,12 @@ def versions_of(python: str) -> str:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Compare both in each row that is asked for; raises ValueError for what cannot be compared."""
     recipe = recipe_of(options)
-    rows = [each for each in ROWS if each.name in (options.row or [each.name])]
+    asked = options.row or [each.name for each in ROWS]
+    if "steady" in asked and options.rate is None:
+        asked = [*asked, "burst"]  # whose rate the steady arrivals follow
+    rows = [each for each in ROWS if each.name in asked]
     python = options.python or str(ROOT / ENVIRONMENT / "bin/python")
-    check(recipe, python, rows, options.rate)
+    check(recipe, python)
     threads = options.threads or len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="beside-") as name:
         setting = Setting(recipe, Path(name), threads, shared_environment(python, threads))

@@ -122,7 +122,12 @@ def _prompts(
     prompts: list[list[int]] = random.integers(3, vocab_size, (num, options.prompt)).tolist()
     if text == "random":
         return prompts
-    said = _answers(engine, prompts, _longest(options.answer))
+    requests = _requests(prompts, [_longest(options.answer)] * num, "answers")
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    said = [each.answer.tolist() for each in requests]
     if text == "ordinary":
         return [answer[: options.answer] for answer in said]
     return [prompt + answer + prompt for prompt, answer in zip(prompts, said)]
@@ -142,15 +147,6 @@ def _requests(prompts: list[list[int]], answer_tokens: Sequence[int], salt: str)
         )
         for number, (prompt, most) in enumerate(zip(prompts, answer_tokens))
     ]
-
-
-def _answers(engine: Engine, prompts: list[list[int]], answer_tokens: int) -> list[list[int]]:
-    requests = _requests(prompts, [answer_tokens] * len(prompts), "answers")
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        engine.step()
-    return [each.answer.tolist() for each in requests]
 
 
 def _rows(

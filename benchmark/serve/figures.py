@@ -105,7 +105,6 @@ def client(run: ClientRun) -> Result:
         "lag_ms": _spread(run.lags_s or [0.0]),
         "held_ms": _spread([each.held_s for each in run.answers]),
         "cpu_share": round(cpu, 4),
-        "tokens_counted_by_pieces": sum(not each.from_usage for each in run.answers if each.error is None),
     }
 
 

@@ -1,6 +1,8 @@
 """Measure how fast a server answers: one run of a trace, from the server's description to the verdict.
 
-Each request is sent at its time, and the client records whether it kept its own times.
+Each request is sent at its time, and the client records whether it kept its own times. A sweep is one run at
+each rate, each in its own file. An interrupted sweep continues where it was: a rate whose file exists and is
+whole is not run again.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,9 +25,10 @@ from typing import Any
 import aiohttp
 from tqdm import tqdm
 
-from benchmark.gate.gate import with_verdict
+from benchmark.gate.gate import audit, with_verdict
+from benchmark.gate.result import read_result
 from benchmark.options import verdict_line
-from benchmark.run_clock import RunClock
+from benchmark.run_record import RunClock
 from benchmark.serve import figures
 from benchmark.serve.client import (
     ClientAnswer,
@@ -52,6 +55,7 @@ TITLES = {
     "itl": "between two pieces",
     "e2el": "whole request",
 }
+WITHIN = 0.99  # least share of requests within the objectives at a rate that a server is said to bear
 COLUMNS = ("mean", "median", "std", "p90", "p99")
 ROW_LABELS = {  # rows of the table, where the result has them
     "completed": "requests answered",
@@ -87,8 +91,7 @@ async def send(
     gc.collect()
     was_frozen = gc.get_freeze_count() > 0
     gc.freeze()  # a pause of the collector would be counted as the server's
-    clock = RunClock()
-    run.start_s = time.perf_counter()
+    clock, start_s = RunClock(), time.perf_counter()
     lag = asyncio.create_task(_watch_loop(run.lags_s))
 
     async def one(ask: TraceRequest, due_s: float | None) -> None:
@@ -111,7 +114,7 @@ async def send(
         if loops is not None:
             await asyncio.gather(*map(client, loops))
         else:
-            await _open(asks, run.start_s, one)
+            await _open(asks, start_s, one)
     finally:
         lag.cancel()
         if not was_frozen:  # what the caller has frozen stays so
@@ -341,3 +344,67 @@ def print_table(result: Mapping[str, Any]) -> None:
     for error, count in result["errors"].items():
         print(f"failed {count:,}: {error}")
     print(verdict_line(result["verdict"]))
+
+
+def finished(path: Path, said: dict[str, object]) -> dict[str, Any] | None:
+    """Return an existing result, audited again, since the file may have been changed.
+
+    Returns None where there is none that can be read. Raises ValueError for a result of other settings.
+    """
+    try:
+        result = read_result(path)
+    except FileNotFoundError:
+        return None
+    except ValueError as damage:
+        print(f"{damage}; it is measured again", file=sys.stderr)
+        return None
+    if "verdict" not in result:
+        return None
+    other = [name for name, value in said.items() if result.get(name) != json.loads(json.dumps(value))]
+    if other:
+        raise ValueError(
+            f"{path} is of another sweep: its {', '.join(other)} differ; choose another --result-dir"
+        )
+    return {**result, "verdict": audit(result)}
+
+
+def run_sweep(options: argparse.Namespace) -> None:
+    """Measure each rate, and print a line for each; then write the page."""
+    plan = plan_of(options, None)
+    from benchmark.serve import report  # matplotlib takes a second to load
+
+    print(f"{'offered/s':>10}{'served/s':>10}{'good/s':>10}{'TTFT p99':>12}{'ITL p99':>12}  verdict")
+    borne: list[float] = []
+    for rate, result in sweep(plan, options):
+        print(sweep_row(rate, result), flush=True)
+        if result.get("good_share", 0) >= WITHIN and not result["verdict"]["refused"]:
+            borne.append(rate)
+    if plan.objectives is not None:
+        most = f"{max(borne):g} requests/s" if borne else "none of these rates"
+        print(f"within the objectives for {WITHIN:.0%} of requests: {most}")
+    page = options.result_dir / "report.html"
+    report.write([report.read(options.result_dir)], page)
+    print(page)
+
+
+def sweep(plan: ServePlan, options: argparse.Namespace) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Yield the result at each rate."""
+    for rate in options.request_rates:
+        salted = {"cache_salt": f"rate {rate:g}", **plan.extra}  # no rate finds what one before computed
+        point = replace(plan, request_rate=rate, extra=salted)
+        path = options.result_dir / f"rate-{rate:g}.json"
+        result = finished(path, point.settings())
+        if result is None:
+            result = measure(point)
+            save(path, result)
+        yield rate, result
+
+
+def sweep_row(rate: float, result: dict[str, Any]) -> str:
+    """Format one line of the table."""
+    numbers = [result["request_throughput"], result.get("request_goodput")]
+    cells = "".join("-".rjust(10) if value is None else f"{value:>10.3f}" for value in numbers)
+    for name in ("p99_ttft_ms", "p99_itl_ms"):
+        cells += "-".rjust(12) if result.get(name) is None else f"{result[name]:>12.2f}"
+    verdict = result["verdict"]
+    return f"{rate:>10g}{cells}  {', '.join([verdict['outcome'], *verdict['refused']])}"

@@ -13,7 +13,7 @@ import pytest
 
 from benchmark import verbs
 from benchmark.options import print_figures
-from benchmark.serve import measure, sweep
+from benchmark.serve import measure
 from scripts.benchmark import main
 from tests.benchmark.openai_server import Stub, running
 from tests.benchmark.test_gate_measured import ENGINE, SMALL_VERBS, refused, trace
@@ -149,4 +149,4 @@ def test_a_sweeps_row_has_each_figure_in_its_place(
     result = {**served[0], "verdict": VERDICT}
     per_s = [f"{result[name]:.3f}" for name in ("request_throughput", "request_goodput")]
     waits = [f"{result[name]:.2f}" for name in ("p99_ttft_ms", "p99_itl_ms")]
-    assert sweep.row(2.5, result).split() == ["2.5", *per_s, *waits, "refused,", "spoilt"]
+    assert measure.sweep_row(2.5, result).split() == ["2.5", *per_s, *waits, "refused,", "spoilt"]

@@ -301,7 +301,7 @@ def by_hand() -> ClientRun:
         ClientAnswer(second, 0.001, 0.0, 11.0, 11.3, [11.2, 11.26], [1, 2], "stop", 1, 3),
         ClientAnswer(third, 0.002, 0.0, 12.0, 14.0, [12.5], [1], None, 1, 1, error="broke"),
     ]
-    return ClientRun(answers, 0, 1, [0.001, 0.003], 10.0, {"cpu_s": 0.4, "monotonic_s": 4.0})
+    return ClientRun(answers, 0, 1, [0.001, 0.003], {"cpu_s": 0.4, "monotonic_s": 4.0})
 
 
 def test_figures_are_those_of_their_closed_forms() -> None:

@@ -47,8 +47,8 @@ HELP = [
 ]
 # Modules of verbs that need no tensors, which their --help does not import
 VERBS = [
-    *("micro.host", "offline.speculation", "recordings.recorded"),
-    *(f"serve.{name}" for name in ("fleet", "measure", "report", "router", "sweep")),
+    *("micro.host", "offline.speculation", "recordings"),
+    *(f"serve.{name}" for name in ("fleet", "measure", "report", "router")),
 ]
 
 
