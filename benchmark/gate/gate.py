@@ -36,9 +36,7 @@ def digests(fields: Mapping[str, Any]) -> dict[str, str]:
 
 def unchanged(figures: Figures) -> str | None:
     """Check that every field is there, and is as it was when the result was made."""
-    stated = figures.raw("digests")
-    if not isinstance(stated, dict):
-        raise NotCheckable("digests is absent")
+    stated = figures.needed("digests")
     found = digests(figures.stated)
     changed = [name for name in sorted({*stated, *found}) if stated.get(name) != found.get(name)]
     return "; ".join(f"{name} was changed" for name in changed) or None

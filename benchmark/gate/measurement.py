@@ -61,9 +61,7 @@ def client_on_time(figures: Figures) -> str | None:
 
 def moment_s(figures: Figures, name: str) -> float:
     """Return the seconds at which the clock of the wall stood when the run began, or ended."""
-    stated = figures.raw(name)
-    if stated is None:
-        raise NotCheckable(f"{name} is absent")
+    stated = figures.needed(name)
     try:
         found = datetime.fromisoformat(str(stated))
     except ValueError:
@@ -76,10 +74,9 @@ def moment_s(figures: Figures, name: str) -> float:
 def one_machine(figures: Figures) -> str | None:
     """Check that device, profile, recipe and operators agree."""
     machine = figures.raw("machine")
-    if not isinstance(machine, dict) or figures.raw("SIMULATED") is not None:
-        raise NotCheckable("no machine is named, or it was simulated")
-    if figures.raw("computed_on.virtual") or figures.raw("settings.device.virtual"):
-        raise NotCheckable("the device was a virtual one")
+    is_virtual = figures.raw("computed_on.virtual") or figures.raw("settings.device.virtual")
+    if not isinstance(machine, dict) or is_virtual or figures.raw("SIMULATED") is not None:
+        raise NotCheckable("no machine is named, or it was simulated, or its device was a virtual one")
     device, profile = str(machine.get("device") or "a CPU"), figures.raw("device_profile")
     kind = next((kind for kind, name in ACCELERATORS.items() if name.lower() in device.lower()), "cpu")
     attention = str(figures.raw("computed_on.attention"))
@@ -171,9 +168,7 @@ def pieces_apart(figures: Figures) -> str | None:
 def counters_grow(figures: Figures) -> str | None:
     """Check that the counters of an engine or a server only grow: one that was started again counts anew."""
     place = "metrics" if figures.raw("benchmark") == "serve" else "counters"
-    before, after = figures.raw(f"{place}.before"), figures.raw(f"{place}.after")
-    if not isinstance(before, dict) or not isinstance(after, dict):
-        raise NotCheckable("counters are absent")
+    before, after = figures.needed(f"{place}.before"), figures.needed(f"{place}.after")
     found = [
         exceeds(f"{name} before", finite(name, before[name]), "after", finite(name, after[name]))
         for name in before.keys() & after.keys()

@@ -53,10 +53,7 @@ def floor_ms(figures: Figures) -> float:
 
     A request of one token has no TPOT, so its prompt is not among those read.
     """
-    name = figures.raw("device_profile")
-    if name is None:
-        raise NotCheckable("device_profile is absent")
-    profile = load(str(name))
+    profile = load(str(figures.needed("device_profile")))
     read = figures.positive("weight_bytes_per_step")
     prompt, completed = figures.given("prompt_tokens"), figures.given("completed")
     some_of_one = (figures.given("least_output_tokens") or 2) < 2
