@@ -187,9 +187,9 @@ class TraceWriter:
 
     def box(self, pid: int, tid: int, name: str, start_s: float, end_s: float, **args: Any) -> None:
         """Write something that took time, in one lane of a group."""
-        at_us = self._us(start_s)
-        shown = {"args": args} if args else {}
-        self._write(ph="X", name=name, pid=pid, tid=tid, ts=at_us, dur=self._us(end_s) - at_us, **shown)
+        at_us, shown = self._us(start_s), {"args": args} if args else {}
+        lasted_us = round(self._us(end_s) - at_us, 3)
+        self._write(ph="X", name=name, pid=pid, tid=tid, ts=at_us, dur=lasted_us, **shown)
 
     def counts(self, at_s: float, **values: int) -> None:
         """Write the value of each counter from here on."""

@@ -69,10 +69,10 @@ def summarise(run: ClientRun, objectives: Objectives | None) -> Result:
     with_cached = [each for each in done if each.get("cached_tokens") is not None]
     asked_for = sum(each["prompt_tokens"] or 0 for each in with_cached)
     num_cached = sum(each["cached_tokens"] for each in with_cached)
-    num_good = None if objectives is None else sum(meets(each, objectives) for each in done)
-    good = {} if num_good is None else {
-        "request_goodput": round(num_good * per_s, 4), "good_share": round(num_good / len(kept), 4)
-    }  # fmt: skip
+    good: Result = {}
+    if objectives is not None:
+        num_good = sum(meets(each, objectives) for each in done)
+        good = {"request_goodput": round(num_good * per_s, 4), "good_share": round(num_good / len(kept), 4)}
     return {
         **under_theirs(figures),
         "rejected": sum(each.rejected for each in answers),

@@ -1,7 +1,5 @@
 """Simulate one trace on one deployment, on several that are compared, or on settings to find the cheapest.
 
-One request alone is simulated by the length of its prompt.
-
 Those that are compared serve the same requests on the same number of engines: the routes of a router, or who
 computes prompts. Found tokens are counted where a request is answered, so they include pages that came from
 an engine for prompts; they are reported for routes only.
@@ -9,6 +7,8 @@ an engine for prompts; they are reported for routes only.
 A search tries settings by the number of devices that they take, fewest first; of those with the same number,
 all are tried and the one with the most output tokens a second wins. Settings with more devices than the
 cheapest are not tried.
+
+One request alone is simulated by the length of its prompt, without a trace.
 """
 
 from __future__ import annotations
