@@ -51,7 +51,24 @@ inline Bits words_of(Halves halves) {
 #endif
 }
 
-// How numbers of a kind are stored: `widen` is exact, `narrow` rounds to the nearest, and to even among equals.
+// Pairs of bfloat16: some processors multiply two pairs and add both products to a float32 (AVX512-BF16, Arm's BF16).
+#if defined(__AVX512BF16__)
+#define HAS_PAIRS
+typedef __m512bh Pairs;
+inline Pairs as_pairs(Bits words) { return (Pairs)words; }
+inline Vec add_pairs(Vec sum, Pairs a, Pairs b) { return (Vec)_mm512_dpbf16_ps((__m512)sum, a, b); }
+inline Halves rounded(Vec v) { return (Halves)_mm512_cvtneps_pbh((__m512)v); }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_PAIRS
+typedef bfloat16x8_t Pairs;
+inline Pairs as_pairs(Bits words) { return vreinterpretq_bf16_u32((uint32x4_t)words); }
+inline Vec add_pairs(Vec sum, Pairs a, Pairs b) { return (Vec)vbfdotq_f32((float32x4_t)sum, a, b); }
+inline Halves rounded(Vec v) { return (Halves)vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)v)); }
+#endif
+
+// How numbers of a kind are stored: `widen` is exact, `narrow` rounds to the nearest, and to even among equals, and
+// `through` returns numbers as they are once they were stored. Where x86 rounds to bfloat16 itself, numbers under 2^-126
+// are zeros.
 template <Kind KIND>
 struct Stored {
     typedef uint16_t Item;
@@ -70,10 +87,14 @@ struct Stored {
     }
     static inline void narrow(Item* p, Vec v) {
         if constexpr (KIND == BFLOAT16) {
+#if defined(HAS_PAIRS)
+            *reinterpret_cast<Halves*>(p) = rounded(v);
+#else
             const Bits bits = (Bits)v, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
             const Ints is_nan = v != v;
             *reinterpret_cast<Halves*>(p) =
                 __builtin_convertvector((Bits)(is_nan ? (Ints)((bits >> 16) | 0x40u) : (Ints)rounded), Halves);
+#endif
         } else {
 #if defined(__AVX512F__)
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
@@ -84,6 +105,11 @@ struct Stored {
 #endif
         }
     }
+    static inline Vec through(Vec v) {
+        Item some[LANES];
+        narrow(some, v);
+        return widen(some);
+    }
 };
 
 template <>
@@ -91,6 +117,7 @@ struct Stored<FLOAT32> {
     typedef float Item;
     static inline Vec widen(const Item* p) { return load(p); }
     static inline void narrow(Item* p, Vec v) { store(p, v); }
+    static inline Vec through(Vec v) { return v; }
 };
 
 template <>
@@ -108,21 +135,6 @@ struct Stored<INT8> {
 #endif
     }
 };
-
-// Pairs of bfloat16: some processors multiply two pairs and add both products to a float32 (AVX512-BF16, Arm's BF16).
-#if defined(__AVX512BF16__)
-#define HAS_PAIRS
-typedef __m512bh Pairs;
-inline Pairs as_pairs(Bits words) { return (Pairs)words; }
-inline Vec add_pairs(Vec sum, Pairs a, Pairs b) { return (Vec)_mm512_dpbf16_ps((__m512)sum, a, b); }
-inline Halves rounded(Vec v) { return (Halves)_mm512_cvtneps_pbh((__m512)v); }
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-#define HAS_PAIRS
-typedef bfloat16x8_t Pairs;
-inline Pairs as_pairs(Bits words) { return vreinterpretq_bf16_u32((uint32x4_t)words); }
-inline Vec add_pairs(Vec sum, Pairs a, Pairs b) { return (Vec)vbfdotq_f32((float32x4_t)sum, a, b); }
-inline Halves rounded(Vec v) { return (Halves)vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)v)); }
-#endif
 
 // A vector of up to LANES numbers; those that are missing are zeros.
 template <Kind KIND>
@@ -215,5 +227,16 @@ inline Vec rough_exponential(Vec x) {
     return (Vec)_mm512_scalef_ps((__m512)sum, (__m512)count);
 #else
     return exponential<false>(x);
+#endif
+}
+
+// 1 / (1 + e^-x) to 4 parts in a million; what is 0 in bfloat16 is 0, but for numbers between -88 and -87.
+inline Vec rough_sigmoid(Vec x) {
+#if defined(__AVX512F__)
+    const Vec part = rough_exponential(x > 0.0f ? -x : x), divisor = 1.0f + part;
+    const Vec rough = (Vec)_mm512_rcp14_ps((__m512)divisor), inverse = rough * (2.0f - divisor * rough);
+    return x < -87.0f ? Vec{} : (x > 0.0f ? Vec{} + 1.0f : part) * inverse;
+#else
+    return 1.0f / (1.0f + exponential(-x));
 #endif
 }

@@ -1,12 +1,12 @@
 """Serve the same loads with this engine and with vLLM's build for a CPU, in turns, each in a fresh process.
 
-Both get the model of the recipe with random weights, a tokenizer, the recipe's slots and its budget of tokens
-in a step, room for all requests of a load, the same threads and the same preloaded libraries. Prefixes are
-shared only in the row that is about them, so that no counted run finds what its warm-up computed. A turn's
-process warms up and is then counted once. The median of the turns counts, and a ratio is printed only where
-every answer had its full length, the client kept its times, and the machine was quiet before each turn. It is
-not watched during a turn: the processor time of vLLM's workers, which end as orphans, is not to be told from
-that of others.
+Both get the model of the recipe with random weights, a tokenizer, the recipe's slots and its budget of
+tokens in a step, room for all requests of a load, the same threads and the same preloaded libraries.
+Prefixes are shared only in the row that is about them, so that no counted run finds what its warm-up
+computed. A turn's process serves the load once as a warm-up and is then counted once. The median of the
+turns counts, and a ratio is printed only where every answer had its full length, the client kept its
+times, and the machine was quiet before each turn. It is not watched during a turn: the processor time of
+vLLM's workers, which end as orphans, is not to be told from that of others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ SETTLE_S = 1.0  # seconds before a turn, for the last one's processes to be gone
 WATCH_S = 2.0  # seconds in which others are watched then
 ROOM_TOKENS = 128  # each request is rounded up to it in both caches; the pages of vLLM on a CPU
 START_S, END_S = 1800.0, 120.0  # seconds for vLLM's server, which compiles the model when it starts first
-WARM_UPS = 3  # requests that a server is sent before
 SHORT = ("uniform:70:210", "uniform:32:96")
 SERVED = {  # figures of a row that is served, by the client's names
     "ttft_p50_ms": "median_ttft_ms",
@@ -250,18 +249,9 @@ def turn(side: BesideSide, load: Load, rate_per_s: float) -> dict[str, Any]:
     others_share, late = others.share(), ""
     if load.row.served:
         with side.server(load) as server:
-            asks, _ = read_requests(load.path, skip_bad=False)
-            sent = ServePlan(
-                base_url=server.url,
-                asks=asks,
-                trace=load.path.name,
-                trace_sha256=digest(load.path),
-                request_rate=rate_per_s,
-                num_warmups=WARM_UPS,
-                seed=SEED,
-                request_timeout_s=3600.0,
-            )
-            found = measure(sent)
+            counted = plan(load, server.url, rate_per_s)
+            measure(before(counted))
+            found = measure(counted)
         duration_s, num_tokens = found["duration"], found["total_output_tokens"]
         figures = {name: found[of_client] for name, of_client in SERVED.items()}
         late = found["verdict"]["refused"].get("client on time", "")
@@ -277,6 +267,29 @@ def turn(side: BesideSide, load: Load, rate_per_s: float) -> dict[str, Any]:
         "others": round(others_share, 4),
         "late": late,
     }
+
+
+def plan(load: Load, url: str, rate_per_s: float) -> ServePlan:
+    """Return how the client sends a load."""
+    asks, _ = read_requests(load.path, skip_bad=False)
+    return ServePlan(
+        base_url=url,
+        asks=asks,
+        trace=load.path.name,
+        trace_sha256=digest(load.path),
+        request_rate=rate_per_s,
+        seed=SEED,
+        request_timeout_s=3600.0,
+    )
+
+
+def before(counted: ServePlan) -> ServePlan:
+    """Return the same load all at once, with prompts reversed so that the counted one finds none cached.
+
+    It leaves a server with compiled code, and with its cache's memory, which systems give as it is written.
+    """
+    asks = tuple(replace(each, content=each.content[::-1]) for each in counted.asks)
+    return replace(counted, asks=asks, request_rate=math.inf)
 
 
 def summary(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ constexpr int NR = LANES * VECTORS;  // outputs of a panel
 constexpr long BLOCK = 1 << 14;      // bytes of a panel that stay in the first cache for all rows of x
 constexpr long M_BLOCK = 16 * ROWS;  // rows of x that use them: their part takes at most 192 KiB of the second cache
 constexpr long SUMS = 1 << 16;       // sums that stay there as well: 256 KiB
+constexpr long PART_ROWS = 128;      // rows of a part, at least, of those that threads divide
 constexpr long LINE = 64;            // bytes that a prefetch brings
 constexpr long AHEAD = 8192;         // bytes between what few rows read and what is brought meanwhile
 constexpr int PAIRS = INT8 + 1;      // a kind of panels, beside those of vectors.h
@@ -381,6 +382,23 @@ bool panels_of_kind(int kind, const Product& of, long first, long last) {
     return panels_of<FLOAT16>(of, first, last);
 }
 
+// Into how many parts rows are divided; the threads of a part divide its panels. Of PART_ROWS rows and more, reading a
+// panel in several threads costs less than turning all rows in each, and a thread then reads what it wrote itself, since
+// operators of single rows are divided by rows, too.
+long parts_of_rows(long num_rows, long num_threads) {
+    long parts = std::max(1L, std::min(num_threads, num_rows / PART_ROWS));
+    while (num_threads % parts) parts--;
+    return parts;
+}
+
+// Rows first .. last of a product.
+Product rows_of(Product of, long first, long last, int kind) {
+    of.x = static_cast<const uint32_t*>(of.x) + first * of.x_stride;  // a float32 or a pair
+    of.y = static_cast<char*>(of.y) + first * of.y_stride * (kind == PAIRS ? sizeof(uint16_t) : sizeof(float));
+    of.num_rows = last - first;
+    return of;
+}
+
 }  // namespace
 
 extern "C" {
@@ -430,10 +448,14 @@ bool multiply(const void* x, long x_stride, const void* panels, const float* bia
     const long count = (num_outputs + NR - 1) / NR;
     if (num_rows == 0) return true;
     if (num_threads == 1) return panels_of_kind(kind, of, 0, count);
+    const long row_parts = parts_of_rows(num_rows, num_threads), column_parts = num_threads / row_parts;
     bool has_memory = true;
 #pragma omp parallel for num_threads(num_threads) schedule(static, 1) reduction(&& : has_memory)
-    for (int t = 0; t < num_threads; t++)  // a thread may compute several parts, and any of them may fail
-        has_memory &= panels_of_kind(kind, of, part(count, num_threads, t), part(count, num_threads, t + 1));
+    for (int t = 0; t < num_threads; t++) {  // a thread may compute several parts, and any of them may fail
+        const long r = t / column_parts, c = t % column_parts;
+        const Product own = rows_of(of, part(num_rows, row_parts, r), part(num_rows, row_parts, r + 1), kind);
+        has_memory &= panels_of_kind(kind, own, part(count, column_parts, c), part(count, column_parts, c + 1));
+    }
     return has_memory;
 }
 }

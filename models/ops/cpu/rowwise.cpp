@@ -16,16 +16,11 @@ namespace {
 
 constexpr long SMALL = 1 << 15;  // numbers under which one thread is as fast as several
 
-inline float sum_of(Vec v) {
-    float sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += v[lane];
-    return sum;
+// As precise as numbers of the kind are.
+template <Kind KIND>
+inline Vec sigmoid(Vec x) {
+    return KIND == BFLOAT16 ? rough_sigmoid(x) : 1.0f / (1.0f + exponential(-x));
 }
-
-inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exponential(-x)); }
-
-// Numbers near 0 lose digits, which 1 + tanh does not show.
-inline Vec hyperbolic_tangent(Vec y) { return 1.0f - 2.0f / (1.0f + exponential(2.0f * y)); }
 
 // y = norm(x) * weight, or of the sum of x and `residual`, which is then written to `total`.
 template <Kind KIND>
@@ -37,26 +32,21 @@ void normed(const void* x_, const void* residual_, const void* weight_, void* y_
     Item *y = static_cast<Item*>(y_), *total = static_cast<Item*>(total_);
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows * width > SMALL)
     for (long r = 0; r < rows; r++) {
-        const Item* own = x + r * width;
-        if (residual) {
-            for (long i = 0; i < width; i += LANES)
-                narrow_some<KIND>(total + r * width + i,
-                                  widen_some<KIND>(own + i, width - i) +
-                                      widen_some<KIND>(residual + r * width + i, width - i),
-                                  width - i);
-            own = total + r * width;
-        }
+        const Item* own = residual ? total + r * width : x + r * width;
         Vec squares = {};
         for (long i = 0; i < width; i += LANES) {
-            const Vec each = widen_some<KIND>(own + i, width - i);
+            Vec each = widen_some<KIND>(x + r * width + i, width - i);
+            if (residual) {
+                each = Stored<KIND>::through(each + widen_some<KIND>(residual + r * width + i, width - i));
+                narrow_some<KIND>(total + r * width + i, each, width - i);
+            }
             squares += each * each;
         }
-        const float scale = 1.0f / std::sqrt(sum_of(squares) / width + eps);
+        const float scale = 1.0f / std::sqrt(total_of(squares) / width + eps);
         for (long i = 0; i < width; i += LANES) {
-            Item rounded[LANES];  // the norm is rounded before it is weighed
-            Stored<KIND>::narrow(rounded, widen_some<KIND>(own + i, width - i) * scale);
-            narrow_some<KIND>(y + r * width + i, widen_some<KIND>(weight + i, width - i) * Stored<KIND>::widen(rounded),
-                              width - i);
+            // The norm is rounded before it is weighed
+            const Vec norm = Stored<KIND>::through(widen_some<KIND>(own + i, width - i) * scale);
+            narrow_some<KIND>(y + r * width + i, widen_some<KIND>(weight + i, width - i) * norm, width - i);
         }
     }
 }
@@ -103,7 +93,7 @@ void curved(Curve curve, const void* x_, void* y_, long count, int num_threads) 
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && count > SMALL)
     for (long i = 0; i < count; i += LANES) {
         const Vec each = widen_some<KIND>(x + i, count - i);
-        narrow_some<KIND>(y + i, curve == SIGMOID ? sigmoid(each) : softplus(each), count - i);
+        narrow_some<KIND>(y + i, curve == SIGMOID ? sigmoid<KIND>(each) : softplus(each), count - i);
     }
 }
 
@@ -120,7 +110,7 @@ void scored(const void* x_, const void* weight_, const float* bias, void* y_, lo
         Vec products = {};
         for (long i = 0; i < width; i += LANES)
             products += widen_some<KIND>(own + i, width - i) * widen_some<KIND>(by + i, width - i);
-        narrow_some<KIND>(y + place, Vec{} + sum_of(products) + (bias ? bias[place % outputs] : 0.0f), 1);
+        narrow_some<KIND>(y + place, Vec{} + total_of(products) + (bias ? bias[place % outputs] : 0.0f), 1);
     }
 }
 
@@ -133,20 +123,22 @@ void shared_out(const float* x, float* y, long rows, long width) {
             narrow_some<FLOAT32>(y + i, exponential(widen_some<FLOAT32>(x + i, width - i) - top), width - i);
         Vec sums = {};
         for (long i = 0; i < width; i += LANES) sums += widen_some<FLOAT32>(y + i, width - i);
-        const float sum = sum_of(sums);
+        const float sum = total_of(sums);
         for (long i = 0; i < width; i++) y[i] /= sum;
     }
 }
 
 enum Gate { SILU, GELU, CLAMPED };
 
+template <Kind KIND>
 inline Vec opened(Gate gate, Vec x, Vec up, float slope, float limit) {
-    if (gate == SILU) return x * sigmoid(x) * up;
-    if (gate == GELU) return 0.5f * x * (1.0f + hyperbolic_tangent(0.7978845608f * (x + 0.044715f * x * x * x))) * up;
+    if (gate == SILU) return x * sigmoid<KIND>(x) * up;
+    // (1 + tanh(y)) / 2 is the sigmoid of 2 y
+    if (gate == GELU) return x * sigmoid<KIND>(1.5957691216f * (x + 0.044715f * x * x * x)) * up;
     const Vec most = Vec{} + limit, least = Vec{} - limit;
     x = x > most ? most : x;
     up = up > most ? most : up < least ? least : up;
-    return (up + 1.0f) * (x * sigmoid(slope * x));
+    return (up + 1.0f) * (x * sigmoid<KIND>(slope * x));
 }
 
 template <Kind KIND>
@@ -159,7 +151,7 @@ void gated(Gate gate, const void* x_, void* y_, long rows, long width, float slo
         for (long i = 0; i < width; i += LANES) {
             const Vec shut = widen_some<KIND>(x + 2 * r * width + i, width - i);
             const Vec up = widen_some<KIND>(x + (2 * r + 1) * width + i, width - i);
-            narrow_some<KIND>(y + r * width + i, opened(gate, shut, up, slope, limit), width - i);
+            narrow_some<KIND>(y + r * width + i, opened<KIND>(gate, shut, up, slope, limit), width - i);
         }
 }
 
@@ -179,9 +171,9 @@ void gated_normed(const void* x_, const void* gate_, const void* weight_, void* 
             const Vec each = widen_some<KIND>(own + i, width - i);
             squares += each * each;
         }
-        const float scale = 1.0f / std::sqrt(sum_of(squares) / width + eps);
+        const float scale = 1.0f / std::sqrt(total_of(squares) / width + eps);
         for (long i = 0; i < width; i += LANES) {
-            const Vec by = widen_some<KIND>(shut + i, width - i), open = is_silu ? by * sigmoid(by) : sigmoid(by);
+            const Vec by = widen_some<KIND>(shut + i, width - i), open = is_silu ? by * sigmoid<KIND>(by) : sigmoid<KIND>(by);
             const Vec norm = widen_some<KIND>(own + i, width - i) * scale * widen_some<KIND>(weight + i, width - i);
             narrow_some<KIND>(y + r * width + i, norm * open, width - i);
         }
