@@ -77,8 +77,10 @@ def measure(recipe: Recipe, samplings: Iterable[str] = SAMPLING) -> dict[str, ob
         num_first = max(1, num_layers - config.num_mixtures)
     machine = start(small.device)
     assert isinstance(machine, Npu), "a narrow recipe names an NPU"
-    if machine.product.joins_latents:
-        small = _as_joined(small, config)
+    if machine.product.joins_latents and config.hidden_size in PROLOG_HIDDEN:
+        # The fused prolog accepts the whole model's hidden size, so the narrow one gets one that it accepts.
+        hf = dict(small.model.config or {}) | {"hidden_size": PROLOG_HIDDEN[0]}
+        small = replace(small, model=replace(small.model, config=hf))
     log = machine.launch_log
     assert log is not None, "and the stand-in for it"
     built = build(small)
@@ -123,7 +125,10 @@ def _narrow(recipe: Recipe) -> Recipe:
     config = model_config(recipe)
     hf |= {**NARROW, "num_hidden_layers": LAYERS}
     hf |= {key: value for key, value in NARROW_EXPERT.items() if key in hf}
-    if config.quantization is not None and not _fuses_gate(config, recipe.parallel):
+    sharing = recipe.parallel.tensor // recipe.parallel.expert  # ranks that share an expert
+    # One launch gates a dense MLP in int8, and a rank's part of an expert of some widths.
+    gates_apart = config.mixture is not None and not fuses_gate(config.mixture.inner_size // sharing)
+    if config.quantization is not None and gates_apart:
         hf["moe_intermediate_size" if "moe_intermediate_size" in hf else "intermediate_size"] = UNFUSED_EXPERT
     if config.latent is None:
         hf["head_dim"] = config.head_dim
@@ -148,20 +153,6 @@ def _narrow(recipe: Recipe) -> Recipe:
         speculation=SpeculationSection(),
         parallel=ParallelSection(),  # collectives are not counted
     )
-
-
-def _fuses_gate(config: DecoderConfig, parallel: ParallelSection) -> bool:
-    """Return whether a rank's part of an int8 expert is gated in one launch, as dense MLPs always are."""
-    sharing = parallel.tensor // parallel.expert
-    return config.mixture is None or fuses_gate(config.mixture.inner_size // sharing)
-
-
-def _as_joined(small: Recipe, config: DecoderConfig) -> Recipe:
-    """Set a hidden size that the fused prolog accepts, where it accepts the whole model's."""
-    if config.hidden_size not in PROLOG_HIDDEN:
-        return small
-    hf = dict(small.model.config or {}) | {"hidden_size": PROLOG_HIDDEN[0]}
-    return replace(small, model=replace(small.model, config=hf))
 
 
 def _name_layers(layers: Iterable[Module], name: Callable[[str], None]) -> None:
