@@ -28,7 +28,7 @@ from serving.text.tokenizer import Text
 mpl.use("Agg")  # draws files, without a display
 
 RECIPE = "recipes/tiny/cpu.yaml"
-NUM_SLOTS = 16
+NUM_SLOTS, SEED = 16, 7
 RUNS = {
     "static batching": [
         "scheduler.policy=static",
@@ -56,9 +56,9 @@ Bar = tuple[float, float]  # start and width, in seconds
 
 def trace(num_requests: int, rate_per_s: float, text: Text) -> list[Job]:
     """Return chats that arrive by a Poisson process, the same ones at every call."""
-    arrivals, at_s = random.Random(7), 0.0
+    arrivals, at_s = random.Random(SEED), 0.0
     jobs = []
-    for number, messages in enumerate(demo_requests(num_requests, seed=7)):
+    for number, messages in enumerate(demo_requests(num_requests, seed=SEED)):
         fields = {
             "id": f"{number}",
             "messages": messages,
@@ -86,13 +86,6 @@ def run(
     timeline, records = serve(engine, text, jobs)
     requests = [job.request for job in jobs]
     return summarise(engine, requests, timeline), timeline, records, min(r.arrival_s for r in requests)
-
-
-def print_answers(num_requests: int, records: list[Record], count: int) -> None:
-    """Print the first few questions with the model's answers."""
-    answers = {record["id"]: record for record in records}
-    for number, messages in enumerate(demo_requests(num_requests, seed=7)[:count]):
-        print(f"  {messages[-1]['content']}\n    -> {answers[str(number)]['text'].strip()}")
 
 
 def request_colour(number: int, *, decode: bool) -> tuple[float, float, float]:

@@ -104,17 +104,6 @@ def objective(text: str) -> tuple[str, float]:
     raise argparse.ArgumentTypeError(f"{text!r} is no objective; write {known} and :MILLISECONDS")
 
 
-def values(text: str) -> list[str]:
-    """Parse the overrides of one `--try KEY=V1,V2`."""
-    name, equals, given = text.partition("=")
-    found = [f"{name}={each.strip()}" for each in given.split(",")]
-    if not equals or f"{name}=" in found:
-        raise argparse.ArgumentTypeError(f"{text!r} names no values; write KEY=V1,V2 (null for none)")
-    if len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r} has a value twice; leave one out")
-    return found
-
-
 def why(error: Exception) -> str:
     """Return why a line or an entry of a file cannot be read, in a few words."""
     if isinstance(error, json.JSONDecodeError):
@@ -206,7 +195,7 @@ def medians(rounds: Sequence[Mapping[str, float]], digits: int = 4) -> dict[str,
 def print_figures(result: Mapping[str, Any]) -> None:
     """Print the figures of one run, one a line; details of each request, moment or key are for programs."""
     for name, value in result.items():
-        if name in ("records", "metrics", "counters", "counters_after_all_runs", "settings", "digests"):
+        if name in ("records", "counters", "settings", "digests"):
             continue
         if name == "verdict" and isinstance(value, dict):
             value = verdict_line(value)

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from recipes.schema.recipe import ROOT
 
 EVERY_S = 0.1  # seconds between two checks of a starting server
-START_S = 300.0  # seconds in which a server starts, unless an option says otherwise
+START_S = 300.0  # seconds in which a server starts, unless the caller says otherwise
 END_S = 30.0  # seconds for a server to end, beyond the time that it gives to requests
 FAREWELLS = ("Shutting down", "Finished server process")  # lines that do not say why a server ended
 LISTENS = r"listening at http://([\d.]+):(\d+)"
@@ -74,7 +74,7 @@ class ServerProcess:
                 return
             self.check()
             if time.monotonic() > until_s:
-                raise self._trouble(f"takes no requests after {timeout_s:g} s (--ready-check-timeout-sec)")
+                raise self._trouble(f"takes no requests after {timeout_s:g} s")
             time.sleep(EVERY_S)
 
     def end(self, end_s: float) -> None:
@@ -101,13 +101,10 @@ class ServerProcess:
         tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
         return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
-    def engine(self) -> int:
-        """Return the process of its engine, which is another one after each that has ended."""
-        return int(self.said(READY)[-1])
-
     def resident_kib(self) -> tuple[int, int]:
-        """Return the memory that it and its engine hold."""
-        statuses = [Path(f"/proc/{each}/status").read_text() for each in (self._process.pid, self.engine())]
+        """Return the memory that it holds, and that its engine does, which is its latest process."""
+        processes = self._process.pid, self.said(READY)[-1]
+        statuses = [Path(f"/proc/{each}/status").read_text() for each in processes]
         server_kib, engine_kib = (int(each.partition("VmRSS:")[2].split()[0]) for each in statuses)
         return server_kib, engine_kib
 

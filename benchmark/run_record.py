@@ -1,14 +1,20 @@
-"""Record the steps and tokens of one run, and derive what a result states of it.
+"""Record the clocks, steps and tokens of one run, and derive what a result states of it.
 
 These are the figures that are commonly reported, and beside them what the gate needs to audit them: counters,
-a record of each request, and what computed.
+a record of each request, and what computed. Figures are read from a monotonic clock. The clocks of the wall
+and of the processor are read beside it, so that a gate can compare durations with something that they were
+not computed from.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,27 +24,97 @@ from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
 from devices.rates import named
 from recipes.schema.recipe import Recipe
-from simulation.run_totals import rounded
+from simulation.run_totals import DONE, rounded
 
 if TYPE_CHECKING:  # it imports torch
     from recipes.assembly.engine import BuiltEngine
 
 Figures = dict[str, float]
 Result = dict[str, Any]
-MOST_READINGS = 500
-DONE = ("stop", "length")
-COLUMNS = ("at_s", "running", "waiting", "kv_usage")  # A reading has these, as a server's metrics do
+NEAR_S = 5e-5  # seconds between two readings of one moment, unless something else ran in between
+TRIES = 20
+STAT = Path("/proc/stat")
+
+
+def with_wall(clock: Callable[[], float]) -> tuple[float, float]:
+    """Return the wall clock's and another clock's readings of one moment.
+
+    On a busy machine this process may have to wait between both; they are then read again.
+    """
+    nearest, found = float("inf"), (0.0, 0.0)
+    for _ in range(TRIES):
+        before_s, wall_s, after_s = clock(), time.time(), clock()
+        if after_s - before_s < nearest:
+            nearest, found = after_s - before_s, (wall_s, (before_s + after_s) / 2)
+        if nearest <= NEAR_S:
+            break
+    return found
+
+
+class RunClock:
+    """A clock that starts when it is made."""
+
+    __slots__ = ("_cpu_s", "_monotonic_s", "_wall_s")
+
+    def __init__(self) -> None:
+        self._cpu_s = time.process_time()
+        self._wall_s, self._monotonic_s = with_wall(time.monotonic)
+
+    def read(self) -> dict[str, object]:
+        """Return what has passed since, in the form of a result: `monotonic_s` and `cpu_s` in seconds.
+
+        The processor time is of all threads of this process.
+        """
+        wall_s, monotonic_s = with_wall(time.monotonic)
+        return {
+            "started_at": _iso(self._wall_s),
+            "ended_at": _iso(wall_s),
+            "monotonic_s": round(monotonic_s - self._monotonic_s, 6),
+            "cpu_s": round(time.process_time() - self._cpu_s, 6),
+        }
+
+
+def _iso(wall_s: float) -> str:
+    return datetime.fromtimestamp(wall_s, timezone.utc).isoformat(timespec="microseconds")
+
+
+class OtherLoad:
+    """The processor time of this machine that neither this process nor its ended children took.
+
+    It counts from when it is made, by Linux's `/proc/stat`, with what a hypervisor took from the machine.
+    """
+
+    __slots__ = ("_own_s", "_since_s", "_taken_s")
+
+    def __init__(self) -> None:
+        self._since_s, self._taken_s, self._own_s = time.monotonic(), taken_s(STAT.read_text()), own_s()
+
+    def share(self) -> float:
+        """Return the others' share of the processor time of all cores."""
+        others_s = taken_s(STAT.read_text()) - self._taken_s - (own_s() - self._own_s)
+        all_s = (time.monotonic() - self._since_s) * (os.cpu_count() or 1)
+        return min(1.0, max(0.0, others_s) / all_s)
+
+
+def taken_s(stat: str) -> float:
+    """Return the seconds that all cores were not idle: user, nice, system, both interrupts, and stolen."""
+    user, nice, system, _idle, _waiting, hard, soft, stolen = map(int, stat.split()[1:9])
+    return (user + nice + system + hard + soft + stolen) / os.sysconf("SC_CLK_TCK")
+
+
+def own_s() -> float:
+    """Return the processor time of this process and of its children that have ended."""
+    return sum(os.times()[:4])
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step: when it ran, and for each span its row, its request and the number of tokens computed."""
+    """One step: when it ran, and for each span its row, its request and what it computed."""
 
     start_s: float
     end_s: float
     rows: list[int]
     request_ids: list[str]
-    num_tokens: list[int]
     decodes: list[bool]  # whether the span computed a sampled token, not a part of the prompt
     held_pages: int  # pages that rows hold, without idle cached pages
     num_running: int  # requests in slots, including those that this step ended
@@ -72,7 +148,6 @@ class Timeline:
                 end_s=step.end_s,
                 rows=batch.slots.tolist(),
                 request_ids=ids,
-                num_tokens=(batch.stops - batch.starts).tolist(),
                 decodes=(batch.starts >= slots.num_prompt[batch.slots]).tolist(),
                 held_pages=pool.num_pages - 1 - pool.num_free - prefix.num_idle,
                 num_running=num_running,
@@ -92,28 +167,52 @@ class Timeline:
             self.token_times_s.setdefault(request.id, []).append(step.end_s)
 
 
-def readings(timeline: Timeline, origin_s: float, num_pages: int) -> dict[str, object]:
-    """Return what the ends of the last step and of others saw, at most MOST_READINGS plus one in all."""
-    steps = timeline.steps
-    every = -(-len(steps) // MOST_READINGS) or 1
-    rows = [
-        [
-            round(each.end_s - origin_s, 6),
-            each.num_running,
-            each.num_waiting,
-            round(each.held_pages / num_pages, 4),
-        ]
-        for each in (*steps[:-1:every], *steps[-1:])
-    ]
-    return {"columns": list(COLUMNS), "readings": rows}
-
-
 def percentiles(values_s: Sequence[float]) -> Figures:
-    """Return mean and percentiles in milliseconds of durations in seconds; empty for no values."""
+    """Return mean, deviation and percentiles in milliseconds of durations in seconds; empty for no values."""
     if not len(values_s):
         return {}
-    found_s = [float(np.mean(values_s)), *np.percentile(values_s, [50, 90, 99]).tolist()]
-    return {name: round(1e3 * value, 3) for name, value in zip(("mean", "p50", "p90", "p99"), found_s)}
+    found_s = [np.mean(values_s), np.std(values_s), *np.percentile(values_s, [50, 90, 99])]
+    names = ("mean", "std", "p50", "p90", "p99")
+    return {name: round(1e3 * float(value), 3) for name, value in zip(names, found_s)}
+
+
+def figures_of(records: Sequence[Result], due_s: Sequence[float]) -> Result:
+    """Return counts, rates and latencies of requests by their records.
+
+    Times of records count from the first arrival, and the duration runs to the last token or failure. Failed
+    requests are counted, and their tokens are not.
+    """
+    done = [each for each in records if each["finish_reason"] in DONE]
+    ends_s = [end for each in records if (end := each.get("finish_s", each.get("end_s"))) is not None]
+    duration_s = max(ends_s, default=0.0)
+    per_s = 1 / duration_s if duration_s > 0 else 0.0
+    spread_s = max(due_s, default=0.0) - min(due_s, default=0.0)
+    prompt_tokens = sum(each["prompt_tokens"] or 0 for each in done)
+    lens, asked = [each["output_tokens"] for each in done], [each["max_tokens"] for each in records]
+    spans_s = [(each["finish_s"] - each["first_token_s"], each["output_tokens"] - 1) for each in done]
+    times_s = [each.get("token_times_s") or each.get("piece_times_s") or [] for each in done]
+    gaps_s = [gap for each in times_s for gap in np.diff(each).tolist()]
+    return {
+        "requests": len(records),
+        "completed": len(done),
+        "failed": len(records) - len(done),
+        "ended_by": dict(Counter(sorted(str(each["finish_reason"]) for each in done))),
+        "duration_s": round(duration_s, 6),
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": sum(lens),
+        "requests_per_s": rounded(len(done) * per_s, 4),
+        "output_tokens_per_s": rounded(sum(lens) * per_s, 3),
+        "total_tokens_per_s": rounded((prompt_tokens + sum(lens)) * per_s, 3),
+        "ttft_ms": percentiles([each["first_token_s"] - each["arrival_s"] for each in done]),
+        "tpot_ms": percentiles([spent_s / count for spent_s, count in spans_s if count > 0]),
+        "itl_ms": percentiles(gaps_s),
+        "itl_gaps": len(gaps_s),
+        "e2e_ms": percentiles([each["finish_s"] - each["arrival_s"] for each in done]),
+        "offered_per_s": rounded((len(records) - 1) / spread_s, 4) if spread_s > 0 else None,
+        "least_output_tokens": min(lens, default=None),
+        "most_output_tokens": max(lens, default=None),
+        "asked_output_tokens": None if None in asked else sum(asked),
+    }
 
 
 def end_s(request: Request, times_s: Sequence[float]) -> float | None:
@@ -122,79 +221,36 @@ def end_s(request: Request, times_s: Sequence[float]) -> float | None:
 
 
 def summarise(engine: Engine, requests: Sequence[Request], timeline: Timeline) -> Result:
-    """Return throughput and latencies of finished requests.
-
-    The duration runs from the first arrival to the last token. A request that failed is counted, and its
-    tokens are not.
-    """
-    done = [r for r in requests if r.finish_reason in DONE]
-    start_s = min((r.arrival_s for r in requests), default=0.0)
-    ends_s = {r.id: end_s(r, timeline.token_times_s.get(r.id, ())) for r in requests}
-    duration_s = max((end or start_s for end in ends_s.values()), default=0.0) - start_s
-    answer_tokens = sum(len(r.answer) for r in done)
-    times = {r.id: timeline.token_times_s.get(r.id, []) for r in done}
-    gaps = [gap for of_one in times.values() for gap in np.diff(of_one).tolist()]
-    counters, before = engine.scheduler.counters, timeline.before
-    num_pages = engine.scheduler.pool.num_pages - 1
-    per_s, num_steps = 1 / duration_s if duration_s > 0 else 0.0, len(timeline.steps) or 1
-    prompt_tokens = sum(r.num_prompt_tokens for r in done)
-    looked_up = max(1, counters.prompt_tokens - before.prompt_tokens)
-    return {
-        "requests": len(requests),
-        "completed": len(done),
-        "failed": len(requests) - len(done),
-        "duration_s": round(duration_s, 4),
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": answer_tokens,
-        "requests_per_s": rounded(len(done) * per_s, 3),
-        "output_tokens_per_s": rounded(answer_tokens * per_s, 2),
-        "total_tokens_per_s": rounded((answer_tokens + prompt_tokens) * per_s, 2),
-        "ttft_ms": percentiles([r.first_token_s - r.arrival_s for r in done if r.first_token_s is not None]),
-        "tpot_ms": percentiles([(t[-1] - t[0]) / (len(t) - 1) for t in times.values() if len(t) > 1]),
-        "itl_ms": percentiles(gaps),
-        "itl_gaps": len(gaps),
-        "e2e_ms": percentiles([end - r.arrival_s for r in done if (end := ends_s[r.id]) is not None]),
-        "mean_batch": round(sum(len(s.rows) for s in timeline.steps) / num_steps, 2),
-        "mean_page_use": round(sum(s.held_pages for s in timeline.steps) / num_steps / num_pages, 4),
-        "steps": len(timeline.steps),
-        "prefix_hit_rate": round((counters.hit_tokens - before.hit_tokens) / looked_up, 4),
-        "preemptions": counters.preemptions - before.preemptions,
-    }
-
-
-def accounts(engine: Engine, requests: Sequence[Request], timeline: Timeline, duration_s: float) -> Result:
-    """Return what the gate's laws need beside the figures.
+    """Return the figures of a run, and what the gate's laws need beside them.
 
     The figures know one answer of each request. Where some requests failed or were searched for, there are no
     records. Where the engine did not end just these requests, each in a step, there are no means over time
     either: there may be more samples, or stop strings, which end a request between steps.
     """
-    steps = timeline.steps
-    done = [r for r in requests if r.finish_reason in DONE]
-    lens = [len(r.answer) for r in done]
-    arrivals_s = [r.arrival_s for r in requests]
-    spread_s = max(arrivals_s, default=0.0) - min(arrivals_s, default=0.0)
-    plain = len(done) == len(requests) and not any(r.hypotheses for r in requests)
+    steps, counters, before = timeline.steps, engine.scheduler.counters, timeline.before
+    arrivals_s, kept = [r.arrival_s for r in requests], records(requests, timeline.token_times_s)
+    figures = figures_of(kept, arrivals_s)
+    num_pages, num_steps = engine.scheduler.pool.num_pages - 1, len(steps) or 1
+    looked_up = max(1, counters.prompt_tokens - before.prompt_tokens)
+    plain = not figures["failed"] and not any(r.hypotheses for r in requests)
     in_steps = sum(step.num_ended for step in steps) == len(requests)
+    if any(len(each["token_times_s"]) != each["output_tokens"] for each in kept):
+        for each in kept:  # a token that came in no step has no time
+            del each["token_times_s"]
     return {
-        "offered_per_s": rounded((len(requests) - 1) / spread_s, 4) if spread_s > 0 else None,
+        **figures,
+        "mean_batch": round(sum(len(s.rows) for s in steps) / num_steps, 2),
+        "mean_page_use": round(sum(s.held_pages for s in steps) / num_steps / num_pages, 4),
+        "steps": len(steps),
+        "prefix_hit_rate": round((counters.hit_tokens - before.hit_tokens) / looked_up, 4),
+        "preemptions": counters.preemptions - before.preemptions,
         "slots": engine.slots.num_slots,
-        "num_pages": engine.scheduler.pool.num_pages - 1,
-        "counters": {"before": asdict(timeline.before), "after": asdict(engine.scheduler.counters)},
+        "num_pages": num_pages,
+        "counters": {"before": asdict(before), "after": asdict(counters)},
         "max_tokens_per_step": 1,
-        "least_output_tokens": min(lens, default=None),
-        "most_output_tokens": max(lens, default=None),
-        **(_asked(requests) if plain else {}),
-        **(means_over_time(steps, arrivals_s, duration_s) if plain and in_steps else {}),
-        **({"records": records(requests, timeline.token_times_s)} if plain else {}),
+        **(means_over_time(steps, arrivals_s, figures["duration_s"]) if plain and in_steps else {}),
+        **({"records": kept} if plain else {}),
     }
-
-
-def _asked(requests: Sequence[Request]) -> Result:
-    """Return how answers ended, and the most tokens that they could have, for requests with records."""
-    ended_by = Counter(sorted(str(each.finish_reason) for each in requests))
-    asked = sum(each.params.max_tokens for each in requests)
-    return {"ended_by": dict(ended_by), "asked_output_tokens": asked}
 
 
 def hardware(built: BuiltEngine, recipe: Recipe, machine: Mapping[str, object]) -> Result:
@@ -239,19 +295,11 @@ def means_over_time(steps: Sequence[StepRecord], arrivals_s: Sequence[float], du
 
 
 def records(requests: Sequence[Request], token_times_s: Mapping[str, Sequence[float]]) -> list[Result]:
-    """Return a record of each request; times count from the first arrival.
-
-    The times of tokens are included where each token of every answer came in a step.
-    """
+    """Return a record of each request; times count from the first arrival."""
     origin_s = min((r.arrival_s for r in requests), default=0.0)
-    in_steps = all(len(token_times_s.get(r.id, ())) == len(r.answer) for r in requests)
 
     def since(time_s: float | None) -> float | None:
         return None if time_s is None else round(time_s - origin_s, 6)
-
-    def of_tokens(request: Request) -> Result:
-        times_s = token_times_s.get(request.id, ())
-        return {"token_times_s": [since(each) for each in times_s]} if in_steps else {}
 
     return [
         {
@@ -263,7 +311,7 @@ def records(requests: Sequence[Request], token_times_s: Mapping[str, Sequence[fl
             "max_tokens": r.params.max_tokens,
             "output_tokens": len(r.answer),
             "finish_reason": r.finish_reason,
-            **of_tokens(r),
+            "token_times_s": [since(each) for each in token_times_s.get(r.id, ())],
         }
         for r in requests
     ]

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from benchmark.gate.gate import ANYWHERE, LAWS, audit, print_published, print_verdict, published
+from benchmark.gate.gate import ANYWHERE, LAWS, audit, published
 from benchmark.gate.result import read_result
 from recipes.schema import verb
 
@@ -40,20 +42,41 @@ def main(argv: list[str]) -> int:
         return 0
     if options.sources:
         if options.json:
-            found = [{"source": row.source, "row": row.name, **row.verdict.describe()} for row in published()]
+            found = [{"source": row.source, "row": row.name, **row.verdict} for row in published()]
             print(json.dumps(found, indent=2))
         else:
-            print_published()
+            _print_published()
         return 0
     try:
         verdict = audit(read_result(options.file))
     except ValueError as error:
         raise ValueError(f"{options.file}: {error}") from error
     if options.json:
-        print(json.dumps(verdict.describe(), indent=2))
+        print(json.dumps(verdict, indent=2))
     else:
-        print_verdict(verdict)
-    return 0 if verdict.passed else 1
+        _print_verdict(verdict)
+    return int(verdict["outcome"] != "pass")
+
+
+def _print_verdict(verdict: Mapping[str, Any]) -> None:
+    """Print one law a line, the refused ones first."""
+    statements = {law.name: law.statement for law in (*LAWS, *ANYWHERE)}
+    passed = {name: statements[name] for name in verdict["passed"]}
+    laws = {"refused": verdict["refused"], "pass": passed, "not checkable": verdict["not_checkable"]}
+    for outcome, each in laws.items():
+        for name, why in each.items():
+            print(f"{outcome:14} {name:18} {why}")
+
+
+def _print_published() -> None:
+    """Print each published row, with each law that it breaks."""
+    source = ""
+    for row in published():
+        if row.source != source:
+            source = row.source
+            print(source)
+        for name, why in (row.verdict["refused"] or {"pass": ""}).items():
+            print(f"  {row.name:30} {name:18} {why}")
 
 
 if __name__ == "__main__":

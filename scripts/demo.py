@@ -13,9 +13,10 @@ import argparse
 from pathlib import Path
 
 from benchmark import options as kinds
-from benchmark.demo import NUM_SLOTS, ROWS, RUNS, print_answers, run, save_slots
+from benchmark.demo import NUM_SLOTS, ROWS, RUNS, SEED, run, save_slots
 from recipes.schema import verb
 from recipes.schema.numbers import real, whole
+from recipes.tiny.corpus import demo_requests
 
 
 def main(argv: list[str]) -> None:
@@ -32,7 +33,9 @@ def main(argv: list[str]) -> None:
     results = {name: run(overrides, options.requests, options.rate) for name, overrides in RUNS.items()}
 
     print(f"{options.requests} requests, {options.rate:g} a second, {NUM_SLOTS} slots; some answers:\n")
-    print_answers(options.requests, results["continuous batching"][2], 6)
+    answers = {record["id"]: record["text"].strip() for record in results["continuous batching"][2]}
+    for number, messages in enumerate(demo_requests(options.requests, seed=SEED)[:6]):
+        print(f"  {messages[-1]['content']}\n    -> {answers[str(number)]}")
     print("\n" + " " * 36 + "".join(f"{name:>22}" for name in results))
     for each in ROWS:
         print(f"{each.heading:36}" + "".join(f"{each.cell(result[0]):>22}" for result in results.values()))

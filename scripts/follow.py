@@ -1,6 +1,6 @@
 """Hold a further machine's ranks of an engine.
 
-    python -m scripts.follow RECIPE [key=value ...] [--in-turn]
+    python -m scripts.follow RECIPE [key=value ...]
 
 The command is started on every machine but the first, where a verb such as scripts.serve leads;
 scripts/launch.sh starts the right one of the two. Which machine this is comes from `parallel.nodes`, or from
@@ -28,12 +28,6 @@ def main(argv: list[str]) -> int:
         prog="python -m scripts.follow", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add_recipe(parser)
-    parser.add_argument(
-        "--in-turn",
-        action="store_true",
-        help="of a sweep: follow one engine after the other, each with its leader's settings, until none\n"
-        "has come for parallel.connect_timeout_s",
-    )
     asked = parser.parse_intermixed_args(with_recipe("scripts.follow", argv))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     recipe = load(asked.recipe, asked.overrides, asked.profile)
@@ -46,7 +40,7 @@ def main(argv: list[str]) -> int:
         )
     from recipes.cluster.node import hold  # imported here because it imports torch, which takes a second
 
-    return hold(recipe, cluster, in_turn=asked.in_turn)
+    return hold(recipe, cluster)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,6 @@ esac
 
 if ((node)); then # the first machine leads, and the others hold further ranks of its engine
     command=("$python" -m scripts.follow "${found[@]:2}")
-    [[ "$verb ${1:-}" != "benchmark sweep" ]] || command+=(--in-turn)
 else
     command=("$python" -m "scripts.$verb" "$@")
 fi

@@ -3,8 +3,6 @@
     python -m scripts.replay FILE                       decide every step again; the first difference, if any
     python -m scripts.replay FILE --explain REQUEST_ID  one request's story
     python -m scripts.replay FILE --trace OUT.json      a time line for Perfetto or chrome://tracing
-    python -m scripts.replay FILE --policy NAME [scheduler.KEY=VALUE ...]
-                                                        what if another policy had served these requests
 
 A recording is made with `scheduler.record=FILE` in the recipe. Exit status 1: a decision differs; 2: the
 recording is damaged; 3: its end is missing. What comes before the damage is replayed all the same, and a time
@@ -16,8 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from benchmark.recordings import trace_events
-from benchmark.recordings.recorded import Recording, Story, change, compare
+from benchmark.recordings import RecordedTrace, Recording, Story
 from borders.files import opened, whole_file
 from continuous_batching.recording.replay import Divergence, Event, Replayed, replay
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -32,22 +29,15 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m scripts.replay", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     top.add_argument("file", help="a recording")
-    what = "with --policy: other keys of scheduler and speculation"
-    top.add_argument("changes", nargs="*", metavar="SECTION.KEY=VALUE", help=what)
     purpose = top.add_mutually_exclusive_group()
     purpose.add_argument("--explain", metavar="REQUEST_ID", help="print one request's story")
     purpose.add_argument("--trace", metavar="OUT.json", help="write a time line")
-    purpose.add_argument("--policy", metavar="NAME", help="what if this policy had served the same requests")
     return top
 
 
 def main(argv: list[str]) -> int:
     """Replay; raises ValueError or OSError for an unusable file."""
-    options = parser().parse_intermixed_args(argv)
-    if options.changes and options.policy is None:
-        raise ValueError(
-            f"{options.changes[0]}: a recording is replayed as it was; with --policy NAME it may change"
-        )
+    options = parser().parse_args(argv)
     if options.trace is not None:
         keep_apart(options.trace, options.file)
     with opened(options.file) as file:
@@ -71,11 +61,8 @@ def act(
         print("\n".join(story.lines))
     elif options.trace is not None:
         with whole_file(options.trace) as output:
-            count = trace_events.write(output, trace_events.timeline(recording, scheduler, events))
+            count = RecordedTrace(output, scheduler).write(recording, events)
         print(f"{count} events in {options.trace}; open it in ui.perfetto.dev")
-    elif options.policy is not None:
-        changes = [("scheduler", "policy", options.policy), *map(change, options.changes)]
-        compare(changes, recording, scheduler, events)
     else:
         steps = [event.number for event in events if isinstance(event, Replayed)]
         print(f"{len(recording.added)} requests, {len(steps)} steps: every decision is the same")

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from benchmark import options as kinds
-from benchmark.reproduce import EXPERIMENTS, reproduce
+from benchmark.reproduce import experiments, reproduce
 from recipes.schema import verb
 from recipes.schema.numbers import whole
 
@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    names = [each.name for each in EXPERIMENTS]
+    names = [each.name for each in experiments()]
     add = top.add_argument
     add("--output", type=kinds.folder, required=True, metavar="DIR")
     add("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
@@ -43,10 +43,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Run and print; raises ValueError or OSError for what cannot be done."""
     options = parser().parse_args(argv)
-    chosen = [each for each in EXPERIMENTS if each.name in options.only]
+    known = experiments()
+    chosen = [each for each in known if each.name in options.only]
     if options.quick:
         chosen = [each.quick() for each in chosen]
-    flags = [*(["--only", *options.only] if len(chosen) < len(EXPERIMENTS) else [])]
+    flags = [*(["--only", *options.only] if len(chosen) < len(known) else [])]
     flags += ["--quick"] if options.quick else []
     command = " ".join(["python -m scripts.reproduce", *flags, "--output DIR"])
     num_cases, num_refused, path = reproduce(chosen, command, options.output, options.jobs, options.json)

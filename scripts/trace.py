@@ -8,9 +8,9 @@
 The lines are what `python -m scripts.generate` reads: prompts of token ids, so that any model serves them,
 and answers of exactly the drawn length. Requests arrive by a Poisson process, or all at once at rate `inf`;
 in bursts, the gaps drawn from a gamma distribution; or at a rate that changes linearly from --rate to a last
-one. LENGTHS are `N`, `uniform:LEAST:MOST`, `lognormal:MEAN:SIGMA` (sigma of the logarithm) or `file:PATH`
-(one a line). The same seed draws the same lengths and prompts at every rate. Requests, lengths and vocabulary
-have defaults (see below), and the summary names those that were used.
+one. LENGTHS are `N`, `uniform:LEAST:MOST` or `lognormal:MEAN:SIGMA` (sigma of the logarithm). The same seed
+draws the same lengths and prompts at every rate. Requests, lengths and vocabulary have defaults (see below),
+and the summary names those that were used.
 
 A session's turns have ids `SESSION/TURN`, each prompt continuing the one before and a stand-in for its
 answer. A closed loop has ids `CLIENT/NUMBER` and no times: a client sends a request when the one before has

@@ -51,28 +51,19 @@ class CostModel(Protocol):
 
 
 class Speaker:
-    """Gives each request its known answer; behind its end the token is -1, as of a failed step."""
+    """Gives each request its known answer."""
 
     def __init__(self, slots: SlotPool, answers: Mapping[str, TokenIds]) -> None:
         self._slots = slots
         self._answers = answers
-        self._heard: dict[str, int] = {}
 
     def say(self, batch: Batch) -> Sampled:
         """Return the token for each position that a batch samples."""
         tokens = []
         for row, target in zip(batch.owners.tolist(), batch.targets.tolist()):
             request = self._slots.requests[row]
-            answer, at = self._answers[request.id], target - request.num_prompt_tokens
-            # 0: a draft goes beyond the end of the answer
-            beyond = -1 if at == self._heard.get(request.id, 0) else 0
-            tokens.append(int(answer[at]) if at < len(answer) else beyond)
+            tokens.append(int(self._answers[request.id][target - request.num_prompt_tokens]))
         return Sampled(np.array(tokens, dtype=np.int64))
-
-    def hears(self, request: Request) -> bool:
-        """Count a token that a request got; return whether it has its whole answer."""
-        self._heard[request.id] = heard = self._heard.get(request.id, 0) + 1
-        return heard >= len(self._answers[request.id])
 
 
 class SimulatedRunner:
@@ -136,18 +127,12 @@ class Replica:
         totals: RunTotals,
         *,
         overlap: bool = False,
-        speaker: Speaker | None = None,
         observe: Observe | None = None,
         runner: MakeRunner | None = None,
     ) -> None:
         self.clock = Clock()
-        made = (
-            SimulatedRunner(self.clock, costs, scheduler.slots, speaker)
-            if runner is None
-            else runner(self.clock)
-        )
+        made = SimulatedRunner(self.clock, costs, scheduler.slots) if runner is None else runner(self.clock)
         self.engine = Engine(scheduler, made, self.clock, overlap=overlap)
-        self._speaker = speaker
         self.totals = totals
         self.counter = StepCounter(self.engine, totals)
         self._observe = observe
@@ -193,19 +178,9 @@ class Replica:
             self.counter.rest(since_s, self.clock.now_s)
             return None
         self.counter.step(step)
-        if self._speaker is not None:
-            self._stop(step)
         if self._observe is not None:
             self._observe(self.engine, step)
         return step
-
-    def _stop(self, step: Step) -> None:
-        """End requests that have their whole recorded answer, because stop strings are not known here."""
-        assert self._speaker is not None, "nobody knows the answers"
-        for request in self.engine.slots.requests[step.owners]:
-            if self._speaker.hears(request) and request.finish_reason is None:
-                self.engine.finish(request.id)
-                self.totals.ended(request)
 
 
 def serve(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.gate import table
-from benchmark.gate.law import Law, Outcome, Ruling, rule
+from benchmark.gate.law import Law, rule
 from benchmark.gate.measurement import MACHINE_LAWS, MEASURED_LAWS
 from benchmark.gate.result import Fields, Figures, NotCheckable
 from benchmark.gate.table import under_ours
@@ -36,9 +36,7 @@ def digests(fields: Mapping[str, Any]) -> dict[str, str]:
 
 def unchanged(figures: Figures) -> str | None:
     """Check that every field is there, and is as it was when the result was made."""
-    stated = figures.raw("digests")
-    if not isinstance(stated, dict):
-        raise NotCheckable("digests is absent")
+    stated = figures.needed("digests")
     found = digests(figures.stated)
     changed = [name for name in sorted({*stated, *found}) if stated.get(name) != found.get(name)]
     return "; ".join(f"{name} was changed" for name in changed) or None
@@ -51,50 +49,37 @@ ANYWHERE: tuple[Law, ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The rulings of all laws on one result."""
-
-    rulings: list[Ruling]
-
-    @property
-    def passed(self) -> bool:
-        return not self.of("refused")
-
-    def of(self, outcome: Outcome) -> list[Ruling]:
-        """Return the rulings of one outcome."""
-        return [ruling for ruling in self.rulings if ruling.outcome == outcome]
-
-    def describe(self) -> dict[str, Any]:
-        """Return the verdict as data: laws that pass by name, the others with their reasons."""
-        return {
-            "outcome": "pass" if self.passed else "refused",
-            "refused": {each.law.name: each.why for each in self.of("refused")},
-            "passed": [each.law.name for each in self.of("pass")],
-            "not_checkable": {each.law.name: each.why for each in self.of("not checkable")},
-        }
-
-
-def audit(fields: Fields, laws: Iterable[Law] | None = None) -> Verdict:
+def audit(fields: Fields, laws: Iterable[Law] | None = None) -> dict[str, Any]:
     """Check a result against the laws, with figures under our names or vllm's.
 
-    Benchmarks of parts, such as `host` and `kv`, have tables of their own under the names of figures, so that
+    Returns the outcome, "pass" or "refused", with the laws that pass by name, and the others with their
+    reasons. Benchmarks of parts, such as `host`, have tables of their own under the names of figures, so that
     only the laws of any result apply to them. Raises ValueError if a figure cannot be read, or if there is
     none that a law could check.
     """
     if laws is None:
         laws = (*(LAWS if fields.get("benchmark", "serve") == "serve" else ()), *ANYWHERE)
-    figures = Figures(under_ours(fields), fields)
-    verdict = Verdict([rule(law, figures) for law in laws])
-    if len(verdict.of("not checkable")) == len(verdict.rulings):
+    figures, refused, passed, silent = Figures(under_ours(fields), fields), {}, [], {}
+    for law in laws:
+        try:
+            why = rule(law, figures)
+        except NotCheckable as reason:
+            silent[law.name] = str(reason)
+            continue
+        if why:
+            refused[law.name] = why
+        else:
+            passed.append(law.name)
+    if not refused and not passed:
         raise ValueError("no law can be checked: the result has no figure that is known by its name")
-    return verdict
+    outcome = "refused" if refused else "pass"
+    return {"outcome": outcome, "refused": refused, "passed": passed, "not_checkable": silent}
 
 
 def with_verdict(result: dict[str, Any]) -> dict[str, Any]:
     """Return the result with its fields' digests and its verdict; the records come last."""
     whole = {**result, "digests": digests(result)}
-    verdict = audit(whole).describe()
+    verdict = audit(whole)
     kept = {"records": whole.pop("records")} if "records" in whole else {}
     return {**whole, "verdict": verdict, **kept}
 
@@ -106,7 +91,7 @@ class PublishedRow:
     source: str
     name: str
     result: dict[str, Any]
-    verdict: Verdict
+    verdict: dict[str, Any]
 
 
 def published() -> list[PublishedRow]:
@@ -115,23 +100,3 @@ def published() -> list[PublishedRow]:
     return [
         PublishedRow(each["source"], each["row"], each["result"], audit(each["result"])) for each in stated
     ]
-
-
-def print_verdict(verdict: Verdict) -> None:
-    """Print one law a line, the refused ones first."""
-    for outcome in ("refused", "pass", "not checkable"):
-        for ruling in verdict.of(outcome):
-            print(f"{outcome:14} {ruling.law.name:18} {ruling.why or ruling.law.statement}")
-
-
-def print_published() -> None:
-    """Print each published row, with each law that it breaks."""
-    source = ""
-    for row in published():
-        if row.source != source:
-            source = row.source
-            print(source)
-        for ruling in row.verdict.of("refused"):
-            print(f"  {row.name:30} {ruling.law.name:18} {ruling.why}")
-        if row.verdict.passed:
-            print(f"  {row.name:30} {'pass':18}")

@@ -1,4 +1,4 @@
-"""Define a law, the checks of which it consists, and the ruling that it makes on a result.
+"""Define a law, the checks of which it consists, and what it says of a result.
 
 A check says what is wrong with a result, or nothing. Most checks are ties: a figure is a number that another
 place in the same result has, or that number bounds it. A formula, such as "prompt_tokens / duration_s", has
@@ -17,7 +17,6 @@ from benchmark.gate.result import Figures, NotCheckable
 
 Value = Callable[[Figures], float]  # raises NotCheckable where what it reads is absent
 Check = Callable[[Figures], str | None]
-Outcome = Literal["pass", "refused", "not checkable"]
 OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -66,8 +65,10 @@ class Tie:
         expected, stated = value_of(self.other, figures), figures.number(self.figure)
         slack = value_of(self.relative, figures) * abs(expected) + value_of(self.absolute, figures)
         says = self.words or str(self.other)
+        if self.kind == "is" and abs(stated - expected) <= slack:
+            return None
         if self.kind == "is":
-            return differs(self.figure, stated, says, expected, slack)
+            return _unlike(self.figure, stated, f"but {says} is", expected, slack)
         if self.kind == "at most":
             return exceeds(self.figure, stated, says, expected, slack)
         return exceeds(says, expected, self.figure, stated, slack)
@@ -86,44 +87,32 @@ class Law:
     when: Callable[[Figures], object] = lambda figures: None
 
 
-@dataclass(frozen=True, slots=True)
-class Ruling:
-    """The outcome of one law, and why it is not a pass."""
+def rule(law: Law, figures: Figures) -> str:
+    """Return what is wrong with a result by one law, "" where it passes.
 
-    law: Law
-    outcome: Outcome
-    why: str
-
-
-def rule(law: Law, figures: Figures) -> Ruling:
-    """Check one result against one law; raises ValueError for a figure that cannot be read."""
+    Raises NotCheckable where none of the law's checks can be made, ValueError for a figure that cannot be
+    read.
+    """
     wrongs, reasons = [], []
     for check in law.checks:
         try:
             law.when(figures)
             wrongs.append(check(figures))
         except NotCheckable as reason:
-            reasons.append(str(reason))
+            reasons.append(reason)
         # A file may hold any value anywhere, and checks do not look at the type of each entry.
         except MALFORMED as error:
             raise ValueError(
                 f"law {law.name!r}: a field is not of the kind that it reads: {error}"
             ) from error
     if not wrongs:
-        return Ruling(law, "not checkable", reasons[0])
-    why = "; ".join(filter(None, wrongs))
-    return Ruling(law, "refused" if why else "pass", why)
+        raise reasons[0]
+    return "; ".join(filter(None, wrongs))
 
 
 def exceeds(what: str, value: float, bound: str, most: float, slack: float = 0.0) -> str | None:
     """Return what is wrong where `value` is above `most` by more than `slack`."""
     return None if value <= most + slack else _unlike(what, value, f"above {bound},", most, slack)
-
-
-def differs(what: str, value: float, other: str, expected: float, slack: float = 0.0) -> str | None:
-    """Return what is wrong where two figures of the same quantity differ by more than `slack`."""
-    is_same = abs(value - expected) <= slack
-    return None if is_same else _unlike(what, value, f"but {other} is", expected, slack)
 
 
 def _unlike(what: str, value: float, words: str, other: float, slack: float) -> str:

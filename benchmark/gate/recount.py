@@ -7,25 +7,21 @@ figure is compared with which function, or with a formula of other figures, is d
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from benchmark.gate.law import Value
-from benchmark.gate.result import Fields, Figures, NotCheckable, ends_of, number_of, of_each, times_of
+from benchmark.gate.result import Array, Fields, Figures, NotCheckable, ends_of, number_of, of_each, times_of
 from devices.rates import load
 
 AT_ONCE_S = 0.001  # a spread of arrivals of which rounding to microseconds is no small part
 
 
 def median_run(figures: Figures) -> float:
-    """Return the median rate of the counted runs."""
-    runs = figures.numbers("runs_output_tokens_per_s")
-    return float(np.sort(runs)[len(runs) // 2])
-
-
-def num_batched(figures: Figures) -> float:
-    """Return the number of requests of all batches."""
-    return len(figures.numbers("latencies")) * figures.number("batch_size")
+    """Return the median rate of the counted runs, of an even number the better one."""
+    return float(np.quantile(figures.numbers("runs_output_tokens_per_s"), 0.5, method="higher"))
 
 
 def claimed(figures: Figures) -> float:
@@ -57,10 +53,7 @@ def floor_ms(figures: Figures) -> float:
 
     A request of one token has no TPOT, so its prompt is not among those read.
     """
-    name = figures.raw("device_profile")
-    if name is None:
-        raise NotCheckable("device_profile is absent")
-    profile = load(str(name))
+    profile = load(str(figures.needed("device_profile")))
     read = figures.positive("weight_bytes_per_step")
     prompt, completed = figures.given("prompt_tokens"), figures.given("completed")
     some_of_one = (figures.given("least_output_tokens") or 2) < 2
@@ -73,14 +66,14 @@ def floor_ms(figures: Figures) -> float:
 # The requests' records.
 
 
-def num_ids(figures: Figures) -> float:
-    """Return the number of requests that have a record."""
-    return len({str(record.get("id")) for record in figures.records})
-
-
 def num_ended(*reasons: str) -> Value:
     """Return a function that counts the records that ended so."""
     return lambda figures: sum(record.get("finish_reason") in reasons for record in figures.records)
+
+
+def over_completed(name: str, of: Callable[[Array], Any]) -> Value:
+    """Return a function that finds what a number of the completed requests' records comes to."""
+    return lambda figures: float(of(of_each(figures.completed, name)))
 
 
 def latency_ms(name: str, part: str, percent: float | None) -> Value:
@@ -162,10 +155,11 @@ def good_per_s(figures: Figures) -> float:
     if unknown := [name for name in stated if name not in known]:
         raise ValueError(f"goodput.{unknown[0]} is no objective; there are {', '.join(known)}")
     objectives = {name: figures.number(f"goodput.{name}") for name in stated}
-    return sum(_meets(record, objectives) for record in figures.completed) / figures.positive("duration_s")
+    return sum(meets(record, objectives) for record in figures.completed) / figures.positive("duration_s")
 
 
-def _meets(record: Fields, objectives: dict[str, float]) -> bool:
+def meets(record: Fields, objectives: Mapping[str, float]) -> bool:
+    """Return whether a completed request's latencies are within their milliseconds, `itl` every gap."""
     sent_s, first_s, last_s = (number_of(record, each) for each in ("arrival_s", "first_token_s", "finish_s"))
     tokens, pieces_s = number_of(record, "output_tokens"), times_of(record) or []
     if "itl" in objectives and tokens > 1 and not pieces_s:

@@ -63,6 +63,13 @@ class Figures:
                 return None
         return value
 
+    def needed(self, name: str) -> Any:
+        """Return a value of any type that must be there."""
+        value = self.raw(name)
+        if value is None:
+            raise NotCheckable(f"{name} is absent")
+        return value
+
     def given(self, name: str) -> float | None:
         """Return a figure, or None if it is absent."""
         value = self.raw(name)
@@ -70,10 +77,7 @@ class Figures:
 
     def number(self, name: str) -> float:
         """Return a figure that must be there."""
-        value = self.given(name)
-        if value is None:
-            raise NotCheckable(f"{name} is absent")
-        return value
+        return finite(name, self.needed(name))
 
     def positive(self, name: str) -> float:
         """Return a figure that others are divided by; raises ValueError unless it is above 0."""
@@ -83,10 +87,8 @@ class Figures:
         return value
 
     def numbers(self, name: str) -> Array:
-        """Return a list of numbers, such as the seconds of each batch; raises ValueError for an empty one."""
-        stated = self.raw(name)
-        if stated is None:
-            raise NotCheckable(f"{name} is absent")
+        """Return a list of numbers, such as the rate of each run; raises ValueError for an empty one."""
+        stated = self.needed(name)
         if not isinstance(stated, list) or not stated:
             raise ValueError(f"{name} is {stated!r}; it must be a list of numbers")
         return np.array([finite(f"an entry of {name}", each) for each in stated])
@@ -94,9 +96,7 @@ class Figures:
     @cached_property
     def records(self) -> list[Fields]:
         """The requests' own records; raises NotCheckable if none were kept."""
-        kept = self.raw("records")
-        if kept is None:
-            raise NotCheckable("records is absent")
+        kept = self.needed("records")
         if not isinstance(kept, list) or not all(isinstance(each, Mapping) for each in kept):
             raise ValueError("records must be a list of objects, one for each request")
         return kept

@@ -74,6 +74,10 @@ class StepLoad:
         return ", ".join(parts)
 
     @property
+    def is_mixed(self) -> bool:
+        return bool(self.num_decodes and self.num_prompts)
+
+    @property
     def stops(self) -> list[int]:
         return [self.context] * self.num_decodes + [self.prompt] * self.num_prompts
 
@@ -227,31 +231,35 @@ def attention_s(built: BuiltEngine, load: StepLoad, repeats: int) -> float | Non
     return median_s(graph.replay, attention.device, repeats)
 
 
-def loads_of(options: argparse.Namespace) -> tuple[list[StepLoad], list[StepLoad]]:
-    """Return the loads of one kind, and those of decodes and prompts together."""
+def loads_of(options: argparse.Namespace) -> list[StepLoad]:
+    """Return the loads of one kind, and then those of decodes and prompts together."""
     alone = [StepLoad(*pair(each)) for each in options.decode.split(",") if each]
     alone += [StepLoad(0, 0, *pair(each)) for each in options.prefill.split(",") if each]
     both = [each.partition("+") for each in options.mixed.split(",") if each]
-    return alone, [StepLoad(*pair(decodes), *pair(prompts)) for decodes, _, prompts in both]
+    return alone + [StepLoad(*pair(decodes), *pair(prompts)) for decodes, _, prompts in both]
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure each load against its floor, and each mixed one against its decodes and prompts alone."""
-    (loads, mixed), repeats = loads_of(options), options.repeats
-    recipe = recipe_of(options)
+    loads, repeats, recipe = loads_of(options), options.repeats, recipe_of(options)
+    steps: list[dict[str, object]] = [{"load": str(load), "is_mixed": load.is_mixed} for load in loads]
     try:
         device = start(recipe.device)
     except RecipeError as error:
-        nothing: list[dict[str, object]] = [{"load": str(load), "not_measured": str(error)} for load in loads]
-        nothing += [{"load": str(load), "is_mixed": True, "not_measured": str(error)} for load in mixed]
-        return {"rates": {}, "steps": nothing}
+        return {"rates": {}, "steps": [step | {"not_measured": str(error)} for step in steps]}
     # The rates are measured before the cache takes the memory.
     measured = rates(device.device, TORCH_DTYPES[model_config(recipe).dtype], repeats)
     built = build(recipe)
     for tensor in built.runner.cache.tensors:
         tensor.normal_()  # a processor takes less power over zeros, and so runs faster
-    steps = [_against_floor(built, load, measured, repeats) for load in loads]
-    steps += [_against_parts(built, load, repeats) for load in mixed]
+    for step, load in zip(steps, loads):
+        try:
+            if load.is_mixed:
+                step |= _against_parts(built, load, repeats)
+            else:
+                step |= _against_floor(built, load, measured, repeats)
+        except ValueError as error:
+            step["not_measured"] = str(error)
     return {
         "machine": versions.describe(device.name),
         "rates": {name: round(rate, 3) for name, rate in measured.items()},
@@ -262,18 +270,13 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 def _against_floor(
     built: BuiltEngine, load: StepLoad, measured: dict[str, float], repeats: int
 ) -> dict[str, object]:
-    try:
-        taken, attention = step_s(built, load, repeats), attention_s(built, load, repeats)
-    except ValueError as error:
-        return {"load": str(load), "not_measured": str(error)}
+    taken, attention = step_s(built, load, repeats), attention_s(built, load, repeats)
     read_s = read_bytes(built.config, load) / (1e9 * measured["copy_gb_per_s"])
     multiply_s = operations(built.config, load) / (1e12 * measured["product_tflop_per_s"])
     cached_s = cached_bytes(built.config, load) / (1e9 * measured["copy_gb_per_s"])
-    tokens = sum(load.lens)
     found: dict[str, object] = {
-        "load": str(load),
         "step_ms": round(1e3 * taken, 4),
-        "tokens_per_s": round(tokens / taken, 1),
+        "tokens_per_s": round(sum(load.lens) / taken, 1),
         "read_floor_ms": round(1e3 * read_s, 4),
         "share_of_copy_rate": round(read_s / taken, 4),
         "product_floor_ms": round(1e3 * multiply_s, 4),
@@ -287,13 +290,8 @@ def _against_floor(
 
 def _against_parts(built: BuiltEngine, load: StepLoad, repeats: int) -> dict[str, object]:
     parts = [StepLoad(load.num_decodes, load.context), StepLoad(0, 0, load.num_prompts, load.prompt)]
-    try:
-        whole, *apart = [step_s(built, each, repeats) for each in (load, *parts)]
-    except ValueError as error:
-        return {"load": str(load), "is_mixed": True, "not_measured": str(error)}
+    whole, *apart = [step_s(built, each, repeats) for each in (load, *parts)]
     return {
-        "load": str(load),
-        "is_mixed": True,
         "step_ms": round(1e3 * whole, 4),
         "parts_ms": [round(1e3 * part, 4) for part in apart],
         "over_sum_of_parts": round(whole / sum(apart), 4),
@@ -306,10 +304,8 @@ def print_table(result: Mapping[str, Any]) -> None:
     print("machine:", ", ".join(f"{name} {value}" for name, value in result["machine"].items()))
     rates = ", ".join(f"{name} {value}" for name, value in result["rates"].items())
     print("rates:", rates or NOT_MEASURED)
-    mixed = [step for step in result["steps"] if step.get("is_mixed")]
-    alone = [step for step in result["steps"] if not step.get("is_mixed")]
-    for steps, columns in ((alone, COLUMNS), (mixed, MIXED_COLUMNS)):
-        if steps:
+    for is_mixed, columns in ((False, COLUMNS), (True, MIXED_COLUMNS)):
+        if steps := [step for step in result["steps"] if step["is_mixed"] == is_mixed]:
             print(f"\n{table(columns, steps, NOT_MEASURED)}")
     reasons = dict.fromkeys(
         str(why) for step in result["steps"] for name, why in step.items() if name.endswith("not_measured")

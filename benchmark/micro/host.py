@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmark.options import verdict_line
 from continuous_batching.batch import Sampled
@@ -103,12 +102,6 @@ def step_us(scheduler: Scheduler, random: np.random.Generator) -> float:
     return 1e6 * (time.thread_time() - computed + scheduled - start)
 
 
-def median_of_runs(times: NDArray[np.float64]) -> float:
-    """Return the median over means of `STEPS_OF_A_RUN` steps each, or over single steps if fewer exist."""
-    runs = times[: len(times) // STEPS_OF_A_RUN * STEPS_OF_A_RUN].reshape(-1, STEPS_OF_A_RUN)
-    return float(np.median(runs.mean(axis=1) if len(runs) else times))
-
-
 def measure(
     num_slots: int, page_size: int, chunk_tokens: int, num_steps: int, proposer: str | None = None
 ) -> dict[str, Any]:
@@ -128,10 +121,15 @@ def measure(
 
 
 def percentiles(times_us: list[float]) -> dict[str, Any]:
-    """Return what is shown of the steps' times, and these."""
+    """Return what is shown of the steps' times, and these.
+
+    `runs_us` is the median over means of `STEPS_OF_A_RUN` steps each, or over single steps if fewer exist.
+    """
     times_us = [round(each, 1) for each in times_us]
+    num_runs = len(times_us) // STEPS_OF_A_RUN
+    runs_us = np.array(times_us[: num_runs * STEPS_OF_A_RUN]).reshape(-1, STEPS_OF_A_RUN).mean(axis=1)
     p50, p99 = np.percentile(times_us, [50, 99])
-    found = {"p50_us": p50, "p99_us": p99, "runs_us": median_of_runs(np.array(times_us))}
+    found = {"p50_us": p50, "p99_us": p99, "runs_us": np.median(runs_us if num_runs else times_us)}
     return {**{name: round(float(each), 1) for name, each in found.items()}, "times_us": times_us}
 
 

@@ -22,7 +22,6 @@ import torch
 from torch.nn import Module
 
 from benchmark.options import Column, recipe_of, table
-from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from devices.ascend_limits import PROLOG_HIDDEN, fuses_gate
 from models.checkpoint import weights
@@ -72,12 +71,16 @@ COLUMNS = (
 
 def measure(recipe: Recipe, samplings: Iterable[str] = SAMPLING) -> dict[str, object]:
     """Count a decode step of the recipe's model, eager and captured, by way of sampling, the greedy first."""
-    num_layers, num_first = model_config(recipe).num_layers, _num_first(model_config(recipe))
-    small = _narrow(recipe)
+    config, small = model_config(recipe), _narrow(recipe)
+    num_layers, num_first = config.num_layers, 1  # so many layers are like the first
+    if config.mixture is not None:  # the dense layers before the mixtures
+        num_first = max(1, num_layers - config.num_mixtures)
     machine = start(small.device)
     assert isinstance(machine, Npu), "a narrow recipe names an NPU"
-    if machine.product.joins_latents:
-        small = _as_joined(small, model_config(recipe))
+    if machine.product.joins_latents and config.hidden_size in PROLOG_HIDDEN:
+        # The fused prolog accepts the whole model's hidden size, so the narrow one gets one that it accepts.
+        hf = dict(small.model.config or {}) | {"hidden_size": PROLOG_HIDDEN[0]}
+        small = replace(small, model=replace(small.model, config=hf))
     log = machine.launch_log
     assert log is not None, "and the stand-in for it"
     built = build(small)
@@ -90,17 +93,19 @@ def measure(recipe: Recipe, samplings: Iterable[str] = SAMPLING) -> dict[str, ob
         greedy: Counter[str] = Counter()
         for sampling in samplings:
             params = SamplingParams(max_tokens=SETTLED + 2, ignore_eos=True, **SAMPLING[sampling])
-            _settle(built.engine, params)
+            for row in range(ROWS):
+                built.engine.add(Request(str(row), np.arange(3, 8, dtype=np.int32), params))
+            for _ in range(SETTLED):  # the next step, like those before and after it, has decodes only
+                built.engine.step()
             with log.reading() as asked:
                 built.engine.step()
             greedy = greedy or _around(asked, in_graph=True)
             steps.append({"step": f"{way}, {sampling}"} | _sums(asked, num_layers, num_first, greedy))
             while built.engine.has_work:
                 built.engine.step()
-    draft = draft_config(recipe, model_config(recipe))
+    draft = draft_config(recipe, config)
     if draft is not None:
-        config = narrow_draft(draft, built.config, LAYERS)
-        drafter = drafter_of(small, config, built, machine)
+        drafter = drafter_of(small, narrow_draft(draft, built.config, LAYERS), built, machine)
         layers = [drafter.decoder] if isinstance(drafter.decoder, Head) else drafter.decoder.layers
         _name_layers(layers, lambda place: setattr(log, "place", place))
         for way, asked in draft_steps(drafter, built, machine):
@@ -120,7 +125,10 @@ def _narrow(recipe: Recipe) -> Recipe:
     config = model_config(recipe)
     hf |= {**NARROW, "num_hidden_layers": LAYERS}
     hf |= {key: value for key, value in NARROW_EXPERT.items() if key in hf}
-    if config.quantization is not None and not _fuses_gate(config, recipe.parallel):
+    sharing = recipe.parallel.tensor // recipe.parallel.expert  # ranks that share an expert
+    # One launch gates a dense MLP in int8, and a rank's part of an expert of some widths.
+    gates_apart = config.mixture is not None and not fuses_gate(config.mixture.inner_size // sharing)
+    if config.quantization is not None and gates_apart:
         hf["moe_intermediate_size" if "moe_intermediate_size" in hf else "intermediate_size"] = UNFUSED_EXPERT
     if config.latent is None:
         hf["head_dim"] = config.head_dim
@@ -147,38 +155,11 @@ def _narrow(recipe: Recipe) -> Recipe:
     )
 
 
-def _fuses_gate(config: DecoderConfig, parallel: ParallelSection) -> bool:
-    """Return whether a rank's part of an int8 expert is gated in one launch, as dense MLPs always are."""
-    sharing = parallel.tensor // parallel.expert
-    return config.mixture is None or fuses_gate(config.mixture.inner_size // sharing)
-
-
-def _as_joined(small: Recipe, config: DecoderConfig) -> Recipe:
-    """Set a hidden size that the fused prolog accepts, where it accepts the whole model's."""
-    if config.hidden_size not in PROLOG_HIDDEN:
-        return small
-    hf = dict(small.model.config or {}) | {"hidden_size": PROLOG_HIDDEN[0]}
-    return replace(small, model=replace(small.model, config=hf))
-
-
-def _num_first(config: DecoderConfig) -> int:
-    """Return how many layers are like the first: only that one, or all dense layers before the mixtures."""
-    return 1 if config.mixture is None else max(1, config.num_layers - config.num_mixtures)
-
-
 def _name_layers(layers: Iterable[Module], name: Callable[[str], None]) -> None:
     """Call `name` with a layer's number where the layer begins, and with "" where it ends."""
     for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(lambda *_, at=str(number): name(at))
         layer.register_forward_hook(lambda *_: name(""))
-
-
-def _settle(engine: Engine, params: SamplingParams) -> None:
-    """Run steps until the next one, like those before and after it, has decodes only."""
-    for row in range(ROWS):
-        engine.add(Request(str(row), np.arange(3, 8, dtype=np.int32), params))
-    for _ in range(SETTLED):
-        engine.step()
 
 
 def _around(asked: Sequence[Any], *, in_graph: bool) -> Counter[str]:

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from benchmark.options import in_turns, markdown, recipe_of
 from benchmark.processes import ServerProcess, serving
-from benchmark.run_clock import OtherLoad
+from benchmark.run_record import OtherLoad
 from benchmark.serve.client import digest, read_requests
 from benchmark.serve.measure import ServePlan, measure
 from benchmark.workloads.synthetic import Line, SyntheticLoad, draw_requests, lengths, shared_prompts
@@ -312,7 +312,7 @@ def summary(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     return {**sides, "ratio": None if unsaid else round(ours / theirs, 3), "unsaid": unsaid}
 
 
-def check(recipe: Recipe, python: str, rows: Sequence[BesideRow], rate_per_s: float | None) -> None:
+def check(recipe: Recipe, python: str) -> None:
     """Raise ValueError, with what to do, for a comparison that is not possible."""
     if recipe.device.kind != "cpu":
         raise ValueError(
@@ -326,11 +326,6 @@ def check(recipe: Recipe, python: str, rows: Sequence[BesideRow], rate_per_s: fl
     if not Path(python).is_file():
         raise ValueError(
             f"there is no {python}: run `bash scripts/setup.sh vllm`, or name a Python with vLLM by --python"
-        )
-    names = [each.name for each in rows]
-    if "steady" in names and rate_per_s is None and "burst" not in names:
-        raise ValueError(
-            "the row steady follows the row burst; add it, as in --row burst steady, or give --rate PER_S"
         )
 
 
@@ -395,9 +390,12 @@ def versions_of(python: str) -> str:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Compare both in each row that is asked for; raises ValueError for what cannot be compared."""
     recipe = recipe_of(options)
-    rows = [each for each in ROWS if each.name in (options.row or [each.name])]
+    asked = options.row or [each.name for each in ROWS]
+    if "steady" in asked and options.rate is None:
+        asked = [*asked, "burst"]  # whose rate the steady arrivals follow
+    rows = [each for each in ROWS if each.name in asked]
     python = options.python or str(ROOT / ENVIRONMENT / "bin/python")
-    check(recipe, python, rows, options.rate)
+    check(recipe, python)
     threads = options.threads or len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="beside-") as name:
         setting = Setting(recipe, Path(name), threads, shared_environment(python, threads))

@@ -1,35 +1,34 @@
-"""Serve requests with an engine in this process: a trace, or random requests that all come at once.
-
-The latter are measured in the terms of `vllm bench throughput`. The seconds of each run are those of `vllm
-bench latency`, until the last request of a batch of one size has ended.
-"""
+"""Serve the requests of a trace with an engine in this process, alone or beside transformers."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import resource
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from benchmark.options import recipe_of
-from benchmark.run_clock import RunClock
-from benchmark.run_record import Result, Timeline, accounts, hardware, readings, summarise
-from benchmark.workloads.synthetic import SyntheticLoad, draw_requests, lengths
+from benchmark.run_record import Result, RunClock, Timeline, hardware, summarise
 from borders.files import check_rereadable
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import usage
+from models.layers.dtypes import TORCH_DTYPES
 from recipes.assembly import versions
 from recipes.assembly.engine import BuiltEngine, build
 from recipes.assembly.families import model_config
+from recipes.machine import start
 from recipes.schema.recipe import Recipe
 from serving.answers.jobs import Job
 from serving.offline import Record, lines_in, read_jobs, run_jobs
-from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
 
-USUAL_SIZES = (64, 512, 128)  # prompts, their tokens, and those of each answer
+OF_EACH_RUN = ("output_tokens_per_s", "output_tokens", "duration_s")
 
 
 def text_of(recipe: Recipe) -> Text | None:
@@ -65,23 +64,22 @@ def cache_figures(built: BuiltEngine) -> Result:
     """Return what the pools hold now, and what was moved in them since the engine was built."""
     memory = built.memory
     figures = asdict(usage(built.engine.scheduler, memory.page_bytes, memory.further_page_bytes))
-    lacking = [name for name, has in (("window_", memory.windows), ("state_", memory.num_states)) if not has]
-    figures = {name: value for name, value in figures.items() if not name.startswith(tuple(lacking))}
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
 
 
-def measure(
-    options: argparse.Namespace, recipe: Recipe, text: Text | None, trace: str, load: Callable[[], list[Job]]
-) -> Result:
+def run(options: argparse.Namespace) -> Result:
     """Return the run of median throughput, after one uncounted run, so that no figure includes a compilation.
 
-    `trace` says what `load` returns. Raises ValueError where a request failed.
+    Raises ValueError where a request failed.
     """
-    built = build(recipe)
+    recipe = recipe_of(options)
+    text = text_of(recipe)
+    load_trace(options.trace, text)  # read before the model is built, so that a bad file fails at once
+    trace, built = Path(options.trace).name, build(recipe)
     engine = built.engine
-    results: list[tuple[Result, Timeline, float]] = []
+    results: list[Result] = []
     for number in range(1 + options.runs):
-        jobs = load()
+        jobs = load_trace(options.trace, text)
         clock = RunClock()
         timeline, records = serve(engine, text, jobs)
         passed = clock.read()
@@ -90,12 +88,9 @@ def measure(
         cache = cache_figures(built)
         engine.forget_prefixes()
         if number:
-            requests = [job.request for job in jobs]
-            figures = summarise(engine, requests, timeline)
-            figures |= {"clock": passed, **accounts(engine, requests, timeline, figures["duration_s"])}
-            results.append((figures, timeline, min(request.arrival_s for request in requests)))
-    results.sort(key=lambda result: result[0]["output_tokens_per_s"])
-    figures, timeline, origin_s = results[options.runs // 2]
+            figures = summarise(engine, [job.request for job in jobs], timeline)
+            results.append({"clock": passed, **figures})
+    results.sort(key=lambda each: each["output_tokens_per_s"])
     where = versions.describe(built.device_name)
     return {
         "recipe": options.recipe,
@@ -103,65 +98,83 @@ def measure(
         "profile": options.profile,
         "trace": trace,
         "machine": where,
-        "runs_output_tokens_per_s": [each["output_tokens_per_s"] for each, _, _ in results],
-        "runs_output_tokens": [each["output_tokens"] for each, _, _ in results],
-        "runs_duration_s": [each["duration_s"] for each, _, _ in results],
+        **{f"runs_{name}": [each[name] for each in results] for name in OF_EACH_RUN},
         "cache_after_all_runs": cache,
-        "counters_after_all_runs": asdict(engine.scheduler.counters),
-        "metrics": readings(timeline, origin_s, engine.scheduler.pool.num_pages - 1),
         "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3),
         "warm_up_runs": 1,
         "warm_up_counted": 0,
         **hardware(built, recipe, where),
-        **figures,
+        **results[options.runs // 2],
     }
 
 
-def run(options: argparse.Namespace) -> Result:
-    """Serve a trace and return its figures."""
+def run_beside(options: argparse.Namespace) -> Result:
+    """Serve the same trace with transformers in the same run, in static batches.
+
+    They take requests in the order of the trace, pad them to the longest prompt, and run until the longest
+    answer ends; tokens beyond a request's own length are not counted. Both engines get the same model in the
+    same dtype, on the same device, and the same requests, which all come at once. Random weights differ
+    between them; greedy tokens are then not compared, and no answer ends before its length. The processor
+    time of both is read beside the throughput, since other work on the machine changes it less.
+    """
     recipe = recipe_of(options)
-    text = text_of(recipe)
-    load_trace(options.trace, text)  # read before the model is built, so that a bad file fails at once
-    load = partial(load_trace, options.trace, text)
-    return measure(options, recipe, text, Path(options.trace).name, load)
+    ours = run(options)
+    gc.collect()  # the engine has gone out of scope, and gives its memory back
+    if recipe.device.kind != "cpu":
+        torch.accelerator.empty_cache()
+    jobs = load_trace(options.trace, text_of(recipe))
+    model = _model(recipe)
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    runs = []
+    for _ in range(1 + options.runs):
+        began_s = time.process_time()
+        rate = _serve_batches(model, jobs, options.static)
+        runs.append((rate, time.process_time() - began_s))
+    theirs, cpu_s = sorted(runs[1:])[options.runs // 2]  # the first is left out, because it is cold
+    beside = {
+        "transformers_batch_size": options.static,
+        "transformers_output_tokens_per_s": round(theirs, 2),
+        "transformers_cpu_s": round(cpu_s, 6),
+        "times_transformers": round(ours["output_tokens_per_s"] / theirs, 3),
+        "times_transformers_cpu": round(cpu_s / ours["clock"]["cpu_s"], 3),
+    }
+    return {**ours, **beside}
 
 
-def at_once(found: list[Job]) -> list[Job]:
-    """Set the arrival of all requests to 0."""
-    for job in found:
-        for request in (job.request, *job.request.followers):
-            request.arrival_s = 0.0
-    return found
+def _model(recipe: Recipe) -> Any:
+    import transformers  # imported here because it takes seconds
+
+    place, dtype = start(recipe.device).device, TORCH_DTYPES[model_config(recipe).dtype]
+    if recipe.model.path is not None and recipe.model.weights == "checkpoint":
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=dtype)
+        return model.to(place).eval()
+    if recipe.model.path is not None:
+        config = transformers.AutoConfig.from_pretrained(recipe.model.path)
+    else:
+        assert recipe.model.config is not None, "a recipe has a model.path or a model.config"
+        said = dict(recipe.model.config)
+        config = transformers.AutoConfig.for_model(said.pop("model_type"), **said)
+    with torch.device(place):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def run_at_once(options: argparse.Namespace) -> Result:
-    """Serve a trace without its times, or random requests; returns figures under vLLM's names too."""
-    sizes = (options.num_prompts, options.input_len, options.output_len)
-    recipe = recipe_of(options)
-    text = text_of(recipe)
-    if options.trace is not None:
-        if any(sizes):
-            raise ValueError(
-                "--trace says what is asked for; leave out --num-prompts, --input-len, --output-len"
+def _serve_batches(model: Any, jobs: Sequence[Job], size: int) -> float:
+    """Serve in static batches of `size` requests, whose prompts are padded on their left."""
+    began = time.perf_counter()
+    for first in range(0, len(jobs), size):
+        batch = [job.request for job in jobs[first : first + size]]
+        prompts = [torch.tensor(request.tokens, dtype=torch.long) for request in batch]
+        tokens, mask = (
+            torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left").to(model.device)
+            for rows in (prompts, [torch.ones_like(prompt) for prompt in prompts])
+        )
+        longest = max(request.params.max_tokens for request in batch)
+        with torch.inference_mode():
+            made = model.generate(
+                tokens, attention_mask=mask, max_new_tokens=longest, do_sample=False, pad_token_id=0
             )
-        load_trace(options.trace, text)  # read before the model is built, so that a bad file fails at once
-    num_prompts, input_len, output_len = (given or usual for given, usual in zip(sizes, USUAL_SIZES))
-    drawn = SyntheticLoad(
-        lengths(str(input_len)), lengths(str(output_len)), model_config(recipe).vocab_size, options.seed
-    )
-
-    def load() -> list[Job]:
-        if options.trace is not None:
-            return at_once(load_trace(options.trace, text))
-        return [Job(parse_request(line, None)) for line in draw_requests(drawn, num_prompts)]
-
-    said = f"{num_prompts} prompts of {input_len} tokens, answers of {output_len}"
-    result = measure(options, recipe, text, options.trace or said, load)
-    named = {
-        "elapsed_time": result["duration_s"],
-        "num_requests": result["requests"],
-        "total_num_tokens": result["prompt_tokens"] + result["output_tokens"],
-        "requests_per_second": result["requests_per_s"],
-        "tokens_per_second": result["total_tokens_per_s"],
-    }
-    return {**named, **result}
+        if made.shape[1] != tokens.shape[1] + longest:
+            raise ValueError(
+                f"transformers ended after {made.shape[1] - tokens.shape[1]} of {longest} tokens"
+            )
+    return sum(job.request.params.max_tokens for job in jobs) / (time.perf_counter() - began)

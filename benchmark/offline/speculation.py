@@ -1,4 +1,4 @@
-"""Measure what speculation gains, by load and by text, or estimate it on a device that is not at hand.
+"""Measure what speculation gains, by load and by text.
 
 Plain decoding and each kind of speculation serve the same requests, in turn, and medians of the runs are
 compared. A kind keeps between its runs what it has learnt of lengths and times, as a server does between
@@ -8,10 +8,6 @@ ordinary answer, or begin with random tokens. A load is the number of requests t
 ends the next begins, so that all slots are busy from the first measured step to the last. Answers are between
 half and one and a half times as long as --answer says, so that requests end one by one, as those of a server
 do.
-
-The estimate is tokens a second with a number of drafts a row over those without, by the roofline of a device
-profile. Each draft is accepted with the same chance. Drafts are free, or come from a second model whose steps
-are simulated too. Steps run as captured graphs. Figures of a profile are assumed unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -25,20 +21,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmark.options import Column, recipe_of, table, verdict_line
+from benchmark.options import Column, table, verdict_line
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed, Lengths, Source, Throughput
 from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.step_time import StepTime
-from devices.rates import DeviceRates
 from recipes.assembly import versions
-from recipes.assembly.families import model_config
 from recipes.assembly.speculation import ON_DEVICE, PROPOSERS
 from recipes.schema.reader import read
 from recipes.schema.speculation_section import DRAFTERS
-from simulation.roofline import Roofline
 
 TEXTS = ("quoting", "ordinary", "random")
 # Rounds of as many requests as run at once: the first warms up, two are measured, the last fills up.
@@ -52,13 +45,6 @@ COLUMNS = (
     Column("times_plain", "x plain", "{:.2f}"),
     Column("share", "accepted", "{:.0%}"),
     Column("a_step", "tokens a step", "{:.2f}"),
-)
-SIMULATED_COLUMNS = (
-    Column("rows", "rows"),
-    Column("context", "context", "{:,}"),
-    Column("times_plain", "x plain", "{:.2f}"),
-    Column("best_drafts", "best number"),
-    Column("best_times_plain", "x plain", "{:.2f}"),
 )
 KINDS = ("plain", *(f"{name}, {way}" for name in PROPOSERS for way in WAYS))
 
@@ -136,7 +122,12 @@ def _prompts(
     prompts: list[list[int]] = random.integers(3, vocab_size, (num, options.prompt)).tolist()
     if text == "random":
         return prompts
-    said = _answers(engine, prompts, _longest(options.answer))
+    requests = _requests(prompts, [_longest(options.answer)] * num, "answers")
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    said = [each.answer.tolist() for each in requests]
     if text == "ordinary":
         return [answer[: options.answer] for answer in said]
     return [prompt + answer + prompt for prompt, answer in zip(prompts, said)]
@@ -156,15 +147,6 @@ def _requests(prompts: list[list[int]], answer_tokens: Sequence[int], salt: str)
         )
         for number, (prompt, most) in enumerate(zip(prompts, answer_tokens))
     ]
-
-
-def _answers(engine: Engine, prompts: list[list[int]], answer_tokens: int) -> list[list[int]]:
-    requests = _requests(prompts, [answer_tokens] * len(prompts), "answers")
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        engine.step()
-    return [each.answer.tolist() for each in requests]
 
 
 def _rows(
@@ -265,55 +247,3 @@ def print_table(result: dict[str, Any]) -> None:
     for name in result["left_out"]:
         print(f"{name}: left out, since {_not_named(name)}")
     print(verdict_line(result["verdict"]))
-
-
-def step_s(costs: Roofline, rows: int, tokens: int, context: int) -> float:
-    """Return the seconds of a step in which each row computes `tokens` tokens and samples at each of them."""
-    read_tokens = costs.config.num_layers * float(rows * (context + tokens))
-    num = rows * tokens  # tokens of a captured graph, whose attention reads the keys of each row once
-    return costs.time_s(num, num, num, read_tokens, read_tokens * tokens)
-
-
-def tokens_of_a_step(rate: float, drafts: int) -> float:
-    """Return a row's mean tokens: its accepted drafts before the first wrong one, and one more."""
-    return sum(rate**each for each in range(drafts + 1))
-
-
-def gain(
-    target: Roofline, drafter: Roofline | None, rows: int, context: int, rate: float, drafts: int
-) -> float:
-    """Return the ratio of tokens a second with drafts to those without."""
-    with_s = step_s(target, rows, 1 + drafts, context)
-    if drafter is not None:
-        with_s += drafts * step_s(drafter, rows, 1, context)
-    return tokens_of_a_step(rate, drafts) * step_s(target, rows, 1, context) / with_s
-
-
-def run_simulated(options: argparse.Namespace) -> dict[str, Any]:
-    """Return a row for each number of rows and context: with all drafts, and with the best number of them."""
-    config = model_config(recipe_of(options))
-    device = DeviceRates.load(options.device)
-    graphs = max(options.rows) * (1 + options.drafts)
-    target, drafter = Roofline(config, device, graphs=graphs, hides_host=True), None
-    if options.drafter:
-        draft_config = model_config(read(options.drafter).recipe)
-        drafter = Roofline(draft_config, device, graphs=graphs, hides_host=True)
-    found = []
-    for rows, context in itertools.product(options.rows, options.contexts):
-        gains = [
-            gain(target, drafter, rows, context, options.acceptance, drafts)
-            for drafts in range(options.drafts + 1)
-        ]
-        best = max(range(len(gains)), key=gains.__getitem__)
-        asked = {"rows": rows, "context": context, "times_plain": round(gains[-1], 3)}
-        found.append({**asked, "best_drafts": best, "best_times_plain": round(gains[best], 3)})
-    said = {"device": device.name, "basis": device.basis, "drafts": options.drafts}
-    return {**said, "acceptance": options.acceptance, "rows": found}
-
-
-def print_simulated(result: dict[str, Any]) -> None:
-    """Print a row for each number of rows and context."""
-    print(
-        f"{result['device']} ({result['basis']}), {result['drafts']} drafts, {result['acceptance']:g} right"
-    )
-    print(table(SIMULATED_COLUMNS, result["rows"]))

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -207,7 +207,6 @@ class TokenUsage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: Cached | None = None
-    resumed: int = 0  # how often another engine went on with the answer
 
     @property
     def cached_tokens(self) -> int | None:
@@ -289,14 +288,13 @@ class ClientRun:
     """The results of a load. Times are on the client's clock; `lags_s` is how late its event loop was.
 
     `now` is the number of requests in flight, `most` the largest number so far. `passed` is what the clocks
-    showed from `start_s` to the last answer's end.
+    showed from the start to the last answer's end.
     """
 
     answers: list[ClientAnswer] = field(default_factory=list)
     now: int = 0
     most: int = 0
     lags_s: list[float] = field(default_factory=list)
-    start_s: float = 0.0
     passed: dict[str, Any] = field(default_factory=dict)
 
 
@@ -377,23 +375,19 @@ async def chunks(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float,
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """The text of a stream, and when each of its parts came; events of one part come at one time."""
+    """The text of a stream, and when its first event came; 0.0 where none did."""
 
     text: str = ""
-    part_s: list[float] = field(default_factory=list)
+    first_s: float = 0.0
     usage: TokenUsage = field(default_factory=TokenUsage)
     is_whole: bool = False
 
 
-async def read_stream(
-    response: aiohttp.ClientResponse, on_part: Callable[[], object] = lambda: None
-) -> StreamedAnswer:
-    """Read a stream to its end; `on_part` is called when a part comes."""
+async def read_stream(response: aiohttp.ClientResponse) -> StreamedAnswer:
+    """Read a stream to its end."""
     found = StreamedAnswer()
     async for now_s, chunk in chunks(response):
-        if not found.part_s or now_s != found.part_s[-1]:
-            found.part_s.append(now_s)
-            on_part()
+        found.first_s = found.first_s or now_s
         if chunk is None:
             found.is_whole = True
             continue

@@ -11,17 +11,19 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import numpy as np
 
+from benchmark.gate.recount import meets
+from benchmark.gate.table import under_theirs
+from benchmark.run_record import figures_of
 from benchmark.serve.client import ClientAnswer, ClientRun, authorization
 
-PERCENTILES = (50, 90, 99)
-Result = dict[str, object]
+Result = dict[str, Any]
 Objectives = Mapping[str, float]  # the most ms of each latency, by name; `itl` bounds every gap of an answer
 EVERY_S = 1.0
 # Each figure has the names that vLLM, its older versions and SGLang give it.
@@ -56,84 +58,34 @@ COUNTERS |= {f"{name}_count": (f"{metric}_count",) for name, metric in TIMES.ite
 LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^\n]*\})? +(\S+)", re.MULTILINE)
 
 
-def latencies(done: Sequence[ClientAnswer]) -> tuple[Result, int]:
-    """Return all four latencies in milliseconds, and the number of gaps between pieces."""
-    gaps = [np.diff(each.piece_times_s) for each in done if len(each.piece_times_s) > 1]
-    spent = [(each.piece_times_s[-1] - each.piece_times_s[0], each.output_tokens - 1) for each in done]
-    values_s = {
-        "ttft": np.array([each.piece_times_s[0] - each.sent_s for each in done]),
-        "tpot": np.array([spent_s / count for spent_s, count in spent if count > 0]),
-        "itl": np.concatenate(gaps) if gaps else np.array([]),
-        "e2el": np.array([each.piece_times_s[-1] - each.sent_s for each in done]),
-    }
-    figures: Result = {}
-    for name, values in values_s.items():
-        if len(values):
-            figures[f"mean_{name}_ms"] = _ms(values.mean())
-            figures[f"median_{name}_ms"] = _ms(np.median(values))
-            figures[f"std_{name}_ms"] = _ms(values.std())
-            found = np.percentile(values, PERCENTILES)
-            figures |= {f"p{part}_{name}_ms": _ms(value) for part, value in zip(PERCENTILES, found)}
-    return figures, len(values_s["itl"])
-
-
 def summarise(run: ClientRun, objectives: Objectives | None) -> Result:
-    """Return rates, latencies, and what the gate needs beside them.
-
-    Failed requests are counted, their tokens are not. The duration runs from the first request sent to the
-    last piece or failure.
-    """
-    answers = sorted(run.answers, key=lambda each: each.sent_s)
-    done = [each for each in answers if each.error is None]
-    origin_s = answers[0].sent_s
-    duration_s = max(_finish_s(each) for each in answers) - origin_s
-    per_s = 1 / duration_s if duration_s > 0 else 0.0
-    num_input = sum(each.prompt_tokens or 0 for each in done)
-    num_output = sum(each.output_tokens for each in done)
-    lens = [each.output_tokens for each in done]
-    asked = [each.ask.max_tokens for each in answers]
-    figures, num_gaps = latencies(done)
-    due_s = sorted(each.ask.due_s for each in answers)
-    spread_s = due_s[-1] - due_s[0]
-    in_flight = round(sum(_finish_s(each) - each.sent_s for each in answers) * per_s, 4)
-    with_cached = [each for each in done if each.cached_tokens is not None]
-    asked_for = sum(each.prompt_tokens or 0 for each in with_cached)
-    num_cached = sum(each.cached_tokens or 0 for each in with_cached)
+    """Return rates and latencies, what the gate needs beside them, and a record of each request."""
+    kept, answers = records(run), run.answers
+    figures = figures_of(kept, [each.ask.due_s for each in answers])
+    per_s = 1 / figures["duration_s"] if figures["duration_s"] > 0 else 0.0
+    present_s = sum(each.get("finish_s", each["end_s"]) - each["arrival_s"] for each in kept)
+    in_flight = round(present_s * per_s, 4)
+    done = [each for each in kept if "error" not in each]
+    with_cached = [each for each in done if each.get("cached_tokens") is not None]
+    asked_for = sum(each["prompt_tokens"] or 0 for each in with_cached)
+    num_cached = sum(each["cached_tokens"] for each in with_cached)
+    good: Result = {}
+    if objectives is not None:
+        num_good = sum(meets(each, objectives) for each in done)
+        good = {"request_goodput": round(num_good * per_s, 4), "good_share": round(num_good / len(kept), 4)}
     return {
-        "duration": round(duration_s, 6),
-        "num_prompts": len(answers),
-        "completed": len(done),
-        "failed": len(answers) - len(done),
+        **under_theirs(figures),
         "rejected": sum(each.rejected for each in answers),
-        "ended_by": dict(Counter(sorted(str(each.finish_reason) for each in done))),
-        "errors": kinds([each.error for each in answers if each.error is not None]),
-        "total_input_tokens": num_input,
-        "total_output_tokens": num_output,
-        "request_throughput": round(len(done) * per_s, 4),
-        "output_throughput": round(num_output * per_s, 3),
-        "total_token_throughput": round((num_input + num_output) * per_s, 3),
-        **by_objectives(answers, objectives, per_s),
-        **figures,
-        "itl_gaps": num_gaps,
+        "errors": kinds([each["error"] for each in kept if "error" in each]),
+        **good,
         **({"prefix_hit_rate": round(num_cached / asked_for, 4)} if asked_for else {}),
         "mean_in_flight": in_flight,
         "max_concurrent_requests": run.most,
         # W is the time of answered requests.
-        **({"mean_in_system": in_flight} if len(done) == len(answers) else {}),
-        "offered_per_s": round((len(answers) - 1) / spread_s, 4) if spread_s > 0 else None,
-        "least_output_tokens": min(lens, default=None),
-        "most_output_tokens": max(lens, default=None),
-        "asked_output_tokens": None if None in asked else sum(filter(None, asked)),
+        **({"mean_in_system": in_flight} if not figures["failed"] else {}),
         "client": client(run),
+        "records": kept,
     }
-
-
-def by_objectives(answers: Sequence[ClientAnswer], objectives: Objectives | None, per_s: float) -> Result:
-    """Return how much of a run met the objectives; nothing where there are none."""
-    if objectives is None:
-        return {}
-    num_good = sum(met(each, objectives) for each in answers)
-    return {"request_goodput": round(num_good * per_s, 4), "good_share": round(num_good / len(answers), 4)}
 
 
 def kinds(errors: Sequence[str]) -> dict[str, int]:
@@ -153,7 +105,6 @@ def client(run: ClientRun) -> Result:
         "lag_ms": _spread(run.lags_s or [0.0]),
         "held_ms": _spread([each.held_s for each in run.answers]),
         "cpu_share": round(cpu, 4),
-        "tokens_counted_by_pieces": sum(not each.from_usage for each in run.answers if each.error is None),
     }
 
 
@@ -191,10 +142,6 @@ def _record(answer: ClientAnswer, origin_s: float) -> Result:
     return record
 
 
-def _finish_s(answer: ClientAnswer) -> float:
-    return answer.end_s if answer.error is not None else answer.piece_times_s[-1]
-
-
 def _spread(values_s: Sequence[float]) -> Result:
     p50, p99 = np.percentile(values_s, [50, 99])
     return {"p50": _ms(p50), "p99": _ms(p99), "max": _ms(max(values_s))}
@@ -202,19 +149,6 @@ def _spread(values_s: Sequence[float]) -> Result:
 
 def _ms(value_s: float) -> float:
     return round(float(value_s) * 1e3, 3)
-
-
-def met(answer: ClientAnswer, most_ms: Objectives) -> bool:
-    """Return whether an answer was whole and met all objectives."""
-    if answer.error is not None:
-        return False
-    times_s = answer.piece_times_s
-    spent_s = {"ttft": times_s[0] - answer.sent_s, "e2el": times_s[-1] - answer.sent_s}
-    if answer.output_tokens > 1:
-        spent_s["tpot"] = (times_s[-1] - times_s[0]) / (answer.output_tokens - 1)
-    if len(times_s) > 1:
-        spent_s["itl"] = float(np.diff(times_s).max())
-    return all(1e3 * spent_s.get(name, 0.0) <= most for name, most in most_ms.items())
 
 
 def parse_metrics(text: str) -> dict[str, float]:

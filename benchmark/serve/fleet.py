@@ -29,9 +29,8 @@ WORDS = (
     *("house", "bread", "song", "night", "star", "cloud", "road", "tree"),
 )
 
-
 Messages = list[dict[str, str]]
-Answer = tuple[StreamedAnswer, float]  # The second is the seconds until its first part
+Answer = tuple[StreamedAnswer, float]  # The second is the seconds until its first event
 WAYS = ("prefix", "round_robin")
 READY_S = 300.0
 SYSTEMS = 6  # system prompts; every other session has the first
@@ -69,7 +68,7 @@ async def replicas_ready(url: str, num_replicas: int) -> None:
 
 
 async def ask(http: aiohttp.ClientSession, url: str, messages: Messages, tokens: int) -> Answer:
-    """Return an answer, and the seconds until its first part."""
+    """Return an answer, and the seconds until its first event, which count where it is whole."""
     body = {
         "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True},
@@ -77,7 +76,7 @@ async def ask(http: aiohttp.ClientSession, url: str, messages: Messages, tokens:
     start_s = time.perf_counter()
     async with http.post(f"{url}/v1/chat/completions", json=body) as response:
         answer = await read_stream(response)
-    return answer, answer.part_s[0] - start_s if answer.part_s else 0.0
+    return answer, answer.first_s - start_s
 
 
 async def serve(url: str, load: argparse.Namespace, seed: int) -> list[Answer]:

@@ -1,6 +1,8 @@
 """Measure how fast a server answers: one run of a trace, from the server's description to the verdict.
 
-Each request is sent at its time, and the client records whether it kept its own times.
+Each request is sent at its time, and the client records whether it kept its own times. A sweep is one run at
+each rate, each in its own file. An interrupted sweep continues where it was: a rate whose file exists and is
+whole is not run again.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,9 +25,10 @@ from typing import Any
 import aiohttp
 from tqdm import tqdm
 
-from benchmark.gate.gate import with_verdict
+from benchmark.gate.gate import audit, with_verdict
+from benchmark.gate.result import read_result
 from benchmark.options import verdict_line
-from benchmark.run_clock import RunClock
+from benchmark.run_record import RunClock
 from benchmark.serve import figures
 from benchmark.serve.client import (
     ClientAnswer,
@@ -43,7 +46,7 @@ from recipes.assembly import versions
 
 LOOK_S = 0.02  # seconds between two measurements of how late the event loop is
 READY_S = 0.5  # seconds between two checks of a starting server
-_INFO_S = 10.0  # seconds to wait for a server's description of itself
+PAGE_TIMEOUT = aiohttp.ClientTimeout(10.0)  # seconds to wait for a server's description of itself
 _SECRET = re.compile(r"api_?key|passw|secret|hf_token|auth|^token$", re.IGNORECASE)
 KEPT_OPEN_S = 2.0  # seconds that idle connections stay open; servers close theirs after five seconds or more
 TITLES = {
@@ -52,6 +55,7 @@ TITLES = {
     "itl": "between two pieces",
     "e2el": "whole request",
 }
+WITHIN = 0.99  # least share of requests within the objectives at a rate that a server is said to bear
 COLUMNS = ("mean", "median", "std", "p90", "p99")
 ROW_LABELS = {  # rows of the table, where the result has them
     "completed": "requests answered",
@@ -87,8 +91,7 @@ async def send(
     gc.collect()
     was_frozen = gc.get_freeze_count() > 0
     gc.freeze()  # a pause of the collector would be counted as the server's
-    clock = RunClock()
-    run.start_s = time.perf_counter()
+    clock, start_s = RunClock(), time.perf_counter()
     lag = asyncio.create_task(_watch_loop(run.lags_s))
 
     async def one(ask: TraceRequest, due_s: float | None) -> None:
@@ -111,7 +114,7 @@ async def send(
         if loops is not None:
             await asyncio.gather(*map(client, loops))
         else:
-            await _open(asks, run.start_s, one)
+            await _open(asks, start_s, one)
     finally:
         lag.cancel()
         if not was_frozen:  # what the caller has frozen stays so
@@ -144,10 +147,7 @@ async def _watch_loop(lags_s: list[float]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """The plan of one measure. `request_rate` None keeps the trace's own times.
-
-    `of` identifies the result further, such as by the recipe of a server that a sweep starts.
-    """
+    """The plan of one measure. `request_rate` None keeps the trace's own times."""
 
     base_url: str
     asks: Sequence[TraceRequest]
@@ -164,7 +164,6 @@ class ServePlan:
     request_timeout_s: float = 600.0
     ready_timeout_s: float = 0.0
     progress: bool = False
-    of: Mapping[str, object] = field(default_factory=dict)
 
     def load(self) -> tuple[list[TraceRequest], list[list[TraceRequest]] | None]:
         """Return what is sent, and each client's part of a closed loop; a rate replaces times and loops."""
@@ -178,7 +177,6 @@ class ServePlan:
         rate = self.request_rate
         return {
             "benchmark": "serve",
-            **self.of,
             "backend": "openai-chat" if self.asks[0].chat else "openai",
             "endpoint": self.endpoint,
             "trace": self.trace,
@@ -204,11 +202,12 @@ async def _measure(plan: ServePlan) -> dict[str, Any]:
     timeout = aiohttp.ClientTimeout(total=plan.request_timeout_s, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_OPEN_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        described = await _describe(session, plan.base_url)
+        pages = {name: await _stated(session, plan.base_url + name) for name in ("/v1/models", "/version")}
+        described = {name: said for name, said in pages.items() if said is not None}
         model = plan.model or _model(described, plan.base_url)
         server = StreamingClient(session, plan.base_url, plan.endpoint, model, plan.seed, plan.extra)
         await _warm_up(server, plan)
-        info = await _info(session, plan.base_url)
+        info = _without_keys(await _stated(session, f"{plan.base_url}/server_info"))
         watch = figures.MetricsReadings(session, f"{plan.base_url}/metrics")
         watching = asyncio.create_task(watch.go_on()) if await watch.look() else None
         asks, loops = plan.load()
@@ -225,42 +224,25 @@ async def _measure(plan: ServePlan) -> dict[str, Any]:
         "loop": "open" if loops is None else f"closed, {len(loops)} clients",
         "machine": versions.describe(),
         "clock": outcome.passed,
-        "server": info,
+        "server": info if isinstance(info, dict) else None,
         "server_said": described,
         **figures.summarise(outcome, plan.objectives),
         "metrics": watch.describe(),
         "warm_up_runs": plan.num_warmups or None,  # None: the server's earlier load is unknown
         "warm_up_counted": 0,
-        "records": figures.records(outcome),
     }
     return with_verdict(result)
 
 
-async def _describe(session: aiohttp.ClientSession, base_url: str) -> dict[str, Any]:
-    """Return what the server says of itself, if it does: models (with a recipe, if named) and version."""
-    described = {}
-    for name in ("/v1/models", "/version"):
-        try:
-            async with session.get(base_url + name, headers=authorization()) as response:
-                if response.status == 200:
-                    described[name] = await response.json(content_type=None)
-        except (aiohttp.ClientConnectionError, aiohttp.InvalidURL, asyncio.TimeoutError) as error:
-            raise ValueError(f"{base_url}: nobody answers there: {error}") from error
-        except (aiohttp.ClientError, ValueError):
-            continue  # the server has no such page, or none in JSON
-    return described
-
-
-async def _info(session: aiohttp.ClientSession, base_url: str) -> dict[str, Any] | None:
-    """Return the recipe, versions and machine of a server that states them; None for another server."""
+async def _stated(session: aiohttp.ClientSession, url: str) -> Any:
+    """Return the JSON of a server's page, None where it has none; raises ValueError if nobody answers."""
     try:
-        async with session.get(
-            f"{base_url}/server_info", headers=authorization(), timeout=aiohttp.ClientTimeout(_INFO_S)
-        ) as response:
-            info = await response.json(content_type=None) if response.status == 200 else None
-    except (aiohttp.ClientError, asyncio.TimeoutError, ValueError):
-        return None  # a server is measured even if it states nothing
-    return _without_keys(info) if isinstance(info, dict) else None
+        async with session.get(url, headers=authorization(), timeout=PAGE_TIMEOUT) as response:
+            return await response.json(content_type=None) if response.status == 200 else None
+    except (aiohttp.ClientConnectionError, aiohttp.InvalidURL, asyncio.TimeoutError) as error:
+        raise ValueError(f"{url}: nobody answers there: {error}") from error
+    except (aiohttp.ClientError, ValueError):
+        return None
 
 
 def _without_keys(described: Any) -> Any:
@@ -303,9 +285,8 @@ def plan_of(options: argparse.Namespace, request_rate: float | None) -> ServePla
     asks, skipped = read_requests(options.trace, skip_bad=options.skip_bad)
     for reason in skipped:
         print(f"skipped {reason}", file=sys.stderr)
-    same = ("endpoint", "model", "max_concurrency", "num_warmups", "seed", "request_timeout_s")
+    same = ("base_url", "endpoint", "model", "max_concurrency", "num_warmups", "seed", "request_timeout_s")
     return ServePlan(
-        base_url=options.base_url or "",
         asks=asks[: options.num_prompts],
         trace=options.trace.name,
         trace_sha256=digest(options.trace),
@@ -363,3 +344,67 @@ def print_table(result: Mapping[str, Any]) -> None:
     for error, count in result["errors"].items():
         print(f"failed {count:,}: {error}")
     print(verdict_line(result["verdict"]))
+
+
+def finished(path: Path, said: dict[str, object]) -> dict[str, Any] | None:
+    """Return an existing result, audited again, since the file may have been changed.
+
+    Returns None where there is none that can be read. Raises ValueError for a result of other settings.
+    """
+    try:
+        result = read_result(path)
+    except FileNotFoundError:
+        return None
+    except ValueError as damage:
+        print(f"{damage}; it is measured again", file=sys.stderr)
+        return None
+    if "verdict" not in result:
+        return None
+    other = [name for name, value in said.items() if result.get(name) != json.loads(json.dumps(value))]
+    if other:
+        raise ValueError(
+            f"{path} is of another sweep: its {', '.join(other)} differ; choose another --result-dir"
+        )
+    return {**result, "verdict": audit(result)}
+
+
+def run_sweep(options: argparse.Namespace) -> None:
+    """Measure each rate, and print a line for each; then write the page."""
+    plan = plan_of(options, None)
+    from benchmark.serve import report  # matplotlib takes a second to load
+
+    print(f"{'offered/s':>10}{'served/s':>10}{'good/s':>10}{'TTFT p99':>12}{'ITL p99':>12}  verdict")
+    borne: list[float] = []
+    for rate, result in sweep(plan, options):
+        print(sweep_row(rate, result), flush=True)
+        if result.get("good_share", 0) >= WITHIN and not result["verdict"]["refused"]:
+            borne.append(rate)
+    if plan.objectives is not None:
+        most = f"{max(borne):g} requests/s" if borne else "none of these rates"
+        print(f"within the objectives for {WITHIN:.0%} of requests: {most}")
+    page = options.result_dir / "report.html"
+    report.write([report.read(options.result_dir)], page)
+    print(page)
+
+
+def sweep(plan: ServePlan, options: argparse.Namespace) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Yield the result at each rate."""
+    for rate in options.request_rates:
+        salted = {"cache_salt": f"rate {rate:g}", **plan.extra}  # no rate finds what one before computed
+        point = replace(plan, request_rate=rate, extra=salted)
+        path = options.result_dir / f"rate-{rate:g}.json"
+        result = finished(path, point.settings())
+        if result is None:
+            result = measure(point)
+            save(path, result)
+        yield rate, result
+
+
+def sweep_row(rate: float, result: dict[str, Any]) -> str:
+    """Format one line of the table."""
+    numbers = [result["request_throughput"], result.get("request_goodput")]
+    cells = "".join("-".rjust(10) if value is None else f"{value:>10.3f}" for value in numbers)
+    for name in ("p99_ttft_ms", "p99_itl_ms"):
+        cells += "-".rjust(12) if result.get(name) is None else f"{result[name]:>12.2f}"
+    verdict = result["verdict"]
+    return f"{rate:>10g}{cells}  {', '.join([verdict['outcome'], *verdict['refused']])}"

@@ -55,10 +55,10 @@ _LEFT = re.compile(r"^cb_(?:kv_pages_used|kv_page_leak_total|samples_open)\S* (\
 class LoadOutcome:
     """What became of all requests so far."""
 
-    num_accepted: int = 0
-    num_whole: int = 0  # accepted answers that came to their ends with all of their tokens
-    num_refused: int = 0
-    num_failed: int = 0  # responses that are neither
+    accepted: int = 0
+    whole: int = 0  # accepted answers that came to their ends with all of their tokens
+    refused: int = 0
+    failed: int = 0  # responses that are neither
     refusal_s: list[float] = field(default_factory=list)  # how long each took for its client
 
 
@@ -68,7 +68,7 @@ class PatientClient:
     def __init__(self, http: aiohttp.ClientSession, number: int, options: argparse.Namespace) -> None:
         self._http = http
         self._random = np.random.default_rng([0, number])
-        self._draws = lengths(_PROMPT_TOKENS), lengths(options.output_tokens)
+        self._draws = lengths(_PROMPT_TOKENS), options.output_tokens
         self._numbers = itertools.count(number)
 
     async def ask_until(self, end_s: float, most_tokens: int, found: LoadOutcome) -> None:
@@ -98,15 +98,15 @@ class PatientClient:
             if response.status == 429:
                 await response.read()
                 found.refusal_s.append(time.perf_counter() - start_s)
-                found.num_refused += 1
+                found.refused += 1
                 return float(response.headers["retry-after"])
             if response.status != 200:
-                found.num_failed += 1
+                found.failed += 1
                 return 0.0
-            found.num_accepted += 1
+            found.accepted += 1
             answer = await read_stream(response)
             has_all = answer.usage.completion_tokens == body["max_tokens"] * body["n"]
-            found.num_whole += answer.is_whole and has_all
+            found.whole += answer.is_whole and has_all
             return 0.0
 
 
@@ -136,10 +136,7 @@ async def load(server: ServerProcess, options: argparse.Namespace) -> dict[str, 
     growth = [steady_slope(later[:, 0] / 60, each / 2**10) for each in later[:, 1:].T]
     return {
         "clients": len(clients),
-        "accepted": found.num_accepted,
-        "whole": found.num_whole,
-        "refused": found.num_refused,
-        "failed": found.num_failed,
+        **{name: getattr(found, name) for name in ("accepted", "whole", "refused", "failed")},
         "refusal_p50_ms": refusal_ms.get("p50", 0.0),
         "refusal_p99_ms": refusal_ms.get("p99", 0.0),
         "refusal_most_ms": round(1e3 * max(took_s, default=0.0), 3),

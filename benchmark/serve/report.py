@@ -113,14 +113,10 @@ def read(path: Path) -> Side:
         points = sorted((_result(each) for each in path.glob("rate-*.json")), key=rate_of)
         if not points:
             raise ValueError(f"{path} holds no rate-*.json; it must be the folder of a sweep")
-        best = max(points, key=_good_per_s)
+        good = "request_goodput" if "request_goodput" in points[0] else "requests_per_s"
+        best = max(points, key=lambda each: float(each[good]))
         return Side(path.name, best, points)
     return Side(path.stem, _result(path))
-
-
-def _good_per_s(result: Result) -> float:
-    good: float = result["request_goodput" if "request_goodput" in result else "requests_per_s"]
-    return good
 
 
 def rate_of(result: Mapping[str, Any]) -> float:
@@ -132,7 +128,7 @@ def rate_of(result: Mapping[str, Any]) -> float:
 def _result(path: Path) -> Result:
     fields = read_result(path)
     try:
-        verdict = audit(fields).describe()  # audited again, since the file may have been changed
+        verdict = audit(fields)  # audited again, since the file may have been changed
     except ValueError as error:
         raise ValueError(f"{path} is no result of a benchmark: {error}") from error
     itl_ms = parts_of(fields, "itl_ms")  # the gate ignores it where the gaps were not counted

@@ -1,1 +1,0 @@
-"""Simulate what a recipe would serve on a machine that is not at hand."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmark.recordings.trace_events import SimulatedTrace
+from benchmark.recordings import SimulatedTrace
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request
 from continuous_batching.routing.routing import Route

@@ -7,6 +7,8 @@ an engine for prompts; they are reported for routes only.
 A search tries settings by the number of devices that they take, fewest first; of those with the same number,
 all are tried and the one with the most output tokens a second wins. Settings with more devices than the
 cheapest are not tried.
+
+One request alone is simulated by the length of its prompt, without a trace.
 """
 
 from __future__ import annotations
@@ -20,21 +22,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from benchmark.gate.gate import with_verdict
 from benchmark.options import Column, named_rows, recipe_of, table, verdict_line
-from benchmark.recordings.trace_events import SimulatedTrace
+from benchmark.recordings import SimulatedTrace
 from benchmark.simulate.deployment import SIMULATED, Deployment, Placement, Result, device_name, place
 from borders.files import MOST_JSON_BYTES, check_rereadable, lines_of, read_bounded, whole_file
+from continuous_batching.batch import Batch
 from continuous_batching.request import Request
 from continuous_batching.routing.routing import ROUTES, Route
 from continuous_batching.routing.splitting import Split, SplitWeights
+from continuous_batching.slots import SlotPool
+from models.config import DecoderConfig
 from recipes.assembly.families import model_config
 from recipes.schema.command_line import keep_apart
 from recipes.schema.reader import read
+from recipes.schema.scheduler_defaults import completed
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
 from simulation import trace
 from simulation.fitted import Fitted, in_words
+from simulation.roofline import Roofline
 
 MOST_RECORDS = 20_000  # most records that a result keeps, for the gate to recount
 FACTORS = (0.5, 2.0)  # factors by which a weight of a split is varied
@@ -52,6 +61,21 @@ SERVED = (
     Column("tpot_ms.p99", "p99", "{:.1f} ms"),
     Column("requests_per_s", "requests/s", "{:.2f}"),
     Column("busy_share", "busy", "{:.2f}"),
+)
+TRIED = (
+    Column("devices", "devices"),
+    Column("setting", "setting"),
+    Column("meets", "meets the objectives"),
+    Column("ttft_within", "TTFT within", "{:.1%}"),
+    Column("itl_within", "ITL within", "{:.1%}"),
+    Column("output_tokens_per_s", "output tokens/s", "{:,.0f}"),
+    Column("cannot_be", "cannot run"),
+)
+LENGTHS = (
+    Column("prompt_tokens", "prompt, tokens", "{:,}"),
+    Column("read", "tokens read"),
+    Column("ttft_ms", "TTFT, ms", "{:,.0f}"),
+    Column("tpot_ms", "TPOT, ms", "{:.2f}"),
 )
 WANTED = ("requests_per_s", "output_tokens_per_s", "busy_share", "prompts_apart", "ttft_ms", "tpot_ms")
 
@@ -111,25 +135,18 @@ def figures_of(
     totals, own = deployment.serve(requests, timeline, records=True)
     took_s = time.perf_counter() - began_s
     figures = deployment.figures(totals, own)
+    fitted = deployment.placement.fitted
+    if fitted is not None and (said := fitted.describe())["doubts"]:
+        print(f"warning: the fit {in_words(said)}", file=sys.stderr)
     kept = totals.records is not None and len(totals.records) <= MOST_RECORDS and not figures["failed"]
     return {
         **figures,
         "num_pages": deployment.placement.memory.num_pages,
-        **trust_of(deployment.placement.fitted),
+        **({} if fitted is None else {"fit": fitted.describe()}),
         "wall_s": round(took_s, 3),
         "simulated_output_tokens_per_wall_s": round(totals.output_tokens / took_s),
         **({"records": totals.records} if kept else {}),
     }
-
-
-def trust_of(fitted: Fitted | None) -> Result:
-    """Return whether fitted costs can be trusted for the simulated steps; doubts are also printed."""
-    if fitted is None:
-        return {}
-    said = fitted.describe()
-    if said["doubts"]:
-        print(f"warning: the fit {in_words(said)}", file=sys.stderr)
-    return {"fit": said}
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -274,7 +291,7 @@ def run_search(options: argparse.Namespace) -> None:
         said = {"SIMULATED": SIMULATED, "tried": found, "best": best if best["meets"] else None}
         print(json.dumps(said, indent=2))
     else:
-        print("\n".join([f"SIMULATED: {SIMULATED}", *map(setting_row, found)]))
+        print(f"SIMULATED: {SIMULATED}\n\n{table(TRIED, found)}\n")
     if all("cannot_be" in each for each in found):
         raise ValueError(f"none of {len(found)} settings can run; the last: {best['cannot_be']}")
     if not best["meets"]:
@@ -285,13 +302,56 @@ def run_search(options: argparse.Namespace) -> None:
         print(f"cheapest: {best['devices']} devices, {best['setting']}")
 
 
-def setting_row(each: Result) -> str:
-    """Format one setting in a line."""
-    if "cannot_be" in each:
-        return f"{each['devices']:>4} devices  {each['setting']}: {each['cannot_be']}"
-    mark = "meets" if each["meets"] else "fails"
-    return (
-        f"{each['devices']:>4} devices  {mark}  TTFT within {each['ttft_within']:.1%},"
-        f" ITL {each['itl_within']:.1%},"
-        f" {each['output_tokens_per_s']:>10,.0f} tokens/s  {each['setting']}"
-    )
+def run_lengths(options: argparse.Namespace) -> Result:
+    """Return the times of one request alone, by the length of its prompt.
+
+    The time to its first token is that of its prompt's chunks, one after the other; the time of each further
+    one is that of a decode behind them. A model with sparse attention is also simulated without its indexers,
+    all tokens read, so that what these bring can be seen. The roofline alone is asked, also for lengths that
+    the recipe's cache does not hold. Raises ValueError where the recipe does not fit the device.
+    """
+    recipe = recipe_of(options)
+    placed = place(recipe, options.device, options.tp or recipe.parallel.tensor)
+    chunk = completed(recipe.scheduler, placed.memory.longest_tokens).section.max_batch_tokens
+    assert chunk is not None, "a completed section has a budget"
+    ways = {"all" if top is None else f"at most {top:,}": config for top, config in _ways(placed.config)}
+    rows = [
+        {"prompt_tokens": length, "read": name} | _times(replace(placed, config=config), length, chunk)
+        for length in options.tokens
+        for name, config in ways.items()
+    ]
+    return {"simulated": SIMULATED, **placed.facts(), "chunk": chunk, "lengths": rows}
+
+
+def print_lengths(result: Result) -> None:
+    """Print a row for each length and way."""
+    print(f"SIMULATED ({result['simulated']}); {result['costs']}")
+    print(f"{result['num_devices']} x {result['device_profile']}, chunks of {result['chunk']:,} tokens\n")
+    print(table(LENGTHS, result["lengths"]))
+
+
+def _ways(config: DecoderConfig) -> list[tuple[int | None, DecoderConfig]]:
+    """Return the decoder by what its queries read: as it is, and without indexers if it has any."""
+    latent = config.latent
+    if latent is None or latent.index is None:
+        return [(None, config)]
+    layers = tuple(replace(each, index=None) for each in config.layers)
+    without = replace(config, layers=layers, latent=replace(latent, index=None))
+    return [(latent.index.top_k, config), (None, without)]
+
+
+def _times(placed: Placement, length: int, chunk: int) -> Result:
+    """Return the milliseconds to the first token, and of a decode behind the prompt."""
+    costs = placed.costs()
+    assert isinstance(costs, Roofline), "nothing was fitted"
+    slots = SlotPool(1, length + 1, placed.recipe.cache.page_size)
+    starts = range(0, length, chunk)
+    first_s = sum(costs.step_s(_span(start, min(start + chunk, length), length), slots) for start in starts)
+    further_s = costs.step_s(_span(length, length + 1, length), slots)
+    return {"ttft_ms": 1e3 * first_s, "tpot_ms": 1e3 * further_s}
+
+
+def _span(start: int, stop: int, length: int) -> Batch:
+    """Return a step of one span, which samples if it ends the prompt or lies behind it."""
+    row, samples = np.zeros(1, np.int64), np.arange(int(stop >= length))
+    return Batch(row, np.array([start]), np.array([stop]), samples, row[: len(samples)], samples + stop)

@@ -29,7 +29,6 @@ from simulation.state_rules import (
     UNBOUNDED,
     VLLM,
     VLLM_BRANCHES,
-    KeepingRule,
     SplitMemory,
     foreseen_share,
     ruled_share,
@@ -67,17 +66,13 @@ def scheduler(
     return scheduler_of(section, CacheSection(page_size=PAGE_TOKENS, num_pages=limits.num_pages), limits)
 
 
-def best_ruled(turns: Sequence[Turn], rule: KeepingRule, num_bytes: int) -> float:
-    """Return the share of a rule with the split of the memory that is best for it."""
-    return min(ruled_share(turns, rule, SplitMemory.split(num_bytes, each)) for each in FRACTIONS)
-
-
 def shares(
     turns: Sequence[Turn], memory_gib: int, fractions: Sequence[float], num_slots: int, host_gib: int = 0
 ) -> Row:
     """Return the shares of one workload in one memory; those of the scheduler, and of its pages, by fraction.
 
-    The scheduler alone has a host tier of `host_gib`, which it divides as the device's memory.
+    The scheduler alone has a host tier of `host_gib`, which it divides as the device's memory. Rules of other
+    engines have the split of the memory that is best for them.
     """
     num_bytes, split = memory_gib * GIB, SplitMemory.split
 
@@ -91,7 +86,10 @@ def shares(
         "all foreseen": foreseen_share(turns, num_bytes),
         "pages alone": {each: ruled_share(turns, STATELESS, split(num_bytes, each)) for each in fractions},
         "ours": {each: served(each) for each in fractions},
-        **{rule.name: best_ruled(turns, rule, num_bytes) for rule in PEERS},
+        **{
+            rule.name: min(ruled_share(turns, rule, split(num_bytes, each)) for each in FRACTIONS)
+            for rule in PEERS
+        },
     }
 
 

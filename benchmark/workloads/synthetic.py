@@ -6,13 +6,11 @@ import argparse
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from borders.files import MOST_JSON_BYTES, in_one_line, read_bounded
 from recipes.schema.numbers import MOST_COUNT, MOST_TOKENS, RATES_PER_S, real, whole
 
 Draw = Callable[[np.random.Generator, int], NDArray[np.int64]]
@@ -29,9 +27,7 @@ ARRIVAL, PROMPT, OUTPUT, TOKEN, SYSTEM, TURNS, THINK, TENANT, PRIORITY, ANSWER =
 
 
 def lengths(text: str) -> Draw:
-    """Parse how to draw lengths: `N`, `uniform:LEAST:MOST`, `lognormal:MEAN:SIGMA` or `file:PATH`."""
-    if text.startswith("file:"):
-        return _from_file(Path(text.removeprefix("file:")))
+    """Parse how to draw lengths: `N`, `uniform:LEAST:MOST` or `lognormal:MEAN:SIGMA`."""
     kind, *values = text.split(":") if ":" in text else ("uniform", text, text)
     try:
         if not text.isascii():
@@ -47,15 +43,9 @@ def lengths(text: str) -> Draw:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(
-        f"{text!r} is no length; write N, uniform:LEAST:MOST, lognormal:MEAN:SIGMA or file:PATH,"
-        f" of 1 to {MOST_TOKENS} tokens"
+        f"{text!r} is no length; write N, uniform:LEAST:MOST, or lognormal:MEAN:SIGMA, of 1 to {MOST_TOKENS}"
+        " tokens"
     )
-
-
-def drawn_lengths(text: str) -> str:
-    """Check the name of a distribution of lengths, and return it for the processes that draw from it."""
-    lengths(text)
-    return text
 
 
 def _lognormal(random: np.random.Generator, count: int, mean: float, sigma: float) -> NDArray[np.int64]:
@@ -66,30 +56,6 @@ def _lognormal(random: np.random.Generator, count: int, mean: float, sigma: floa
             f"lognormal:{mean:g}:{sigma:g} drew {most:.3g} tokens; {MOST_TOKENS} are the most: lower sigma"
         )
     return np.maximum(1, np.rint(drawn)).astype(np.int64)
-
-
-def _from_file(path: Path) -> Draw:
-    """Return a draw of the lengths in a file, one a line, in proportion to how often each occurs."""
-    found = []
-    try:
-        lines = read_bounded(path, MOST_JSON_BYTES).decode("utf-8").splitlines()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(in_one_line(error)) from error
-    except UnicodeDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{path} is not UTF-8: byte {error.start} is wrong") from error
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    for number, line in enumerate(lines, 1):
-        text = line.strip()
-        # float reads it, because a whole number may have more digits than int reads.
-        if not text.isdecimal() or not 1 <= float(text) <= MOST_TOKENS:
-            raise argparse.ArgumentTypeError(
-                f"{path}: line {number}: {line[:60]!r} is no length of 1 to {MOST_TOKENS}"
-            )
-        found.append(int(text))
-    if not found:
-        raise argparse.ArgumentTypeError(f"{path} holds no length")
-    return lambda random, count: random.choice(np.array(found, np.int64), count)
 
 
 @dataclass(frozen=True, slots=True)

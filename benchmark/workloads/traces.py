@@ -41,13 +41,8 @@ from recipes.schema.numbers import MOST_TOKENS
 
 # These defaults are a load that the tiny model of this repository serves too.
 DRAWN_DEFAULTS = {"requests": "64", "prompt_tokens": "uniform:16:200", "output_tokens": "uniform:8:48"}
-VOCABULARY_DEFAULT = {"vocab_size": "1024"}
-DEFAULTS: dict[str | None, dict[str, str]] = {
-    None: DRAWN_DEFAULTS | VOCABULARY_DEFAULT,
-    "mooncake": VOCABULARY_DEFAULT,
-    "burstgpt": VOCABULARY_DEFAULT,
-    "sharegpt": {},
-}
+VOCABULARY = {"vocab_size": "1024"}
+DEFAULTS = {None: DRAWN_DEFAULTS | VOCABULARY, "mooncake": VOCABULARY, "burstgpt": VOCABULARY, "sharegpt": {}}
 # Options that each way of making a trace does not use.
 DRAWN = ("prompt_tokens", "system_prompts", "turns")
 TIMED = (*DRAWN, "output_tokens", "tokenizer", "rate", "arrivals", "think_s")

@@ -38,7 +38,6 @@ from recipes.cluster.rank_process import (
     SECRET,
     WAIT_S,
     RankStart,
-    adopted,
     common,
     restored,
 )
@@ -81,8 +80,8 @@ def _end_without_leader() -> None:
     os._exit(FAILED)
 
 
-def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> None:
-    """Join, build, and follow until the leader closes its recording; with its settings, if `adopts`."""
+def follow(recipe: Recipe, rank: int, leader: str) -> None:
+    """Join, build, and follow until the leader closes its recording."""
     host, _, port = leader.rpartition(":")
     limit_s = recipe.parallel.connect_timeout_s
     try:
@@ -98,9 +97,7 @@ def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> N
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux has it
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * LEADER_SILENT_S))
         try:
-            leaders = json.loads(store.get(RECIPE))
-            recipe = adopted(recipe, leaders) if adopts else recipe
-            _compare(recipe, leaders)
+            _compare(recipe, json.loads(store.get(RECIPE)))
         except ValueError as error:
             connection.sendall(f"rank {rank}: {error}\n".encode())
             raise
@@ -165,7 +162,7 @@ def main() -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     status = FAILED
     try:
-        follow(restored(asked.recipe), asked.rank, asked.leader, adopts=asked.adopts)
+        follow(restored(asked.recipe), asked.rank, asked.leader)
         status = 0
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         log.error("%s", error)

@@ -37,7 +37,6 @@ from models.config import DecoderConfig
 from recipes.assembly.speculation import speculation_of
 from recipes.schema.checks import contradictions
 from recipes.schema.keys import keys_of
-from recipes.schema.precedence import COMMAND_LINE, FILE, Entry, settled
 from recipes.schema.recipe import CacheSection, Recipe
 from recipes.schema.scheduler_defaults import completed, longest_request
 from recipes.schema.scheduler_section import SchedulerSection
@@ -245,14 +244,6 @@ def scheduler_from(facts: dict[str, Any]) -> Scheduler:
             " scheduler.chunk is adaptive; replay it with that version"
         )
     return scheduler_of(asked, cache, limits, speculation, facts.get("depth", 1), costs)
-
-
-def changed(section: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return a recording's section with `changes`; recorded keys that contradict them give way."""
-    entries = {f"scheduler.{key}": Entry(value, "the recording", FILE) for key, value in section.items()}
-    for key, value in changes.items():
-        entries[f"scheduler.{key}"] = Entry(value, f"command line: scheduler.{key}", COMMAND_LINE)
-    return {name.partition(".")[2]: entry.value for name, entry in settled(entries).items()}
 
 
 def policy(asked: SchedulerSection, step_time: StepTime) -> Policy:

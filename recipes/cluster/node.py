@@ -2,8 +2,7 @@
 
 The machine starts its ranks, and starts them again when they have ended with their leader: the next engine of
 a server leads the next ranks. It ends when a leader has closed its engine in order, or when there is no
-leader any more. In a sweep, one engine comes after the other, and the machine ends when no further one has
-come.
+leader any more.
 """
 
 from __future__ import annotations
@@ -30,13 +29,8 @@ class AskedToEnd(SystemExit):
     """The system asks this process to end."""
 
 
-def hold(recipe: Recipe, cluster: Cluster, *, in_turn: bool = False) -> int:
-    """Hold this machine's ranks, life after life, and return 0 when the leader has closed its engine.
-
-    With `in_turn`, hold those of one engine after the other, each with its leader's settings, and return 0
-    when no further engine comes.
-    """
-    num_closed = 0
+def hold(recipe: Recipe, cluster: Cluster) -> int:
+    """Hold this machine's ranks, life after life, and return 0 when the leader has closed its engine."""
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, _end)
     stay_near(cluster, recipe.parallel.interface)
@@ -48,7 +42,7 @@ def hold(recipe: Recipe, cluster: Cluster, *, in_turn: bool = False) -> int:
         with contextlib.ExitStack() as stack:
             ranks: list[RankProcess] = []
             for number, device in zip(here, devices):
-                ranks.append(RankProcess(own, number, leader, device, adopts=in_turn))
+                ranks.append(RankProcess(own, number, leader, device))
                 stack.callback(ranks[-1].end)
             while not any(rank.ended for rank in ranks):
                 time.sleep(_LOOKS_S)
@@ -58,12 +52,6 @@ def hold(recipe: Recipe, cluster: Cluster, *, in_turn: bool = False) -> int:
                     rank.end(_IN_ORDER_S)
         if first.status == 0:
             log.info("the leader has closed its engine")
-            num_closed += 1
-            if in_turn:
-                continue
-            return 0
-        if first.status == ALONE and num_closed:
-            log.info("no further engine has come after %d", num_closed)
             return 0
         if first.status == ALONE:
             log.error("there is no leader at %s", leader)

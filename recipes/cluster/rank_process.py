@@ -66,15 +66,6 @@ def common(recipe: Recipe) -> dict[str, Any]:
     return sections
 
 
-def adopted(recipe: Recipe, leaders: dict[str, Any]) -> Recipe:
-    """Return the recipe with the leader's `common` settings, but with its own section parallel."""
-    sections = recipe.described()
-    for section, values in leaders.items():
-        if section != "parallel":
-            sections[section] |= values
-    return restored(json.dumps(sections))
-
-
 def restored(text: str) -> Recipe:
     """Return the recipe that a `RankProcess` has sent."""
     described, values = json.loads(text), dict[str, Any]()
@@ -109,7 +100,6 @@ class RankStart(msgspec.Struct, frozen=True):
 
     rank: int
     leader: str  # host and port of the leader's store
-    adopts: bool  # it takes its settings from the leader
     environment: dict[str, str]  # variables that it sets
     recipe: str  # JSON, as the recipe describes itself
 
@@ -160,8 +150,7 @@ class SpareRanks:
 class RankProcess:
     """A rank, as seen by the process that has started it.
 
-    `device` is the device that it may use, if any; with `adopts` it takes its settings from the leader. A
-    `spare` process becomes the rank, where there is one.
+    `device` is the device that it may use, if any. A `spare` process becomes the rank, where there is one.
     """
 
     def __init__(
@@ -171,7 +160,6 @@ class RankProcess:
         leader: str,
         device: str | None,
         *,
-        adopts: bool = False,
         spare: SpareRank | None = None,
     ) -> None:
         self.rank = rank
@@ -185,7 +173,7 @@ class RankProcess:
             self._process = spare.process
             changed = {name: value for name, value in wanted.items() if spare.environment.get(name) != value}
         assert self._process.stdin is not None
-        text = msgspec.json.encode(RankStart(rank, leader, adopts, changed, json.dumps(recipe.described())))
+        text = msgspec.json.encode(RankStart(rank, leader, changed, json.dumps(recipe.described())))
         with contextlib.suppress(BrokenPipeError):  # the process has already ended, which `ended` reports
             self._process.stdin.write(LENGTH.pack(len(text)) + text)
             self._process.stdin.flush()

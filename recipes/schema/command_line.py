@@ -17,15 +17,12 @@ from recipes.schema.numbers import option
 FLAGS = frozenset(
     f"--{name}"
     for name in [
-        "at-once",
         "dry-run",
         "fleet",
         "full",
         "help",
         "ignore-eos",
-        "in-turn",
         "json",
-        "kills",
         "launches",
         "laws",
         "list",
@@ -33,12 +30,10 @@ FLAGS = frozenset(
         "log-requests",
         "once",
         "overload",
-        "parts",
         "quick",
         "resume",
         "router-cost",
         "save-result",
-        "simulated",
         "skip-bad",
         "sources",
         "virtual",

@@ -33,7 +33,6 @@ def engine() -> Result:
         **result,
         "counters": {"before": dict.fromkeys(counted, 0) | idle, "after": counted | idle},
         "prefix_hit_rate": 0.0,
-        "total_num_tokens": result["prompt_tokens"] + result["output_tokens"],
         "cache_after_all_runs": {"free_pages": 90, "idle_pages": 10},
         "settings": {"scheduler": {"num_slots": result["slots"]}},
         "num_pages": 100,
@@ -105,25 +104,6 @@ def is_good(record: Result) -> bool:
     first_s, last_s = (record["piece_times_s"][at] - record["arrival_s"] for at in (0, -1))
     spent_s = {"ttft": first_s, "e2el": last_s, "tpot": gaps_s.mean(), "itl": gaps_s.max()}
     return all(1e3 * spent_s[name] <= most for name, most in OBJECTIVES.items())
-
-
-def batches() -> Result:
-    """What `latency` prints: 12 batches of 4 answers of 8 tokens."""
-    latencies = [round(each, 6) for each in np.random.default_rng(0).uniform(0.08, 0.12, 12).tolist()]
-    sizes = {"batch_size": 4, "input_len": 5, "output_len": 8, "requests": 48, "completed": 48, "failed": 0}
-    return {
-        **sizes,
-        "avg_latency": sum(latencies) / 12,
-        "latencies": latencies,
-        "percentiles": {
-            str(part): float(np.percentile(latencies, part)) for part in (10, 25, 50, 75, 90, 99)
-        },
-        "prompt_tokens": 240,
-        "output_tokens": 384,
-        "duration_s": sum(latencies),
-        "output_tokens_per_s": 384 / sum(latencies),
-        "tpot_ms": {"mean": 11.0},
-    }
 
 
 def claim(kind: str, stated: float) -> Result:

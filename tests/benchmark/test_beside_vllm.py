@@ -16,7 +16,7 @@ import pytest
 
 from benchmark.offline import beside_vllm
 from benchmark.offline.beside_vllm import ROWS, Load, OwnSide, Setting, VllmSide, summary, turn
-from benchmark.run_clock import OtherLoad, taken_s
+from benchmark.run_record import OtherLoad, taken_s
 from benchmark.verbs import BESIDE_ROWS
 from recipes.schema.reader import read
 from scripts.benchmark import main
@@ -167,7 +167,6 @@ def test_an_answer_that_is_cut_is_no_run(tmp_path: Path, monkeypatch: pytest.Mon
     [
         (["recipes/bench/qwen3_8b_cuda.yaml"], "a CPU: device.kind=cpu"),
         (["--python", "/nonexistent/python"], "bash scripts/setup.sh vllm"),
-        (["--row", "steady", "--python", sys.executable], "--row burst steady, or give --rate"),
         (["recipes/tiny/cpu.yaml"], "name a recipe with model.config"),
     ],
 )
@@ -184,11 +183,11 @@ def test_who_else_computes_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path:
         return f"cpu  {user} 0 0 900 5 0 0 {stolen} 0 0\ncpu0 1\n"
 
     stat.write_text(line(100, 0))
-    monkeypatch.setattr("benchmark.run_clock.STAT", stat)
-    monkeypatch.setattr("benchmark.run_clock.own_s", lambda: 0.0)
-    monkeypatch.setattr("benchmark.run_clock.os.cpu_count", lambda: 4)
+    monkeypatch.setattr("benchmark.run_record.STAT", stat)
+    monkeypatch.setattr("benchmark.run_record.own_s", lambda: 0.0)
+    monkeypatch.setattr("benchmark.run_record.os.cpu_count", lambda: 4)
     now_s = iter((10.0, 20.0))
-    monkeypatch.setattr("benchmark.run_clock.time.monotonic", lambda: next(now_s))
+    monkeypatch.setattr("benchmark.run_record.time.monotonic", lambda: next(now_s))
     others = OtherLoad()
     stat.write_text(line(300, 200))
     assert others.share() == pytest.approx((taken_s(line(300, 200)) - taken_s(line(100, 0))) / 40)

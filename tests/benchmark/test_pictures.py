@@ -20,12 +20,11 @@ NAMES = ("scheduler.num_slots=8", "_a" * 60)
 
 
 def timeline(num_slots: int) -> Timeline:
-    """A run in which each slot has a prompt, and an answer whose drafts are right now and then."""
+    """A run in which each slot has a prompt, and its answer."""
     made, rows = Timeline(Counters()), [*range(num_slots)]
     for at in range(20):
         ids, decodes = [f"{row}/{at // 10}" for row in rows], [at % 10 > 0] * num_slots
-        right = [at % 3] * num_slots
-        made.steps.append(StepRecord(at, at + 1, rows, ids, right, decodes, 0, num_slots, at, 0))
+        made.steps.append(StepRecord(at, at + 1, rows, ids, decodes, 0, num_slots, at, 0))
     return made
 
 

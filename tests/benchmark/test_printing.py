@@ -13,7 +13,7 @@ import pytest
 
 from benchmark import verbs
 from benchmark.options import print_figures
-from benchmark.serve import measure, sweep
+from benchmark.serve import measure
 from scripts.benchmark import main
 from tests.benchmark.openai_server import Stub, running
 from tests.benchmark.test_gate_measured import ENGINE, SMALL_VERBS, refused, trace
@@ -91,15 +91,9 @@ def test_small_verbs_print_what_they_measured(name: str, monkeypatch: pytest.Mon
     assert REFUSED in printed(print_table, {**result, "verdict": VERDICT}), "the gate's word is printed"
 
 
-@pytest.mark.parametrize("verb", ["offline", "at-once"])
-def test_an_engines_figures_stand_beside_their_names(
-    verb: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    arguments = {
-        "offline": ["--trace", trace(tmp_path / "a.jsonl", 0, 0.0)],
-        "at-once": ["--at-once", "--num-prompts", "31", "--input-len", "9", "--output-len", "5"],
-    }[verb]
-    result, print_table = shown(monkeypatch, "offline", *ENGINE, *arguments)
+def test_an_engines_figures_stand_beside_their_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = ["--trace", trace(tmp_path / "a.jsonl", 0, 0.0)]
+    result, print_table = shown(monkeypatch, "offline", *ENGINE, *asked)
     assert not refused(result)
     lines = dict(line.split(maxsplit=1) for line in printed(print_table, result).splitlines() if " " in line)
     for name, value in result.items():
@@ -155,4 +149,4 @@ def test_a_sweeps_row_has_each_figure_in_its_place(
     result = {**served[0], "verdict": VERDICT}
     per_s = [f"{result[name]:.3f}" for name in ("request_throughput", "request_goodput")]
     waits = [f"{result[name]:.2f}" for name in ("p99_ttft_ms", "p99_itl_ms")]
-    assert sweep.row(2.5, result).split() == ["2.5", *per_s, *waits, "refused,", "spoilt"]
+    assert measure.sweep_row(2.5, result).split() == ["2.5", *per_s, *waits, "refused,", "spoilt"]

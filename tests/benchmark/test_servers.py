@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from benchmark.processes import process_pool
+from benchmark.processes import process_pool, serving
 from benchmark.serve import router
 from scripts.benchmark import main
+from tests.patience import PATIENCE_S
 from tests.serving.server import TINY
 
 
@@ -41,6 +44,25 @@ def test_who_is_accepted_under_overload_is_answered_and_nothing_is_left(
     assert found["refused"] > 0
     assert 0 <= found["refusal_p50_ms"] <= found["refusal_p99_ms"] <= found["refusal_most_ms"]
     assert found["failed"] == found["left"] == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("print('why\\n\\nShutting down'); exit(3)", "ended with status 3; it last said: why "),
+        (
+            "import time; print('listening at http://127.0.0.1:1, model x', flush=True); time.sleep(60)",
+            "takes no requests after 0.2 s",
+        ),
+    ],
+)
+def test_a_server_that_does_not_come_up_is_told_and_ended(tmp_path: Path, script: str, told: str) -> None:
+    timeout_s = PATIENCE_S if "ended" in told else 0.2
+    with (
+        pytest.raises(ValueError, match=rf"^ours: the server {told}"),
+        serving("ours", [sys.executable, "-c", script], tmp_path / "a" / "server.log", timeout_s),
+    ):
+        pytest.fail("it was never ready")
 
 
 def interrupted() -> None:

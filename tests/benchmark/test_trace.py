@@ -205,20 +205,6 @@ def test_tenants_and_priorities_come_by_their_shares_and_a_session_keeps_its_own
     assert len(of_session) == 2000
 
 
-def test_lengths_may_come_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "lengths"
-    path.write_text("7\n900\n7\n7\n")
-    drawn = lengths(f"file:{path}")(np.random.default_rng(0), 4000)
-    assert set(drawn.tolist()) == {7, 900}
-    assert (drawn == 7).mean() == pytest.approx(0.75, abs=0.03)
-    for text in ("0", "12345678901234567890123", "9" * 5000):
-        path.write_text(f"7\n{text}\n")
-        with pytest.raises(argparse.ArgumentTypeError, match=r"line 2: '\d{1,60}' is no length of 1 to"):
-            lengths(f"file:{path}")
-    with pytest.raises(argparse.ArgumentTypeError, match="no such file or directory"):
-        lengths(f"file:{tmp_path}/none")
-
-
 @pytest.mark.parametrize("text", ["", "gamma", "gamma:0", "ramp:nan", "closed:0", "closed:1.5", "poisson:3"])
 def test_what_is_no_process_is_refused(text: str) -> None:
     with pytest.raises(

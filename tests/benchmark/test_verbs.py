@@ -37,8 +37,8 @@ def test_the_manuals_name_no_verb_or_mode_that_is_not_there() -> None:
 def test_help_names_every_way_of_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["--help"], [each.help for each in BENCHMARKS]),
-        (["device", "--help"], ["--parts", "--decode", "(default: 20)"]),
-        (["device", "--parts", "--help"], ["requests, as `generate` reads them"]),
+        (["device", "--help"], ["--launches", "--decode", "(default: 20)"]),
+        (["serve", "--overload", "--help"], ["samples at once: server.max_requests"]),
     ):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
@@ -53,8 +53,8 @@ def test_help_names_every_way_of_a_verb(capsys: pytest.CaptureFixture[str]) -> N
         (["nothing"], "invalid choice: 'nothing'"),
         ([], "name a VERB"),
         (
-            ["device", "--parts", "--launches", "recipes/tiny/cpu.yaml", "--trace", "a"],
-            "arguments: --launches",
+            ["serve", "--fleet", "--overload", "recipes/tiny/cpu.yaml"],
+            "arguments: --overload",
         ),
         (["device", "--launches", "recipes/tiny/cpu.yaml", "--repeats", "2"], "arguments: --repeats 2"),
     ],

@@ -7,7 +7,6 @@ import logging
 import pytest
 
 from recipes.__main__ import main
-from recipes.assembly.scheduler import changed
 from recipes.schema.reader import load, profiles, read
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
@@ -123,24 +122,6 @@ def test_show_says_what_a_policy_takes_and_why(capsys, monkeypatch):
     both = shown("scheduler.policy=orca", "scheduler.max_batch_tokens=256")
     assert "longest request 256 tokens (one step, in which orca computes a prompt)" in both
     assert "scheduler.target_itl_ms 50.0 default of adaptive" in shown("scheduler.chunk=adaptive")
-
-
-def test_a_recorded_section_gives_way_to_another_policy():
-    section = {
-        "policy": "static",
-        "batch_size": 4,
-        "max_wait_ms": 5.0,
-        "num_slots": 4,
-        "max_batch_tokens": 64,
-    }
-    other = changed(section, {"policy": "orca"})
-    assert other == {
-        **section,
-        "policy": "orca",
-        "batch_size": None,
-        "max_wait_ms": None,
-        "max_batch_tokens": None,
-    }
 
 
 def test_a_refusal_is_data(recipe):

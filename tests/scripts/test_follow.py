@@ -10,16 +10,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
 
 import httpx
 import pytest
 
-from recipes.cluster import node as nodes
-from recipes.cluster.cluster import Cluster
-from recipes.cluster.rank_process import ALONE
-from recipes.schema.reader import load
-from recipes.schema.recipe import Recipe
 from serving.llm import LLM, SamplingParams
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
@@ -98,49 +92,6 @@ def test_recipes_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with second_machine(port, "scheduler.num_slots=3"), pytest.raises(OSError, match=differ):
         lead(port, monkeypatch)
-
-
-@pytest.mark.slow
-def test_of_a_sweep_each_engine_is_followed_with_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = str(free_port())
-    with second_machine(port, "--in-turn") as agent:
-        for num_slots in (3, 5):
-            assert lead(port, monkeypatch, f"scheduler.num_slots={num_slots}") == "19"
-        differ = "parallel.connect_timeout_s is 120.0 here, and 90.0 on the leader; make them equal"
-        with pytest.raises(OSError, match=differ):  # which a sweep cannot change
-            lead(port, monkeypatch, "parallel.connect_timeout_s=90")
-        assert agent.poll() is None
-        agent.terminate()
-        said = end_of(agent)
-        assert agent.returncode == 128 + signal.SIGTERM, said
-        assert said.count("the leader has closed its engine") <= 2
-        assert said.count("follow 127.0.0.1") >= 2
-
-
-class Ended:
-    """Stands in for a rank, which has ended already, with the next of these statuses."""
-
-    statuses: ClassVar[list[int]] = []
-
-    def __init__(self, recipe: Recipe, rank: int, leader: str, device: str | None, *, adopts: bool) -> None:
-        self.rank, self.status, self.ended = rank, self.statuses.pop(0), "in a test"
-
-    def end(self, within_s: float = 0.0) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    ("in_turn", "statuses", "expected"),
-    [(False, [0], 0), (False, [ALONE], ALONE), (True, [0, 0, ALONE], 0), (True, [ALONE], ALONE)],
-)
-def test_a_machine_ends_when_no_further_engine_comes(
-    in_turn: bool, statuses: list[int], expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nodes, "RankProcess", Ended)
-    monkeypatch.setattr(Ended, "statuses", statuses)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert nodes.hold(load(TINY, list(RECIPE[1:])), Cluster("test", 2, 1), in_turn=in_turn) == expected
-    assert not statuses
 
 
 def test_a_machine_without_a_leader_says_so() -> None:

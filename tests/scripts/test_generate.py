@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.recordings.recorded import CUT_SHORT
+from benchmark.recordings import CUT_SHORT
 from borders.files import in_one_line
 from recipes.schema import verb
 from recipes.tiny.corpus import messages

@@ -121,7 +121,7 @@ def test_what_is_an_option_and_what_is_a_value() -> None:
     assert positionals(["a", "--x", "b", "c", "--x=d", "--json", "e", "-", "--", "--f"]) == [
         "a", "c", "e", "-", "--f",
     ]  # fmt: skip
-    assert positionals(["sweep", "--recipe", CPU, "a.b=c", "--try", "d=1"]) == ["sweep", CPU, "a.b=c"]
+    assert positionals(["route", "--recipe", CPU, "a.b=c", "--port", "1"]) == ["route", CPU, "a.b=c"]
     assert positionals(["--last"]) == []
 
 
@@ -143,7 +143,7 @@ def test_all_options_without_a_value_are_known() -> None:
         if each.given.get("action") == "store_true"
     }
     found |= {f"--{verb.mode}" for verb in BENCHMARKS if verb.mode}
-    assert {"--once", "--skip-bad", "--kills"} <= found
+    assert {"--once", "--skip-bad", "--overload"} <= found
     assert found <= FLAGS
     with_values = {each.flag for verb in (*BENCHMARKS, *SIMULATIONS) for each in verb.options} - found
     assert not with_values & FLAGS
@@ -202,15 +202,6 @@ def test_the_first_machine_leads_and_the_second_follows() -> None:
     table = leads.splitlines()[-3:]
     assert table == follows.splitlines()[-3:]
     assert table[0] == "2 ranks, placed by parallel.nodes"
-
-
-def test_of_a_sweep_the_second_machine_follows_one_engine_after_the_other() -> None:
-    tried = ["--recipe", CPU, *TWO, "--try", "scheduler.num_slots=3,5", "--request-rates", "1"]
-    follows = launch("--dry-run", "benchmark", "sweep", *tried, NODE_RANK="1").stderr
-    (line,) = (each for each in follows.splitlines() if "scripts.follow" in each)
-    assert line.endswith("'--in-turn'")
-    assert "--try" not in line
-    assert all(f"'{each}'" in line for each in (CPU, *TWO))
 
 
 def test_a_python_that_is_not_there_is_named() -> None:

@@ -45,10 +45,6 @@ OPTIONS = {
     ),
     "benchmark sweep": ([*SERVED, "--result-dir", "none"], ["--request-rates"]),
     "benchmark offline": ([RECIPE, "--trace", "none"], ["--runs"]),
-    "benchmark offline --at-once": (
-        [RECIPE],
-        ["--num-prompts", "--input-len", "--output-len", "--seed", "--runs"],
-    ),
     "benchmark host": ([], ["--slots", "--page-sizes", "--chunk", "--steps"]),
     "benchmark device": ([RECIPE], ["--repeats"]),
 }  # fmt: skip

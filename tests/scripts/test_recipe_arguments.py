@@ -20,7 +20,6 @@ GIVEN = [TINY, "cache.page_size=8", "--profile", "low_latency", "cache.num_pages
 
 
 NEEDED = {  # what else a verb must be given
-    "device --parts": ["--trace", "a"],
     "offline": ["--trace", "a"],
     "beside": ["--trace", "a"],
     "": ["--trace", "a", "--device", "h200"],

@@ -38,9 +38,7 @@ READERS = {
         "scripts.trace",
         ["--from", "mooncake:FILE", "--vocab-size", "100", "--output", "OUT"],
     ),
-    "lengths": ("scripts.trace", ["--prompt-tokens", "file:FILE", "--output", "OUT"]),
     "offline": ("scripts.benchmark", ["offline", TINY, "--trace", "FILE"]),
-    "throughput": ("scripts.benchmark", ["offline", "--at-once", TINY, "--trace", "FILE"]),
     "serve benchmark": (
         "scripts.benchmark",
         ["serve", "--base-url", "http://127.0.0.1:9", "--trace", "FILE"],

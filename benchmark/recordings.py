@@ -1,39 +1,34 @@
-"""Read a recording: tell what happened to one request, fit costs, and simulate what else could have happened.
+"""Read a recording: tell what happened to one request, draw a time line, and fit the costs of steps.
 
-Another policy, or drafts, are simulated with the arrivals and answers of the recording; costs come from a fit
-to the recorded steps. Drafts are guessed from the same tokens as on a device, and are accepted where the
-recorded answer agrees.
+Time lines, of simulated runs too, are trace events for the viewers of Chrome and Perfetto:
+https://perfetto.dev/docs/getting-started/other-formats
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, Any
 
 import numpy as np
-import yaml
 
 from borders.files import opened, whole_file
 from borders.framing import CutShort, DamagedRecording
 from continuous_batching.engine import Engine, Step
 from continuous_batching.recording.format import FORMAT, Added, Ended, Entry, Header, read_entries
-from continuous_batching.recording.replay import Event, Replayed, request_of
+from continuous_batching.recording.replay import Event, Replayed
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
-from recipes.assembly.scheduler import changed, scheduler_from
+from recipes.assembly.scheduler import scheduler_from
 from recipes.schema.command_line import keep_apart
-from recipes.schema.speculation_section import DRAFTERS, SpeculationSection, speculation_contradictions
-from simulation.fitted import NAMES, Timed, fit, in_words, learn, timed
-from simulation.replica import CostModel, Replica, Speaker, in_order
-from simulation.run_totals import RunTotals
+from simulation.fitted import NAMES, in_words, learn
 
+ENGINE, SLOTS, REQUESTS = 1, 2, 3  # process numbers, by which the viewer groups
 DAMAGED, CUT_SHORT = 2, 3  # exit statuses of a command that has read such a recording
-BOUNDS = ("max_waiting_requests", "max_waiting_tokens", "max_queue_wait_s")
 
 
 class Recording:
@@ -177,139 +172,139 @@ class Story:
         self.lines.append(f"{now_s - self._origin_s:10.4f}  {text}")
 
 
-@dataclass(frozen=True, slots=True)
-class Fate:
-    """One request, and when each of its tokens came, on the clock it was served by."""
+class TraceWriter:
+    """Writes events as they are made, one a line, so that nothing is kept but who is in each slot.
 
-    request: Request
-    token_s: list[float]
+    Times are in seconds, and shown since `origin_s`. A stay in a slot becomes one box when it is over.
+    """
+
+    def __init__(self, file: IO[str], groups: Mapping[int, str], **said: str) -> None:
+        self._file, self.count, self.origin_s = file, 0, 0.0
+        self._stays: dict[int, tuple[str, float, float]] = {}  # slot -> name, since and until when
+        file.write(json.dumps({"displayTimeUnit": "ms", "otherData": said})[:-1] + ', "traceEvents": [')
+        for number, name in groups.items():
+            self._write(ph="M", name="process_name", pid=number, args={"name": name})
+
+    def box(self, pid: int, tid: int, name: str, start_s: float, end_s: float, **args: Any) -> None:
+        """Write something that took time, in one lane of a group."""
+        at_us, shown = self._us(start_s), {"args": args} if args else {}
+        lasted_us = round(self._us(end_s) - at_us, 3)
+        self._write(ph="X", name=name, pid=pid, tid=tid, ts=at_us, dur=lasted_us, **shown)
+
+    def counts(self, at_s: float, **values: int) -> None:
+        """Write the value of each counter from here on."""
+        for name, value in values.items():
+            said = name.replace("_", " ")
+            self._write(ph="C", name=said, pid=ENGINE, ts=self._us(at_s), args={said: value})
+
+    def mark(self, pid: int, name: str, at_s: float, *, is_global: bool = False) -> None:
+        """Write a moment of a group, or one that is drawn over all groups."""
+        scope = "g" if is_global else "p"
+        self._write(ph="i", s=scope, name=name, pid=pid, tid=0, ts=self._us(at_s))
+
+    def stay(self, slot: int, name: str, since_s: float, until_s: float) -> None:
+        """Note that a step computed what a slot holds, and write the stay before if that was another's."""
+        before = self._stays.get(slot)
+        if before is not None and before[0] != name:
+            self.box(SLOTS, slot, *before)
+            before = None
+        self._stays[slot] = name, since_s if before is None else before[1], until_s
+
+    def close(self) -> None:
+        """Write the stays that last, and the end of the file."""
+        for slot, stay in self._stays.items():
+            self.box(SLOTS, slot, *stay)
+        self._file.write("\n]}\n")
+
+    def _us(self, now_s: float) -> float:
+        return round(1e6 * (now_s - self.origin_s), 3)
+
+    def _write(self, **event: Any) -> None:
+        self._file.write((",\n" if self.count else "\n") + json.dumps(event))
+        self.count += 1
 
 
-def served(events: Iterable[Event], scheduler: Scheduler) -> tuple[dict[str, Fate], list[Timed]]:
-    """Return what happened to each request of a replay on `scheduler`, and the cost of each step."""
-    found: dict[str, Fate] = {}
+class RecordedTrace:
+    """Writes a replay on `scheduler`; times are since the first arrival."""
 
-    def followed() -> Iterator[Event]:
+    def __init__(self, file: IO[str], scheduler: Scheduler) -> None:
+        groups = {ENGINE: "engine", SLOTS: "slots", REQUESTS: "arrivals and ends"}
+        self._writer = TraceWriter(file, groups)
+        self._scheduler = scheduler
+        self._idle_s = -math.inf
+
+    def write(self, recording: Recording, events: Iterable[Event]) -> int:
+        """Write all events, and a mark where the recording is damaged; returns their number."""
+        writer, has_begun = self._writer, False
         for event in events:
             if isinstance(event, Request):
-                found.update((each.id, Fate(each, [])) for each in (event, *event.followers))
+                writer.origin_s = writer.origin_s if has_begun else event.arrival_s
+                has_begun = True
+                writer.mark(REQUESTS, f"{event.id} arrived", event.arrival_s)
+            elif isinstance(event, Ended):
+                writer.mark(REQUESTS, f"{event.id} ended: {event.reason}", event.now_s)
             elif isinstance(event, Replayed):
-                for owner in event.owner_ids:
-                    found[owner].token_s.append(event.end_s)
-            yield event
+                self._step(event)
+        if recording.damage is not None:
+            name = f"the recording is damaged from here: {recording.damage}"
+            writer.mark(ENGINE, name, max(self._idle_s, writer.origin_s), is_global=True)
+        writer.close()
+        return writer.count
 
-    return found, timed(followed(), scheduler)
+    def _step(self, step: Replayed) -> None:
+        writer, batch, scheduler = self._writer, step.batch, self._scheduler
+        start_s = max(step.start_s, self._idle_s)  # a step may be made while the one before it runs
+        self._idle_s = step.end_s
+        said = {"spans": batch.num_spans, "tokens": batch.num_tokens, "page copies": len(batch.copies)}
+        writer.box(ENGINE, 0, f"step {step.number}", start_s, step.end_s, **said)
+        waiting, held = len(scheduler.waiting), scheduler.pool.num_held
+        writer.counts(start_s, tokens=batch.num_tokens, waiting=waiting, held_pages=held)
+        for request in step.finished:
+            writer.mark(REQUESTS, f"{request.id} ended: {request.finish_reason}", step.end_s)
+        if batch.num_drafts:
+            self._drafts(step, start_s)
+        for slot, request_id in zip(batch.slots.tolist(), step.ids):
+            writer.stay(slot, request_id, step.start_s, step.end_s)
 
-
-def simulate(
-    scheduler: Scheduler, recorded: dict[str, Fate], added: Sequence[Added], costs: CostModel
-) -> dict[str, Fate]:
-    """Serve the same requests, each with the answer that it got in the recording."""
-    found: dict[str, Fate] = {}
-
-    def observe(engine: Engine, step: Step) -> None:
-        for row in step.owners.tolist():
-            found[engine.slots.requests[row].id].token_s.append(step.end_s)
-
-    speaker = Speaker(scheduler.slots, {name: fate.request.answer for name, fate in recorded.items()})
-    replica = Replica(scheduler, costs, RunTotals(), speaker=speaker, observe=observe)
-    requests = sorted(map(request_of, added), key=lambda request: request.arrival_s)
-    for request in in_order(requests):
-        found.update((each.id, Fate(each, [])) for each in (request, *request.followers))
-        replica.advance(request.arrival_s)
-        replica.add(request)
-    replica.advance(math.inf)
-    return found
-
-
-def summary(fates: dict[str, Fate]) -> dict[str, float]:
-    """Return latencies in ms, and the throughput, of the requests that were served."""
-    begun = [fate for fate in fates.values() if fate.token_s]
-    first = np.array([fate.token_s[0] - fate.request.arrival_s for fate in begun])
-    gaps = np.concatenate([np.diff(fate.token_s) for fate in begun])
-    since = min(fate.request.arrival_s for fate in begun)
-    until = max(fate.token_s[-1] for fate in begun)
-    result = {"requests": float(len(begun))}
-    result["output tokens/s"] = sum(len(fate.token_s) for fate in begun) / (until - since)
-    for name, values in (("TTFT", first), ("ITL", gaps)):
-        if len(values):
-            for percent in (50, 99, 100):
-                result[f"{name} ms, p{percent}"] = 1e3 * float(np.percentile(values, percent))
-    return result
+    def _drafts(self, step: Replayed, start_s: float) -> None:
+        """Write the spans with drafts, within the stays of their requests: how many drafts were accepted."""
+        num_tokens, num_drafts = Counter(step.owner_ids), step.batch.drafts_by_span
+        for span in np.flatnonzero(num_drafts).tolist():
+            drafts, slot = int(num_drafts[span]), int(step.batch.slots[span])
+            right = max(0, num_tokens[step.ids[span]] - 1)  # a request that was ended meanwhile gets no token
+            name = f"{right} of {drafts} drafts right"
+            self._writer.box(SLOTS, slot, name, start_s, step.end_s, drafts=drafts, right=right)
 
 
-def change(text: str) -> tuple[str, str, Any]:
-    """Parse section, key and value of scheduler.KEY=VALUE or speculation.KEY=VALUE."""
-    name, equals, value = text.partition("=")
-    section, _, leaf = name.partition(".")
-    if section not in ("scheduler", "speculation") or not leaf or not equals:
-        raise ValueError(
-            f"{text}: give scheduler.KEY=VALUE, such as scheduler.batch_size=8, or speculation.*"
-        )
-    return section, leaf, yaml.safe_load(value)
+class SimulatedTrace:
+    """Writes each step of a simulated run; a slot shows the prompt and then the answer of its request."""
 
+    def __init__(self, file: IO[str]) -> None:
+        groups = {ENGINE: "SIMULATED steps", SLOTS: "SIMULATED slots"}
+        self._writer = TraceWriter(file, groups, SIMULATED="not measured")
+        self.close = self._writer.close
 
-def compare(
-    changes: Sequence[tuple[str, str, Any]],
-    recording: Recording,
-    scheduler: Scheduler,
-    events: Iterator[Event],
-) -> None:
-    """Print how the requests fared, and how they would have fared with these changes."""
-    facts = recording.facts
-    speculation = _drafted(facts["speculation"], changes)
-    recorded, steps = served(events, scheduler)
-    if not steps:
-        raise ValueError("nothing was computed in this recording, so that nothing can be learnt from it")
-    costs = fit(steps)
-    ids: Counter[str] = Counter(one.id for each in recording.added for one in each.samples)
-    answered = [
-        each
-        for each in recording.added
-        if not each.samples[0].params.beam_width
-        and all(len(recorded[one.id].request.answer) and ids[one.id] == 1 for one in each.samples)
-    ]
-    if not answered:
-        raise ValueError(
-            "no request of this recording can be served again: none was answered, or all are searches"
-        )
-    columns = {"as recorded": summary(recorded)}
-    section = facts["scheduler"] | dict.fromkeys(BOUNDS)  # every request is served without bounds
-    scheduling = changed(section, {key: value for where, key, value in changes if where == "scheduler"})
-    for name, asked, drafting in (
-        ("modelled", section, facts["speculation"]),
-        ("what if", scheduling, speculation),
-    ):
-        other = scheduler_from(facts | {"scheduler": asked, "speculation": drafting})
-        costs = replace(costs)  # starts from the same step, so that the columns differ by nothing else
-        fates = simulate(other, recorded, answered, costs)
-        drafts = "" if drafting["kind"] == "none" else f", {drafting['kind']}"
-        columns[f"{name}: {asked['policy']}{drafts}"] = summary(fates)
-    width = 2 + max(map(len, columns))
-    print(f"{'':18}" + "".join(f"{name:>{width}}" for name in columns))
-    for row in columns["as recorded"]:
-        values = [column.get(row, float("nan")) for column in columns.values()]
-        print(f"{row:18}" + "".join(f"{value:{width}.2f}" for value in values))
-    print(f"the fit of the modelled columns {in_words(costs.describe())}")
-    left_out = len(recording.added) - len(answered)
-    if left_out:
-        print(f"{left_out} requests (unanswered, searches, of one id) are left out of the modelled columns")
+    def observe(self, engine: Engine, step: Step) -> None:
+        """Write one step."""
+        batch, slots = step.batch, engine.slots
+        if not batch.num_spans:
+            return
+        is_prompt = batch.starts < slots.num_prompt[batch.slots]
+        said = {
+            "spans": batch.num_spans,
+            "tokens": batch.num_tokens,
+            "spans of prompts": int(is_prompt.sum()),
+        }
+        self.lane("step", 0, step.start_s, step.end_s, said)
+        waiting = len(engine.scheduler.waiting)
+        self._writer.counts(step.start_s, tokens=batch.num_tokens, waiting=waiting)
+        for row, prompt in zip(batch.slots.tolist(), is_prompt.tolist()):
+            name = f"{slots.requests[row].id}: {'prompt' if prompt else 'answer'}"
+            self._writer.stay(row, name, step.start_s, step.end_s)
 
-
-def _drafted(section: dict[str, Any], changes: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
-    """Return a recording's section for speculation with changes of its keys."""
-    drafted = dict(section)
-    for where, key, value in changes:
-        if where == "speculation":
-            if key not in section:
-                raise ValueError(f"speculation.{key}: there is no such key, but for {', '.join(section)}")
-            drafted[key] = value
-    for kind in (section["kind"], drafted["kind"]):
-        if kind in DRAFTERS:
-            raise ValueError(f"speculation.kind: what a {DRAFTERS[kind]} says is not modelled")
-    for problem in speculation_contradictions(SpeculationSection(**drafted), "cpu"):
-        raise problem
-    return drafted
+    def lane(self, name: str, lane: int, start_s: float, end_s: float, said: dict[str, Any]) -> None:
+        """Write something that took time, in one of the lanes above the slots."""
+        self._writer.box(ENGINE, lane, name, start_s, end_s, **said)
 
 
 def run_fit(options: argparse.Namespace) -> None:
