@@ -8,9 +8,8 @@ Legend: T tokens of the step, R sampled rows, V vocabulary, H query heads, K kv 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -452,7 +451,7 @@ class Decoder(nn.Module):
         self._taps: tuple[int, ...] = ()
         self._take: Callable[[Tensor, StepInputs], None] | None = None
         self._first = self.share.layers(config).start  # number of the first layer here
-        # What computes all layers but the last in one call, once they are packed, or None
+        # What computes all layers in one call, once they are packed, or None
         self.joined: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def pack(self) -> None:
@@ -461,9 +460,9 @@ class Decoder(nn.Module):
         So at most one linear, or the experts of one layer if the device joins them, is held twice.
         """
         pack(self)
-        all_but_last = [each for each in self.layers[:-1] if isinstance(each, DecoderLayer)]
-        plain = [made for each in all_but_last if (made := each.plain(self.part)) is not None]
-        if plain and len(plain) == len(self.layers) - 1:
+        layers = [each for each in self.layers if isinstance(each, DecoderLayer)]
+        plain = [made for each in layers if (made := each.plain(self.part)) is not None]
+        if len(plain) == len(self.layers):
             self.joined = self.ops.join_layers(plain, self.attention)
 
     def tabulate(self, num_positions: int) -> None:
@@ -518,12 +517,12 @@ class Decoder(nn.Module):
             x, residual, *tapped = self.stages.receive(room).unbind()
             self._receive_choice(step, num_rows)
         turns = [rope.cos_sin(positions, rope_lens, x.dtype) for rope in self.ropes]
-        num_joined = 0
         has_more = self.adapters is not None or self._taps or self.after_layer is not None
+        layers: Iterable[nn.Module] = self.layers
         if self.joined is not None and not has_more and num_rows == num_tokens:
             x, residual = self.joined(x, residual, turns, step)
-            num_joined = len(self.layers) - 1
-        for number, layer in enumerate(islice(self.layers, num_joined, None), num_joined):
+            layers = ()
+        for number, layer in enumerate(layers):
             if self._first + number in self._taps:
                 tapped.append(x if residual is None else x + residual)
             cos, sin = turns[0 if self.part.layers[number].window is None else -1]

@@ -97,7 +97,7 @@ class Ops:
         return None
 
     def join_layers(self, layers: Sequence[PlainLayer], attention: Attention) -> Any:
-        """Return what computes these layers, the first ones of a decoder, in one call.
+        """Return what computes these layers, all of a decoder's, in one call.
 
         None means that they are computed one by one.
         """

@@ -82,8 +82,9 @@ class _Step(ctypes.Structure):
     """`Step` of the source."""
 
     _fields_ = (
-        *(("layers", ctypes.POINTER(_Layer)), ("num_layers", _integer), ("rows", _integer)),
-        *((name, _pointer) for name in ("x", "residual", "last", "total", "room")),
+        ("layers", ctypes.POINTER(_Layer)),
+        *((name, _integer) for name in ("num_layers", "rows", "num_read")),
+        *((name, _pointer) for name in ("read", "x", "residual", "last", "total", "room")),
         *(("kind", _number), ("num_threads", _number)),
     )
 
@@ -97,7 +98,7 @@ class _Kept:
 
 
 class CompiledLayers:
-    """The source, for the first layers of one decoder; weights may be rewritten in place, but not moved."""
+    """The source, for the layers of one decoder; weights may be rewritten in place, but not moved."""
 
     def __init__(
         self,
@@ -122,11 +123,6 @@ class CompiledLayers:
         self._room = torch.empty(0, dtype=torch.uint8)
         self._layers = (_Layer * len(layers))(*(self._layer(each) for each in layers))
 
-    @property
-    def count(self) -> int:
-        """The number of these layers."""
-        return len(self._kept)
-
     def _layer(self, of: PlainLayer) -> _Layer:
         def at(norm: Tensor | None) -> int | None:
             return None if norm is None else norm.data_ptr()
@@ -142,33 +138,30 @@ class CompiledLayers:
     def __call__(
         self, x: Tensor, residual: Tensor | None, turns: Sequence[tuple[Tensor, Tensor]], step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        """Return the output [T, hidden] of the last of these layers, and the residual it will be added to.
+        """Return the output [T, hidden] of the last layer, and the residual that it will be added to.
 
-        `turns` are cosines and sines [T, D] of layers without a window, and last of those with one. Raises
-        MemoryError.
+        `turns` are cosines and sines [T, D] of layers without a window, and last of those with one. If
+        `step.read` [R] is given, both are of these rows. Raises MemoryError.
         """
         views = (_View * len(self._views))(*(self._view(*each, turns, step) for each in self._views))
         for made, kept in zip(self._layers, self._kept):
             made.pages = self._attention.pages(*step.cache.of(kept.layer.layer))
             made.view = ctypes.pointer(views[kept.view])
-        num_threads, rows, kind = torch.get_num_threads(), x.shape[0], KINDS[self._dtype]
-        num_bytes = self._room_of_step(self._layers, rows, kind)
+        rows, num_read = x.shape[0], -1 if step.read is None else step.read.shape[0]
+        most_rows, num_threads, kind = max(rows, num_read), torch.get_num_threads(), KINDS[self._dtype]
+        num_bytes = self._room_of_step(self._layers, most_rows, kind)
         if len(self._room) < num_bytes:
             self._room = torch.empty(num_bytes, dtype=torch.uint8)
-        last, total = torch.empty_like(x), torch.empty_like(x)
+        last, total = (x.new_empty(most_rows, x.shape[1]) for _ in range(2))
+        given = (None if each is None else each.data_ptr() for each in (step.read, x, residual))
         asked = _Step(
-            *(
-                self._layers,
-                self.count,
-                rows,
-                x.data_ptr(),
-                None if residual is None else residual.data_ptr(),
-            ),
+            *(self._layers, len(self._kept), rows, num_read, *given),
             *(last.data_ptr(), total.data_ptr(), self._room.data_ptr(), kind, num_threads),
         )
         if not self._compute(ctypes.byref(self._operators), ctypes.byref(asked)):
             raise MemoryError("there is no memory for the layers of a step")
-        return last, total
+        read = slice(rows if num_read < 0 else num_read)
+        return last[read], total[read]
 
     def _view(
         self, group: int, window: int | None, turns: Sequence[tuple[Tensor, Tensor]], step: StepInputs
