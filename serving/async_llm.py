@@ -612,9 +612,10 @@ class AsyncLLM:
             answer.weights = self.orders.of_answers
         for at, (stream, token, entry) in enumerate(zip(message.streams, message.tokens, logprobs)):
             answer, index = self._streams[stream]
-            if answer.samples[index].finish_reason is not None:
+            sample = answer.samples[index]
+            if sample.finish_reason is not None:
                 continue  # the token was computed before a stop string was found to have ended the sample
-            if answer.samples[index].num_tokens:
+            if sample.num_tokens:
                 self.stats.next_token(now_s - answer.last_token_s[index])
             else:
                 self.stats.first_token(answer, now_s - answer.arrival_s)
