@@ -239,8 +239,11 @@ Value = TypeVar("Value")
 async def _all_ended(works: Sequence[Coroutine[Any, Any, Value]]) -> list[Value]:
     """Return the results of works that run at once; raises the first failure, once all have ended.
 
-    Text threads may still work for the others until then, so that the request is not over.
+    Text threads may still work for the others until then, so that the request is not over. One work needs no
+    task of its own: a short request then reaches the engine without waiting for others that came with it.
     """
+    if len(works) == 1:
+        return [await works[0]]
     results = await asyncio.gather(*works, return_exceptions=True)
     found = list[Value]()
     for each in results:
