@@ -62,8 +62,9 @@ class EngineSocket:
         self._loop.add_reader(self._socket.fd, self._take)
 
     def send(self, message: bytes) -> None:
-        """Send a message, which waits in memory until the engine reads it."""
-        self._socket.send(message, zmq.NOBLOCK)
+        """Send a message, which waits in memory until the engine reads it; one that has ended gets none."""
+        with contextlib.suppress(zmq.Again):  # no peer: the end of its process is about to be noticed
+            self._socket.send(message, zmq.NOBLOCK)
         self._take()  # the descriptor tells of a message once, and the socket may have heard it while it sent
 
     async def recv(self) -> bytes:
