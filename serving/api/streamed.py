@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -70,7 +71,8 @@ class StreamedResponse(Response):
             works.append(self._stay_alive(pace))
         tasks = [asyncio.ensure_future(each) for each in works]
         try:
-            await asyncio.wait((*tasks, pace.is_late), return_when=asyncio.FIRST_COMPLETED)
+            ends: list[asyncio.Future[Any]] = [*tasks, pace.is_late]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             cut_off = scope.get("state", {}).get("cut_off")
             ended = [each for each in (tasks[0], *tasks[3:]) if each.done()]
             if ended:

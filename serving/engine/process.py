@@ -59,7 +59,7 @@ class EngineSocket:
     def bind(self, address: str) -> None:
         """Wait for the engine at an address; raises zmq.ZMQError."""
         self._socket.bind(address)
-        self._loop.add_reader(self._socket.fd, self._take)
+        self._loop.add_reader(self._socket.fileno(), self._take)
 
     def send(self, message: bytes) -> None:
         """Send a message, which waits in memory until the engine reads it; one that has ended gets none."""
@@ -78,7 +78,7 @@ class EngineSocket:
         """Close the socket, unless it is; what has not been sent or received is lost."""
         if self._socket.closed:
             return
-        self._loop.remove_reader(self._socket.fd)
+        self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
         self._context.term()
 
