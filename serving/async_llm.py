@@ -239,8 +239,11 @@ Value = TypeVar("Value")
 async def _all_ended(works: Sequence[Coroutine[Any, Any, Value]]) -> list[Value]:
     """Return the results of works that run at once; raises the first failure, once all have ended.
 
-    Text threads may still work for the others until then, so that the request is not over.
+    Text threads may still work for the others until then, so that the request is not over. One work needs no
+    task of its own: a short request then reaches the engine without waiting for others that came with it.
     """
+    if len(works) == 1:
+        return [await works[0]]
     results = await asyncio.gather(*works, return_exceptions=True)
     found = list[Value]()
     for each in results:
@@ -612,9 +615,10 @@ class AsyncLLM:
             answer.weights = self.orders.of_answers
         for at, (stream, token, entry) in enumerate(zip(message.streams, message.tokens, logprobs)):
             answer, index = self._streams[stream]
-            if answer.samples[index].finish_reason is not None:
+            sample = answer.samples[index]
+            if sample.finish_reason is not None:
                 continue  # the token was computed before a stop string was found to have ended the sample
-            if answer.samples[index].num_tokens:
+            if sample.num_tokens:
                 self.stats.next_token(now_s - answer.last_token_s[index])
             else:
                 self.stats.first_token(answer, now_s - answer.arrival_s)

@@ -100,7 +100,7 @@ class SampleAnswers:
     @property
     def num_tokens(self) -> int:
         """The number of tokens of all samples."""
-        return sum(each.num_tokens for each in self.samples)
+        return sum([each.num_tokens for each in self.samples])
 
     def push(
         self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], reason: str | None
@@ -223,7 +223,7 @@ class AnswerStream(SampleAnswers):
         self._max_unread_tokens = max_unread_tokens
         self._unread: list[AnswerDelta] = []
         self._num_unread = 0
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # done once there is news for who waits in `next`
 
     @property
     def weights_usage(self) -> dict[str, str]:
@@ -255,8 +255,8 @@ class AnswerStream(SampleAnswers):
                 raise self.failure
             if not self.num_open:
                 return []
-            self._news.clear()
-            await self._news.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         unread, self._unread, self._num_unread = self._unread, [], 0
         return unread
 
@@ -318,7 +318,7 @@ class AnswerStream(SampleAnswers):
         """End all samples with this failure; what is unread can still be read."""
         if self.is_open:
             self.failure = failure
-            self._news.set()
+            self._wake()
             self.failed.set()
             self.decided.set()
 
@@ -328,7 +328,7 @@ class AnswerStream(SampleAnswers):
         for delta in deltas:
             self._unread.append(delta)
             self._num_unread += len(delta.tokens)
-        self._news.set()
+        self._wake()
         if self._num_unread > self._max_unread_tokens and self.is_open:
             self.fail(
                 CutOff(
@@ -337,6 +337,10 @@ class AnswerStream(SampleAnswers):
                     "slow_reader",
                 )
             )
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 def _detokenizer(request: Request, text: Text | None, options: TextOptions) -> Detokenizer | None:

@@ -14,7 +14,7 @@ from borders.refusal import BadRequest
 from continuous_batching.request import TokenLogprobs
 from serving.answers.answers import AnswerDelta, AnswerStream, finite
 from serving.api.errors import body_of
-from serving.api.pieces import Items, Json, is_short, items, object_around, to_json
+from serving.api.pieces import Items, Json, is_short, items, object_around, pieces_of, to_json
 from serving.api.schemas import StreamOptions
 from serving.api.streamed import COMMENT, DONE
 from serving.failures import Failure
@@ -144,6 +144,8 @@ class Choices:
         self._answers = answers
         self._form = form
         self._head = {"id": answers[0].group, "created": answers[0].created_s, **head}
+        self._event_head = self._encoded_head()
+        self._num_prompt = sum(each.request.num_prompt_tokens for each in answers)
         self._shows_usage = bool(options and options.include_usage)
         self._always_usage = bool(options and options.continuous_usage_stats)
         self._hides_tokens = hides_tokens
@@ -163,42 +165,48 @@ class Choices:
             if choice is None:
                 continue
             if is_short(choice):
-                yield self._event([choice], self._always_usage)
+                yield self._event(to_json(choice), self._always_usage)
                 continue
-            head = {"object": self._form.piece, **self._head}
-            yield b"data: "
-            tail = {"usage": self._usage()} if self._always_usage else {}
-            yield from object_around(head, iter([choice]), tail)
-            yield b"\n\n"
+            yield self._event_head
+            yield from pieces_of(choice)
+            yield self._event_tail(self._always_usage)
 
     def end(self) -> bytes:
         """Return the end of a stream, with the token counts if they were asked for."""
-        return (self._event([], True) if self._shows_usage else b"") + DONE
+        return (self._event(b"", True) if self._shows_usage else b"") + DONE
 
     def failed(self, failure: Failure | BadRequest) -> bytes:
         """Return the end of a stream that cannot go on."""
         return b"data: " + body_of(failure) + b"\n\n" + DONE
 
-    def _event(self, choices: list[Json], with_usage: bool) -> bytes:
-        event = {"object": self._form.piece, **self._head, "choices": choices}
-        if with_usage:
-            event["usage"] = self._usage()
-        return b"data: " + to_json(event) + b"\n\n"
+    def _event(self, choice: bytes, with_usage: bool) -> bytes:
+        return self._event_head + choice + self._event_tail(with_usage)
+
+    def _encoded_head(self) -> bytes:
+        """Return what all events of a stream begin with, which is encoded once."""
+        return b"data: " + to_json({"object": self._form.piece, **self._head})[:-1] + b',"choices":['
+
+    def _event_tail(self, with_usage: bool) -> bytes:
+        return b'],"usage":' + to_json(self._usage()) + b"}\n\n" if with_usage else b"]}\n\n"
 
     def _name_weights(self) -> None:
         """Name the weights that compute the answers, which are known once these have begun."""
         weights = self._answers[0].weights
-        if weights is not None:
+        if weights is not None and self._head["system_fingerprint"] != weights.fingerprint:
             self._head["system_fingerprint"] = weights.fingerprint
+            self._event_head = self._encoded_head()
 
     def _usage(self) -> Json:
-        num_prompt = sum(each.request.num_prompt_tokens for each in self._answers)
-        num_answer = 0 if self._hides_tokens else sum(each.num_tokens for each in self._answers)
-        num_cached = sum(each.num_cached_tokens for each in self._answers)
+        num_answer = num_cached = 0
+        for each in self._answers:
+            num_answer += each.num_tokens
+            num_cached += each.num_cached_tokens
+        if self._hides_tokens:
+            num_answer = 0
         return {
-            "prompt_tokens": num_prompt,
+            "prompt_tokens": self._num_prompt,
             "completion_tokens": num_answer,
-            "total_tokens": num_prompt + num_answer,
+            "total_tokens": self._num_prompt + num_answer,
             "prompt_tokens_details": {"cached_tokens": num_cached},
             **self._answers[0].resumed_usage,
             **self._answers[0].weights_usage,

@@ -103,7 +103,7 @@ class CompletionFormat:
                 entries = before + entries
         if self._with_logprobs:
             choice["logprobs"] = self._logprobs(entries, echoed, index)
-        choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        choice["finish_reason"], choice["stop_reason"] = delta.finish_reason, delta.stop_reason
         if self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = by_token(self._text, self._answers[prompt].prompt_logprobs)
         return choice | {"token_ids": delta.tokens} if self._body.return_token_ids else choice

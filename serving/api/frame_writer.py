@@ -8,7 +8,6 @@ already is dropped: parsers, numbers of events and held-back text then stand whe
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
@@ -60,18 +59,18 @@ class FrameWriter(AnswerWriter):
             for _ in form.events([(each.index, each) for each in replayed[at : at + _REWRITTEN]]):
                 pass
             await self._turns.next()
-        async with contextlib.aclosing(self._news()) as news:
-            while True:
-                try:
-                    deltas: list[tuple[int, AnswerDelta]] = await anext(news, [])
-                except (Failure, BadRequest) as failure:
-                    yield _lost() if _is_lost(failure) else framed(Over(200, "", form.failed(failure)))
-                    return
-                payload = await self._joined(form.events(deltas)) if deltas else b""
-                if not deltas or self._answer.is_read:
-                    yield framed(Over(200, "", payload + form.end()))
-                    return
-                yield self._grown([each for _, each in deltas], payload)
+        while True:
+            try:
+                deltas = await self._answer.next()
+            except (Failure, BadRequest) as failure:
+                yield _lost() if _is_lost(failure) else framed(Over(200, "", form.failed(failure)))
+                return
+            pieces = form.events([(each.index, each) for each in deltas])
+            payload = await self._joined(pieces) if deltas else b""
+            if not deltas or self._answer.is_read:
+                yield framed(Over(200, "", payload + form.end()))
+                return
+            yield self._grown(deltas, payload)
 
     async def _whole_frames(self, request: Request, form: WholeForm) -> AsyncGenerator[bytes, None]:
         yield framed(self._begun)
@@ -79,10 +78,10 @@ class FrameWriter(AnswerWriter):
         collect(known, self._answer.replayed)
         untold: list[AnswerDelta] = []
         try:
-            async for deltas in self._news():
+            while deltas := await self._answer.next():
                 # The parts that are told must not grow with the answer that is collected
-                untold += [_copy(each) for _, each in deltas]
-                collect(known, (each for _, each in deltas))
+                untold += [_copy(each) for each in deltas]
+                collect(known, deltas)
                 # Nothing goes on behind the last tokens, which come with the answer itself
                 if sum(len(each.tokens) for each in untold) >= _TOLD_TOGETHER and not self._answer.is_read:
                     yield self._grown(untold, b"")

@@ -80,9 +80,10 @@ def items(entries: Iterable[Any], length: int) -> Items | list[Any]:
 
 def is_short(value: Json) -> bool:
     """Return whether an object holds no list that is written in pieces."""
-    return not any(
-        isinstance(each, Items) or (type(each) is dict and not is_short(each)) for each in value.values()
-    )
+    for each in value.values():
+        if isinstance(each, Items) or (type(each) is dict and not is_short(each)):
+            return False
+    return True
 
 
 def pieces_of(value: Any) -> Iterator[bytes]:

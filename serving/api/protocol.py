@@ -61,6 +61,7 @@ def head_refusal(headers: Headers, version: str) -> tuple[int, str] | None:
 
 MOST_HEAD_BYTES = 64 * 1024
 MOST_HEADERS = 100
+MOST_DELAYED_BYTES = 2**16  # bytes that are not delayed until the next turn, since they would fill the memory
 MOST_WAITING = 64  # pipelined requests that may wait on one connection
 MOST_WAITING_BYTES = 2**20  # bytes of the bodies of waiting requests
 LINGER_S = 2.0  # time that a refused client has to read why, while what it still sends is discarded
@@ -87,13 +88,15 @@ def _application(response: Response) -> ASGI3Application:
 
 
 class ResponseTransport:
-    """A transport that delays the head of a response until the first piece of its body.
+    """A transport that delays what is written until the next turn of the event loop.
 
-    The delay lasts one turn of the event loop at most.
+    A head then goes out with the first piece of its body, since a client that is woken for the head alone
+    costs more than the head. And all streams that a step of the engine has brought tokens are written one
+    after the other: work of one kind after work of another, stream by stream, takes longer.
 
-    Sending the head on its own would wake the client for it, which costs more than the head itself. Where a
-    client `still_sends`, `close` first ends only our sending direction for a while; otherwise the system
-    would answer the remaining bytes with a reset, and the client would lose a response that it has not read.
+    Where a client `still_sends`, `close` first ends only our sending direction for a while; otherwise the
+    system would answer the remaining bytes with a reset, and the client would lose a response that it has
+    not read.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class ResponseTransport:
     ) -> None:
         self._transport = transport
         self._loop = loop
-        self._head = b""
+        self._delayed = b""
         self._still_sends = still_sends
         self.is_lingering = False  # bytes that arrive now are to be discarded
 
@@ -109,13 +112,12 @@ class ResponseTransport:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Write the data, after a head that was delayed."""
-        if data.startswith(b"HTTP/1.1 ") and not self._head:
-            self._head = data
+        """Write the data in the next turn, or now if it is long."""
+        if not self._delayed:
             self._loop.call_soon(self.flush)
-        else:
-            head, self._head = self._head, b""
-            self._transport.write(head + data)
+        self._delayed += data
+        if len(self._delayed) > MOST_DELAYED_BYTES:
+            self.flush()
 
     def close(self) -> None:
         """Close the connection when everything is written."""
@@ -134,9 +136,10 @@ class ResponseTransport:
         return self.is_lingering or self._transport.is_closing()
 
     def flush(self) -> None:
-        """Send a delayed head now."""
-        if self._head and not self.is_closing():
-            self.write(b"")
+        """Write what was delayed now."""
+        if self._delayed and not self.is_closing():
+            delayed, self._delayed = self._delayed, b""
+            self._transport.write(delayed)
 
 
 class Protocol(HttpToolsProtocol):

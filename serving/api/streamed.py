@@ -11,8 +11,8 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
-import anyio
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -71,18 +71,19 @@ class StreamedResponse(Response):
             works.append(self._stay_alive(pace))
         tasks = [asyncio.ensure_future(each) for each in works]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            ends: list[asyncio.Future[Any]] = [*tasks, pace.is_late]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             cut_off = scope.get("state", {}).get("cut_off")
             ended = [each for each in (tasks[0], *tasks[3:]) if each.done()]
-            is_slow = any(isinstance(each.exception(), _TooSlow) for each in ended)
-            if ended and not is_slow:
+            if ended:
                 ended[0].result()
-            elif (is_slow or tasks[2].done()) and cut_off is not None:
+            elif (pace.is_late.done() or tasks[2].done()) and cut_off is not None:
                 cut_off()  # otherwise what the client does not read would be kept in memory
                 await tasks[1]
         finally:
             for task in tasks:
                 task.cancel()
+            pace.close()
             self._end()
 
     async def _send(self, pace: _Pace) -> None:
@@ -108,40 +109,49 @@ class StreamedResponse(Response):
             await asyncio.sleep(every_s - silent_s if silent_s < every_s else every_s)
 
 
-class _TooSlow(Exception):
-    """The client has kept the server waiting for too long."""
-
-
 class _Pace:
-    """Sends messages one after the other, and measures how long the client made the server wait."""
+    """Sends messages one after the other, and measures how long the client made the server wait.
+
+    `is_late` is done once that is too long. A timer looks for it, since a limit on each message would cost
+    more than the message itself; it is exact, because the time left shrinks only while a message waits.
+    """
 
     def __init__(self, send: Send, event_end: bytes) -> None:
+        self._loop = asyncio.get_running_loop()
         self._send = send
         self._event_end = event_end
         self._left_s = PATIENCE_S
         self._in_turn = asyncio.Lock()  # parts and signs of life come from two tasks
         self.sent_s = time.monotonic()  # when a message was last sent
+        self._began_s: float | None = None  # when the message began that is being sent
         self.is_between_events = False  # the head or an event is complete, and more is to come
+        self.is_late: asyncio.Future[None] = self._loop.create_future()
+        self._timer = self._loop.call_later(self._left_s, self._look)
+
+    def close(self) -> None:
+        """Look no longer."""
+        self._timer.cancel()
 
     async def send(self, message: Message) -> None:
-        """Send a message; raises _TooSlow."""
+        """Send a message."""
         async with self._in_turn:
-            await self._send_now(message)
-
-    async def _send_now(self, message: Message) -> None:
-        start_s, self.is_between_events = time.monotonic(), False
-        with anyio.move_on_after(
-            self._left_s
-        ) as limit:  # wait_for would start another task, and cost a turn of the loop
+            self._began_s, self.is_between_events = time.monotonic(), False
             await self._send(message)
-        if limit.cancelled_caught:
-            raise _TooSlow
-        body = message.get("body", b"")
-        self.sent_s = time.monotonic()
-        self._left_s += len(body) / SLOWEST_BYTES_S - (self.sent_s - start_s)
-        self.is_between_events = message.get("more_body", True) and (
-            not body or body.endswith(self._event_end)
-        )
+            body = message.get("body", b"")
+            self.sent_s = time.monotonic()
+            self._left_s += len(body) / SLOWEST_BYTES_S - (self.sent_s - self._began_s)
+            self._began_s = None
+            self.is_between_events = message.get("more_body", True) and (
+                not body or body.endswith(self._event_end)
+            )
+
+    def _look(self) -> None:
+        """Say so if the client is too slow, or look again at the earliest time at which it can be."""
+        waiting_s = 0.0 if self._began_s is None else time.monotonic() - self._began_s
+        if (left_s := self._left_s - waiting_s) > 0:
+            self._timer = self._loop.call_later(left_s, self._look)
+        elif not self.is_late.done():
+            self.is_late.set_result(None)
 
 
 async def gone(receive: Receive) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
@@ -55,6 +56,44 @@ class ResponseForm(WholeForm, Protocol):
         ...
 
 
+class News:
+    """The new parts of the answers to the prompts of one request, each with the index of its choice.
+
+    Of several answers, each is read by a task of its own, which `close` ends.
+    """
+
+    def __init__(self, answers: Sequence[AnswerStream]) -> None:
+        self._answers = answers
+        self._read: deque[asyncio.Task[list[AnswerDelta]]] = deque()  # tasks whose parts are not yet returned
+        self._reading: dict[asyncio.Task[list[AnswerDelta]], int] = {}  # the index of the answer of each task
+        if len(answers) > 1:
+            self._reading = {asyncio.ensure_future(each.next()): at for at, each in enumerate(answers)}
+
+    async def next(self) -> list[tuple[int, AnswerDelta]]:
+        """Wait for new parts of one answer and return them; empty once every answer is read.
+
+        Raises the failure that ended an answer.
+        """
+        if len(self._answers) == 1:
+            return [(each.index, each) for each in await self._answers[0].next()]
+        size = self._answers[0].num_answers
+        while self._reading:
+            if not self._read:
+                done, _ = await asyncio.wait(self._reading, return_when=asyncio.FIRST_COMPLETED)
+                self._read += done
+            task = self._read.popleft()
+            index = self._reading.pop(task)
+            if deltas := task.result():
+                self._reading[asyncio.ensure_future(self._answers[index].next())] = index
+                return [(index * size + each.index, each) for each in deltas]
+        return []
+
+    def close(self) -> None:
+        """Read no longer."""
+        for task in self._reading:
+            task.cancel()
+
+
 class AnswerWriter:
     """Writes the answers to the prompts of one request."""
 
@@ -94,10 +133,10 @@ class AnswerWriter:
 
         async def events() -> AsyncGenerator[bytes, None]:
             ready = b""
-            async with contextlib.aclosing(self._news()) as news:
+            with contextlib.closing(News(self._answers)) as news:
                 while True:
                     try:
-                        deltas: list[tuple[int, AnswerDelta]] = await anext(news, [])
+                        deltas = await news.next()
                     except (Failure, BadRequest) as failure:
                         yield form.failed(failure)
                         return
@@ -139,41 +178,25 @@ class AnswerWriter:
 
     async def _cut_off(self) -> None:
         """Return when an answer has failed and its client had time to read the reason."""
-        tasks = [asyncio.ensure_future(each.failed.wait()) for each in self._answers]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-        await asyncio.sleep(_LAST_S)
-
-    async def _news(self) -> AsyncGenerator[list[tuple[int, AnswerDelta]], None]:
-        """Yield new parts of answers, each with the index of its choice."""
         if len(self._answers) == 1:
-            while deltas := await self._answers[0].next():
-                yield [(each.index, each) for each in deltas]
-            return
-        size = self._answers[0].num_answers
-        waiting = {asyncio.ensure_future(each.next()): index for index, each in enumerate(self._answers)}
-        try:
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    index = waiting.pop(task)
-                    if deltas := task.result():
-                        waiting[asyncio.ensure_future(self._answers[index].next())] = index
-                        yield [(index * size + each.index, each) for each in deltas]
-        finally:
-            for task in waiting:
-                task.cancel()
+            await self._answers[0].failed.wait()
+        else:
+            tasks = [asyncio.ensure_future(each.failed.wait()) for each in self._answers]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        await asyncio.sleep(_LAST_S)
 
     async def _collect(self) -> list[AnswerDelta]:
         """Return every choice, whole."""
         known: list[dict[int, AnswerDelta]] = [{} for _ in self._answers]
         size = self._answers[0].num_answers
-        async for deltas in self._news():
-            for index, delta in deltas:
-                collect(known[index // size], (delta,))
+        with contextlib.closing(News(self._answers)) as news:
+            while deltas := await news.next():
+                for index, delta in deltas:
+                    collect(known[index // size], (delta,))
         return [each[index] for each in known for index in sorted(each)]
 
     async def _unless_gone(self, receive: Receive, work: Awaitable[Value]) -> Value:

@@ -292,6 +292,8 @@ class Stepped(Message, frozen=True):
 
     def ends_at(self) -> dict[int, SampleEnd]:
         """Return the ends of streams that have tokens here, by the index of each stream's last token."""
+        if not self.ended:
+            return {}
         last = {stream: at for at, stream in enumerate(self.streams)}
         return {last[end.stream]: end for end in self.ended if end.stream in last}
 

@@ -17,11 +17,11 @@ import signal
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
-import zmq.asyncio
 
 from recipes.cluster import spare_process
 from recipes.schema.recipe import ROOT
@@ -40,6 +40,56 @@ class EngineLost(Exception):
     """The process ended, or was ended because it did not answer; the message says how."""
 
 
+class EngineSocket:
+    """The server's end of the socket to an engine, for one event loop and one receiver.
+
+    A turn of the loop takes all messages that have arrived. zmq.asyncio takes them one by one, each with a
+    future and some looks at the socket, which costs more than all else that is done for a short message.
+    """
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)  # the number of messages is bounded by the requests that the server accepts
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._loop = asyncio.get_running_loop()
+        self._received: deque[bytes] = deque()
+        self._receiver: asyncio.Future[None] | None = None
+
+    def bind(self, address: str) -> None:
+        """Wait for the engine at an address; raises zmq.ZMQError."""
+        self._socket.bind(address)
+        self._loop.add_reader(self._socket.fileno(), self._take)
+
+    def send(self, message: bytes) -> None:
+        """Send a message, which waits in memory until the engine reads it; one that has ended gets none."""
+        with contextlib.suppress(zmq.Again):  # no peer: the end of its process is about to be noticed
+            self._socket.send(message, zmq.NOBLOCK)
+        self._take()  # the descriptor tells of a message once, and the socket may have heard it while it sent
+
+    async def recv(self) -> bytes:
+        """Wait for a message and return it."""
+        while not self._received:
+            self._receiver = self._loop.create_future()
+            await self._receiver
+        return self._received.popleft()
+
+    def close(self) -> None:
+        """Close the socket, unless it is; what has not been sent or received is lost."""
+        if self._socket.closed:
+            return
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._context.term()
+
+    def _take(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._received.append(self._socket.recv(zmq.NOBLOCK))
+        if self._received and self._receiver is not None and not self._receiver.done():
+            self._receiver.set_result(None)
+
+
 class EngineProcess:
     """One life of an engine, and the socket to it; `arguments` are the worker's, after its socket.
 
@@ -51,10 +101,7 @@ class EngineProcess:
         self._is_spare = is_spare
         self._is_hurried = False
         self._folder = Path(tempfile.mkdtemp(prefix="engine-"))  # only this user can enter it
-        self._context = zmq.asyncio.Context()
-        self.socket = self._context.socket(zmq.PAIR)
-        self.socket.set_hwm(0)  # the number of messages is bounded by the requests that the server accepts
-        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket = EngineSocket()
         self._process: asyncio.subprocess.Process | None = None
         self._group: int | None = (
             None  # process group of this process and those that it starts, such as further ranks
@@ -167,7 +214,6 @@ class EngineProcess:
             await asyncio.wait([self._relaying], timeout=_LAST_WORDS_S)
             self._relaying.cancel()
         self.socket.close()
-        self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _killed(self) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
-import zmq
 
 from borders.refusal import without_paths
 from borders.start_report import StartReport
@@ -103,7 +102,7 @@ class Supervisor:
         Without an engine, nothing is done.
         """
         if self._engine is not None and self.facts is not None:
-            self._engine.socket.send(encode(message), zmq.NOBLOCK)
+            self._engine.socket.send(encode(message))
 
     @property
     def pid(self) -> int | None:

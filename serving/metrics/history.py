@@ -125,7 +125,8 @@ class History:
 def _quantiles(values: Collection[float]) -> tuple[float | None, float | None]:
     if not values:
         return None, None
-    median, late = np.quantile(np.fromiter(values, float, len(values)), (0.5, 0.95)).round(6).tolist()
+    ordered = np.sort(np.fromiter(values, float, len(values)))
+    median, late = np.interp((0.5, 0.95), np.linspace(0, 1, len(ordered)), ordered).round(6).tolist()
     return median, late
 
 

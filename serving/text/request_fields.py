@@ -323,7 +323,8 @@ def _samples(
         params = replace(params, logprobs=0)  # samples are ranked by their log-probabilities
     if params.seed is None:
         return [params] * num_samples
-    return [replace(params, seed=(params.seed + index) % 2**63) for index in range(num_samples)]
+    further = ((params.seed + index) % 2**63 for index in range(1, num_samples))
+    return [params, *(replace(params, seed=seed) for seed in further)]
 
 
 def _logprobs(values: dict[str, Any]) -> int | None:

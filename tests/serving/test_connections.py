@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import resource
 import socket
 import time
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
@@ -53,6 +55,29 @@ def request(body: dict[str, object]) -> bytes:
         b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n" % len(data) + data
     )
+
+
+def test_what_is_written_in_one_turn_leaves_together_unless_it_is_long() -> None:
+    transport, long = mock.Mock(spec=asyncio.Transport), b"x" * (protocol.MOST_DELAYED_BYTES + 1)
+    transport.is_closing.return_value = False
+
+    async def work() -> None:
+        responses = protocol.ResponseTransport(transport, asyncio.get_running_loop(), lambda: False)
+        responses.write(b"head, ")
+        responses.write(b"first piece")
+        assert not transport.write.called
+        await asyncio.sleep(0)
+        responses.write(long)
+        assert transport.write.call_count == 2
+        responses.write(b"rest")
+        responses.close()
+
+    asyncio.run(work())
+    assert [each.args for each in transport.write.call_args_list] == [
+        (b"head, first piece",),
+        (long,),
+        (b"rest",),
+    ]
 
 
 @pytest.mark.parametrize("stream", [True, False])

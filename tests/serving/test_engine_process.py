@@ -7,13 +7,15 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 
 import pytest
 import uvloop
+import zmq
 
 from recipes.schema.recipe import ROOT
 from serving.engine import process
-from serving.engine.process import EngineLost, EngineProcess
+from serving.engine.process import EngineLost, EngineProcess, EngineSocket
 from tests.patience import PATIENCE_S
 
 LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
@@ -35,9 +37,48 @@ def test_nothing_is_said_to_a_process_that_has_ended(
             await asyncio.wait_for(engine.ended(), PATIENCE_S)
         engine.hurry()
         engine.wake("")
+        engine.socket.send(b"anything")
         await engine.end()
 
     run(speak())
+
+
+def echo(address: str) -> None:
+    """Say hello, and return each message until an empty one comes."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as peer:
+        peer.connect(address)
+        peer.send(b"hello")
+        while message := peer.recv():
+            peer.send(message)
+
+
+@LOOPS
+def test_no_message_is_missed_while_others_are_sent(run: Run, tmp_path: Path) -> None:
+    async def talk() -> None:
+        address, socket = f"ipc://{tmp_path}/socket", EngineSocket()
+        socket.bind(address)
+        peer = asyncio.ensure_future(asyncio.to_thread(echo, address))
+        assert await asyncio.wait_for(socket.recv(), PATIENCE_S) == b"hello"
+        said = [str(number).encode() for number in range(3000)]
+        heard: list[bytes] = []
+
+        async def listen() -> None:
+            while len(heard) < len(said):
+                heard.append(await socket.recv())
+
+        listening = asyncio.ensure_future(listen())
+        for number, each in enumerate(said):
+            socket.send(each)
+            if number % 7 == 0:
+                await asyncio.sleep(0)
+        await asyncio.wait_for(listening, PATIENCE_S)
+        assert heard == said
+        socket.send(b"")
+        await peer
+        socket.close()
+        socket.close()
+
+    run(talk())
 
 
 def test_a_folder_that_is_gone_already_is_hidden() -> None:
