@@ -219,6 +219,7 @@ def test_layers_in_one_call_have_the_bits_of_one_by_one(
         joined.append(join(*given))
         return joined[-1]
 
+    monkeypatch.setattr("models.ops.cpu.ops.is_onednn_ahead", lambda own, dtype: False)  # It is measured
     monkeypatch.setattr(CpuOps, "join_layers", watched)
     in_one = Served(path, said, requests(), 1)
     own = products()
