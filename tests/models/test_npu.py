@@ -598,6 +598,6 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch, tmp_
         monkeypatch.setattr(torch.npu, "is_available", lambda: False)
         with pytest.raises(ValueError, match="finds no NPU"):
             chip()
-    assert len(files) == 14
+    assert len(files) == 13
     assert all(lines.wanted.values())
     assert lines.missing() == {}
