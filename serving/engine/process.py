@@ -52,13 +52,14 @@ class EngineSocket:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)  # the number of messages is bounded by the requests that the server accepts
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._loop = asyncio.get_running_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None  # that of `bind`
         self._received: deque[bytes] = deque()
         self._receiver: asyncio.Future[None] | None = None
 
     def bind(self, address: str) -> None:
         """Wait for the engine at an address; raises zmq.ZMQError."""
         self._socket.bind(address)
+        self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.fileno(), self._take)
 
     def send(self, message: bytes) -> None:
@@ -70,7 +71,7 @@ class EngineSocket:
     async def recv(self) -> bytes:
         """Wait for a message and return it."""
         while not self._received:
-            self._receiver = self._loop.create_future()
+            self._receiver = asyncio.get_running_loop().create_future()
             await self._receiver
         return self._received.popleft()
 
@@ -78,7 +79,8 @@ class EngineSocket:
         """Close the socket, unless it is; what has not been sent or received is lost."""
         if self._socket.closed:
             return
-        self._loop.remove_reader(self._socket.fileno())
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
         self._context.term()
 

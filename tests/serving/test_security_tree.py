@@ -110,7 +110,6 @@ def test_only_this_user_can_reach_the_engine() -> None:
         assert stat.S_IMODE(engine._folder.stat().st_mode) == 0o700
     finally:
         engine.socket.close()
-        engine._context.term()
         engine._folder.rmdir()
 
 
