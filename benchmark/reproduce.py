@@ -40,7 +40,7 @@ KEYS = (  # Ascend 910 has no bfloat16; a prompt of 4,096 tokens needs room for 
     "scheduler.max_request_tokens=8192",
 )
 DEVICE, NUM_DEVICES = "ascend910", 8
-OBJECTIVES_MS = {"ttft": 1000.0, "tpot": 50.0}  # of a good request
+OBJECTIVES_MS = {"ttft": 1000.0, "tpot": 50.0}  # Objectives of a good request
 VOCAB_SIZE = 32_000
 SIGMA = 0.8  # sigma of the logarithm of lengths: most are short, few are long
 QUICK_REQUESTS, QUICK_SHORTER = 48, 8

@@ -392,7 +392,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     recipe = recipe_of(options)
     asked = options.row or [each.name for each in ROWS]
     if "steady" in asked and options.rate is None:
-        asked = [*asked, "burst"]  # whose rate the steady arrivals follow
+        asked = [*asked, "burst"]  # The steady arrivals follow its rate
     rows = [each for each in ROWS if each.name in asked]
     python = options.python or str(ROOT / ENVIRONMENT / "bin/python")
     check(recipe, python)

@@ -47,7 +47,7 @@ class PlainLayer:
     gate: Literal["silu", "gelu_tanh"]
     eps: float
     layer: int  # its number among the layers of the cache
-    group: int  # of its lifetime
+    group: int  # The number of its lifetime
     window: int | None
 
     @property

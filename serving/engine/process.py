@@ -52,7 +52,7 @@ class EngineSocket:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)  # the number of messages is bounded by the requests that the server accepts
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._loop: asyncio.AbstractEventLoop | None = None  # that of `bind`
+        self._loop: asyncio.AbstractEventLoop | None = None  # The loop of `bind`
         self._received: deque[bytes] = deque()
         self._receiver: asyncio.Future[None] | None = None
 
