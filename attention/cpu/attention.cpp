@@ -160,7 +160,7 @@ struct InPage {
         const long at = k * TOGETHER * apart;
         for (long i = 0; i < TOGETHER; i++)
             for (long lane = 0; lane < V * LANES; lane += LINE / sizeof(Item))
-                __builtin_prefetch(ahead + at + i * apart + lane, 0, 0);
+                __builtin_prefetch(ahead + at + i * apart + lane, 0, 2);
         for (int v = 0; v < V; v++) out[v] = Terms<KIND>::widen(numbers + at + v * LANES, apart, seen);
     }
 };

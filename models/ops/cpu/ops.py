@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 _FEW_ROWS, _MANY_ROWS = 8, 64  # multiples to which the number of rows is rounded up, below 64 and above
-# oneDNN is used if it multiplies a prompt's rows more than so many times as fast as `products`, as it may
-# with instructions that these do not use
+# oneDNN is used if it multiplies a prompt's rows more than so many times as fast as `products`. It may have
+# instructions that `products` does not use.
 FAR_AHEAD = 2.0
 
 
