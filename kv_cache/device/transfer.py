@@ -28,7 +28,15 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def all_to_device(arrays: Arrays, device: torch.device) -> Tensors:
-    """Copy arrays of small integers (int64 on the device) and of float32 to the device in one transfer."""
+    """Copy arrays of small integers (int64 on the device) and of float32 to the device in one transfer.
+
+    On the CPU they are the arrays themselves, where they have the type.
+    """
+    if device.type == "cpu":
+        return {
+            name: torch.from_numpy(a if a.dtype == np.float32 else a.astype(np.int64, copy=False))
+            for name, a in arrays.items()
+        }
     parts = [a.view(np.int32) if a.dtype == np.float32 else a.astype(np.int32) for a in arrays.values()]
     whole = to_device(np.concatenate(parts), device)
     pieces = torch.split_with_sizes(whole, [len(part) for part in parts])

@@ -1,4 +1,4 @@
-"""Define the decoder's operators between attention: linear, norm, rotary, SwiGLU, routing, greedy choice.
+"""Define the decoder's operators between attention: linear, norm, rotary, SwiGLU, routing, choice of tokens.
 
 They are plain torch, the same on every device, and define what is correct. A device's file subclasses `Ops`
 and overrides only what it does faster.
@@ -19,7 +19,9 @@ from torch.nn import functional as F
 from attention.latent import LatentLinears, LatentUp
 from attention.reference import Attention
 from devices.int8 import quantize_rows
+from kv_cache.device.transfer import Tensors
 from models.config import MixtureConfig
+from models.ops.drawing import draw
 from models.ops.operands import (
     ExpertKind,
     Int4Weight,
@@ -432,14 +434,6 @@ class Ops:
             total += part.where(is_chosen.any(-1, keepdim=True), 0)
         return total.to(x.dtype)
 
-    def tile_size(self, vocab_size: int) -> int:
-        """Return how many weights of a row the sampler sums one by one: a divisor of the vocabulary.
-
-        Here it is at most 512, so that sums over a row take two short steps, each in the same order whatever
-        the number of rows.
-        """
-        return next(size for size in range(512, 0, -1) if vocab_size % size == 0)
-
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the best token of each row of logits [R, V], int64 [R], with whether it is finite [R].
 
@@ -447,6 +441,22 @@ class Ops:
         """
         best, tokens = logits.max(-1)
         return tokens, best.isfinite()
+
+    def draw(self, logits: Tensor, best: Tensor, otherwise: Tensor, limits: Tensors) -> Tensor:
+        """Return a token of each row of logits [R, V], int64 [R], drawn as models/ops/drawing.py says.
+
+        `best` [R] are the tokens of the largest logits; a row that is not finite, or not `drawn`, gets its
+        token of `otherwise` [R].
+        """
+        return draw(logits, best, otherwise, limits, self.tile_size(logits.shape[1]))
+
+    def tile_size(self, vocab_size: int) -> int:
+        """Return how many weights of a row the sampler sums one by one: a divisor of the vocabulary.
+
+        Here it is at most 512, so that sums over a row take two short steps, each in the same order whatever
+        the number of rows.
+        """
+        return next(size for size in range(512, 0, -1) if vocab_size % size == 0)
 
 
 def _half_turn(x: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ RepetitionPenaltyLogitsProcessor); `presence_penalty` is subtracted once from ev
 the operator's own processors that the request names are applied; tokens that are not allowed yet
 (`min_tokens`) or at all (token_masks.py) become impossible.
 
-Everything is read from the slot table in each step, so preemption has nothing to restore.
+What is read from the slot table is kept nowhere else but in `KnownTokens`, which counts a request anew in
+another row, so preemption has nothing to restore.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from continuous_batching.batch import ragged_ranges
 from continuous_batching.own_processors import OwnProcessors
 from continuous_batching.request import TokenIds
 from continuous_batching.slots import SlotPool
 from kv_cache.device.transfer import Arrays
 from kv_cache.pages import Index
+from models.sampling.known_tokens import KnownTokens
 from models.sampling.token_masks import apply_masks, gather_masks
 
 
@@ -63,15 +64,19 @@ def own_changes(rows: Index, targets: Index, slots: SlotPool) -> list[OwnChange]
 
 
 def gather_changes(
-    rows: Index, targets: Index, slots: SlotPool, eos_token_ids: tuple[int, ...], vocab_size: int
+    rows: Index,
+    targets: Index,
+    slots: SlotPool,
+    known: KnownTokens,
+    eos_token_ids: tuple[int, ...],
+    vocab_size: int,
 ) -> Arrays:
     """Return the changes as flat arrays on the host: the row (an index into `rows`), token and value of each.
 
     Tokens before position `targets` of a row count as known, including the drafts that precede it.
     """
     arrays = _biases(rows, targets, slots, eos_token_ids, vocab_size)
-    arrays |= _repetitions(rows, targets, slots, vocab_size)
-    arrays |= _occurrences(rows, targets, slots, vocab_size)
+    arrays |= _penalties(rows, targets, slots, known)
     arrays |= gather_masks(rows, targets, slots)
     return arrays
 
@@ -126,29 +131,23 @@ def _biases(
     }
 
 
-def _repetitions(rows: Index, targets: Index, slots: SlotPool, vocab_size: int) -> Arrays:
-    asking = np.flatnonzero(slots.repetition_penalty[rows] != 1)
-    seen = np.unique(_keys(rows, asking, np.zeros_like(asking), targets[asking], slots, vocab_size))
-    owner, token = np.divmod(seen, vocab_size)
+def _penalties(rows: Index, targets: Index, slots: SlotPool, known: KnownTokens) -> Arrays:
+    """Return the penalties of the tokens that a row's prompt and answer have, and those of its answer's."""
+    repetition, presence, frequency = (
+        column[rows] for column in (slots.repetition_penalty, slots.presence_penalty, slots.frequency_penalty)
+    )
+    asking = np.flatnonzero((repetition != 1) | (presence != 0) | (frequency != 0))
+    owner, token, occurrences = known.pairs(rows[asking], targets[asking], slots)
+    owner = asking[owner]
+    is_seen = np.flatnonzero(repetition[owner] != 1)
+    is_answer = np.flatnonzero((occurrences > 0) & ((presence != 0) | (frequency != 0))[owner])
+    answering = owner[is_answer]
     return {
-        "seen_row": owner,
-        "seen_token": token,
-        "seen_penalty": slots.repetition_penalty[rows[owner]],
+        "seen_row": owner[is_seen],
+        "seen_token": token[is_seen],
+        "seen_penalty": repetition[owner[is_seen]],
+        "answer_row": answering,
+        "answer_token": token[is_answer],
+        "answer_penalty": presence[answering]
+        + frequency[answering] * occurrences[is_answer].astype(np.float32),
     }
-
-
-def _occurrences(rows: Index, targets: Index, slots: SlotPool, vocab_size: int) -> Arrays:
-    presence, frequency = slots.presence_penalty[rows], slots.frequency_penalty[rows]
-    asking = np.flatnonzero((presence != 0) | (frequency != 0))
-    keys = _keys(rows, asking, slots.num_prompt[rows[asking]], targets[asking], slots, vocab_size)
-    seen, counts = np.unique(keys, return_counts=True)
-    owner, token = np.divmod(seen, vocab_size)
-    penalty = presence[owner] + frequency[owner] * counts.astype(np.float32)
-    return {"answer_row": owner, "answer_token": token, "answer_penalty": penalty}
-
-
-def _keys(rows: Index, asking: Index, starts: Index, stops: Index, slots: SlotPool, vocab_size: int) -> Index:
-    """Return owner * vocab_size + token for the tokens from `starts` to `stops`; owner indexes `rows`."""
-    owner = np.repeat(asking, stops - starts)
-    tokens = slots.token_ids[rows[owner], ragged_ranges(starts, stops)]
-    return owner * np.int64(vocab_size) + tokens

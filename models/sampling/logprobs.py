@@ -20,6 +20,7 @@ from continuous_batching.request import SamplingParams, TokenLogprobs
 from continuous_batching.slots import SlotPool
 from kv_cache.device.transfer import Arrays, Tensors
 from kv_cache.pages import Index
+from models.sampling.known_tokens import KnownTokens
 from models.sampling.logit_processors import apply_changes, changes_logits, gather_changes
 
 
@@ -86,7 +87,8 @@ class BeamRows:
         """Return what the device needs to know about the beams."""
         asked = self._rows, self._targets, self._slots
         is_changed = len(self) and changes_logits(*asked).any()
-        changes = gather_changes(*asked, self._eos_token_ids, self._vocab_size) if is_changed else {}
+        known = KnownTokens()  # a beam goes on from what another one knew
+        changes = gather_changes(*asked, known, self._eos_token_ids, self._vocab_size) if is_changed else {}
         return {"beams": self.at} | {f"beams {name}": array for name, array in changes.items()}
 
     def candidates(self, logits: Tensor, sent: Tensors) -> Tensors:

@@ -4,7 +4,7 @@ Each token is drawn with one random number: a hash of the request's seed and the
 the host. So a request draws the same tokens whatever runs beside it, in any row, and after a preemption.
 
 The parameters of all rows travel to the device in one copy, and tokens and log-probabilities come back in
-one. Changes of the logits, thresholds and masks are computed in the modules beside this one.
+one. Changes of the logits and masks are computed in the modules beside this one, draws by `Ops.draw`.
 
 Legend: R sampled rows, W those of them that need more than the best token, V vocabulary.
 """
@@ -25,8 +25,10 @@ from continuous_batching.slots import SlotPool
 from kv_cache.device.transfer import Arrays, Tensors, all_to_device, all_to_host, to_host
 from kv_cache.pages import Index
 from models.layers.logit_parts import LogitParts
+from models.ops.drawing import limits_of
 from models.ops.reference import Ops
 from models.sampling.draw_columns import packed, unpacked
+from models.sampling.known_tokens import KnownTokens
 from models.sampling.logit_processors import (
     OwnChange,
     apply_changes,
@@ -41,13 +43,6 @@ from models.sampling.logprobs import (
     top_logprobs,
 )
 from models.sampling.token_masks import grammar_columns
-from models.sampling.top_k_top_p import (
-    draw,
-    sort_parameters,
-    thresholds_by_sorting,
-    top_k_threshold,
-    top_p_threshold,
-)
 
 _GREEDY_BELOW = 1e-5  # lower temperatures would divide float32 logits out of range
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -95,7 +90,7 @@ class Sampler:
     """Chooses tokens from logits by each row's sampling parameters.
 
     First logit_processors.py changes the logits. Then temperature 0 (or top_k 1) takes the best token; any
-    other row draws from softmax(logits / temperature) under the thresholds of top_k_top_p.py.
+    other row draws from softmax(logits / temperature) under the limits of models/ops/drawing.py.
     Log-probabilities are those of the model's own distribution, before all of this. A row that holds NaN or
     +inf gets NOT_FINITE for a token, and a row for which every token is forbidden NONE_LEFT; rows do not
     affect each other. A row whose mask is not ready in time gets LATE, and a beam gets candidates
@@ -115,7 +110,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._ops = ops or Ops()
         self._masks = masks or MaskMaker()
-        self._tile = self._ops.tile_size(vocab_size)
+        self._known = KnownTokens()
         self.captures_draws = self._ops.captures_draws
 
     def prepare(self, rows: Index, targets: Index, slots: SlotPool) -> None:
@@ -139,12 +134,12 @@ class Sampler:
         if not self.captures_draws or not slots.plain[rows].all():
             return None
         drawn = _is_drawn(rows, slots)
-        arrays = self._parameters(rows, targets, drawn, slots, off_cpu=True)
+        arrays = self._limits(rows, targets, drawn, slots)
         return packed(arrays, len(rows)) if "excess" in arrays else None
 
     def draw(self, logits: Tensor, best: Best, columns: Tensor) -> Tensor:
         """Return tokens [R] of logits [R, V], given what `draw_columns` returned; called in a capture."""
-        return self._choose(logits, best, {}, unpacked(columns))
+        return self._choose(logits, best, unpacked(columns))
 
     def start(
         self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool, best: Best | None = None
@@ -170,14 +165,13 @@ class Sampler:
         host: Arrays = {"asked": np.array([index for index, _ in asked], dtype=np.int64)} if asked else {}
         if len(work) < len(rows):
             host["work"] = work
-        off_cpu = logits.device.type != "cpu"
-        host |= self._parameters(rows[work], targets[work], drawn[work], slots, off_cpu=off_cpu)
+        host |= self._limits(rows[work], targets[work], drawn[work], slots)
         own: list[OwnChange] = []
         late: Index = work[:0]
         if changed.any():
             asking = rows[work], targets[work], slots
             own = own_changes(*asking)
-            host |= gather_changes(*asking, self._eos_token_ids, self._vocab_size)
+            host |= gather_changes(*asking, self._known, self._eos_token_ids, self._vocab_size)
             if slots.constrained[rows].any():
                 made = self._masks.take(*asking, is_alone=bool(slots.constrained[rows].all()))
                 host |= grammar_columns(made.rows, made.masks)
@@ -186,7 +180,7 @@ class Sampler:
             host |= beams.arrays()
         sent = all_to_device(host, logits.device)
         if len(work):
-            tokens = self._choose(logits, best, host, sent, own)
+            tokens = self._choose(logits, best, sent, own)
         if not asked and not beams:
             return _without(late, arriving(tokens))
         up = {"tokens": tokens}
@@ -203,77 +197,35 @@ class Sampler:
 
         return _without(late, Chosen(up["tokens"], wait))
 
-    def _parameters(
-        self, rows: Index, targets: Index, drawn: NDArray[np.bool_], slots: SlotPool, *, off_cpu: bool
-    ) -> Arrays:
-        """Return what drawing needs of the rows [W]; `k_rows` and `p_rows` are indices into them."""
+    def _limits(self, rows: Index, targets: Index, drawn: NDArray[np.bool_], slots: SlotPool) -> Arrays:
+        """Return what `Ops.draw` needs for the rows [W]."""
         if not drawn.any():
             return {}
-        top_k, top_p, min_p = slots.top_k[rows], slots.top_p[rows], slots.min_p[rows]
+        top_k = slots.top_k[rows]
         has_k = drawn & (top_k > 0) & (top_k < self._vocab_size)
-        has_p = drawn & (top_p < 1)
         arrays: Arrays = {
             "uniform": uniforms(slots.seed[rows], targets),
             "sharpness": 1 / np.where(drawn, slots.temperature[rows], np.float32(1)),
         }
         if not drawn.all():
             arrays["drawn"] = drawn.astype(np.int64)
-        if min_p.any():
-            arrays["min_p"] = min_p
-        if off_cpu:
-            if (has_k | has_p).any():
-                top_k = np.where(has_k, top_k, self._vocab_size)
-                arrays |= sort_parameters(top_k, np.where(drawn, top_p, np.float32(1)), self._vocab_size)
-            return arrays
-        k_rows, p_rows = np.flatnonzero(has_k), np.flatnonzero(has_p & ~has_k)
-        if len(k_rows):
-            arrays |= {"k_rows": k_rows, "top_k": top_k[k_rows], "k_top_p": top_p[k_rows]}
-        if len(p_rows):
-            arrays |= {"p_rows": p_rows, "top_p": top_p[p_rows]}
-        return arrays
+        top_p = np.where(drawn, slots.top_p[rows], np.float32(1))
+        top_k = np.where(has_k, top_k, self._vocab_size)
+        return arrays | limits_of(top_k, top_p, slots.min_p[rows], self._vocab_size)
 
-    def _choose(
-        self, logits: Tensor, best_of: Best, host: Arrays, sent: Tensors, own: Sequence[OwnChange] = ()
-    ) -> Tensor:
+    def _choose(self, logits: Tensor, best_of: Best, sent: Tensors, own: Sequence[OwnChange] = ()) -> Tensor:
         """Return tokens [R] of logits [R, V]: the best ones, or new ones for changed and drawn rows."""
         work, given = sent.get("work"), (logits, best_of.tokens, best_of.chosen)
         scores, best, chosen = given if work is None else (each[work] for each in given)
-        scores = scores.contiguous().float()
-        if scores.data_ptr() == logits.data_ptr():
-            scores = scores.clone()  # the caller's logits must not change
         if "bias" in sent:
+            scores = scores.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             apply_changes(scores, sent, own)
-            best = scores.argmax(-1)
-            is_possible = scores.gather(1, best[:, None]).isfinite()[:, 0]
+            best, is_possible = self._ops.greedy(scores)
             changed = torch.where(is_possible, best, NONE_LEFT)
             chosen = torch.where(chosen == NOT_FINITE, chosen, changed)
         if "uniform" in sent:
-            weights = scores.sub_(scores.gather(1, best[:, None])).mul_(sent["sharpness"][:, None]).exp_()
-            least = self._thresholds(weights, host, sent)
-            if least is not None:
-                weights.masked_fill_(weights < least, 0.0)
-            drawn = draw(weights, sent["uniform"], chosen, self._tile)
-            chosen = drawn if "drawn" not in sent else torch.where(sent["drawn"] > 0, drawn, chosen)
+            chosen = self._ops.draw(scores, best, chosen, sent)
         return chosen if work is None else best_of.chosen.index_copy(0, work, chosen)
-
-    def _thresholds(self, weights: Tensor, host: Arrays, sent: Tensors) -> Tensor | None:
-        """Return the least weight [W, 1] that may be drawn in each row; None if all may."""
-        least = sent["min_p"][:, None] if "min_p" in sent else None
-        if "excess" in sent:
-            by_sorting = thresholds_by_sorting(weights, sent, self._tile)
-            return by_sorting if least is None else torch.maximum(least, by_sorting)
-        if "k_rows" not in sent and "p_rows" not in sent:
-            return least
-        least = torch.zeros(len(weights), 1) if least is None else least.clone()
-        if "k_rows" in sent:
-            at, largest_k = sent["k_rows"], int(host["top_k"].max())
-            threshold = top_k_threshold(_take(weights, at), sent["top_k"], sent["k_top_p"], largest_k)
-            least[at] = torch.maximum(least[at], threshold)
-        if "p_rows" in sent:
-            at = sent["p_rows"]
-            threshold = top_p_threshold(_take(weights, at), sent["top_p"], self._tile)
-            least[at] = torch.maximum(least[at], threshold)
-        return least
 
 
 def arriving(tokens: Tensor) -> Chosen:
@@ -305,8 +257,3 @@ def _is_drawn(rows: Index, slots: SlotPool) -> NDArray[np.bool_]:
     """Whether each row is drawn; the others get their best token."""
     drawn: NDArray[np.bool_] = (slots.temperature[rows] >= _GREEDY_BELOW) & (slots.top_k[rows] != 1)
     return drawn
-
-
-def _take(table: Tensor, rows: Tensor) -> Tensor:
-    """Return rows [W], which ascend, of table [R, V]; the table itself if they are all of its rows."""
-    return table if len(rows) == len(table) else table[rows]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pytest
@@ -15,11 +17,15 @@ from torch import Tensor
 from continuous_batching.batch import NONE_LEFT, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
+from devices.cpp_sources import KINDS
 from devices.shapes import AttentionShape
 from kv_cache.device.transfer import all_to_device
+from models.ops.cpu.ops import CpuOps
+from models.ops.cpu.rowwise import rowwise
+from models.ops.drawing import limits_of
 from models.ops.reference import Ops
 from models.sampling import sampler as sampler_module
-from models.sampling import top_k_top_p
+from models.sampling.known_tokens import KnownTokens
 from models.sampling.sampler import Sampler, uniforms
 from tests.device_kinds import Kind, Way, on_each, operators
 from tests.each_of import each_of
@@ -27,7 +33,10 @@ from tests.pairs import pairs
 
 V = 48
 EOS = 7
-SORTS = pairs([1, 40, 4095, 4096], [1e-6, 0.3, 0.8, 0.999, 1.0], [0.0, 0.3, 2.0, 20.0], [512, 4096])
+LIMITS = pairs(
+    *([1, 40, 300, 4999, 5000], [1e-6, 0.3, 0.8, 0.999, 1.0], [0.0, 0.001, 0.5], [0.0, 0.3, 2.0, 20.0]),
+    list(KINDS),
+)
 
 
 @dataclass
@@ -45,9 +54,9 @@ def sample(
     rows: list[Row],
     order: list[int] | None = None,
     vocab_size: int = V,
-    device: tuple[Ops, torch.device] = (Ops(), torch.device("cpu")),
+    device: tuple[Ops, torch.device] | None = None,
 ) -> Sampled:
-    """Run the sampler over rows that stand in the slot table in any order."""
+    """Run the sampler over rows that stand in the slot table in any order, by default as a CPU does."""
     slots = SlotPool(num_slots=len(rows) + 3, max_tokens=64, page_size=4)
     taken = []
     for number, row in enumerate(rows):
@@ -59,8 +68,15 @@ def sample(
     order = list(range(len(rows))) if order is None else order
     logits = torch.stack([rows[index].logits for index in order])
     at = np.array([taken[index] for index in order])
-    ops, place = device
+    ops, place = device or (compiled(), torch.device("cpu"))
     return Sampler((EOS,), vocab_size, ops).run(logits.to(place), at, slots.num_tokens[at], slots)
+
+
+@cache
+def compiled() -> Ops:
+    """The operators of a CPU, compiled where there is a compiler."""
+    found = rowwise()
+    return Ops() if isinstance(found, str) else CpuOps(rowwise=found)
 
 
 def token(row: Row) -> int:
@@ -174,22 +190,35 @@ def test_equals_at_a_threshold_all_stay(monkeypatch: pytest.MonkeyPatch) -> None
         )
 
 
-@each_of("top_k, top_p, scale, tile", SORTS)
-def test_one_sort_keeps_what_the_cpu_keeps(top_k: int, top_p: float, scale: float, tile: int) -> None:
-    logits = torch.stack([some_logits(seed, 4096, scale) for seed in range(6)])
-    logits[0, :4000] = -math.inf
-    weights = (logits - logits.amax(1, keepdim=True)).exp()
-    counts, shares = np.full(6, top_k), np.full(6, top_p, np.float32)
-    sent = all_to_device(top_k_top_p.sort_parameters(counts, shares, 4096), torch.device("cpu"))
-    by_sorting = top_k_top_p.thresholds_by_sorting(weights, sent, tile)
-    k, p = torch.from_numpy(counts), torch.from_numpy(shares)
-    if top_k == 4096:
-        expected = top_k_top_p.top_p_threshold(weights, p, 512)
-    else:
-        expected = top_k_top_p.top_k_threshold(weights, k, p, top_k)
-    kept, wanted = ((weights >= each) & (weights > 0) for each in (by_sorting, expected))
-    apart = (kept.sum(1) - wanted.sum(1)).abs().max()
-    assert apart <= (1 if top_p < 1 else 0)  # a rounding apart, and exactly the same without top_p
+def shares_kept(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """The running sum [V] of each token's share of what the limits keep, in float64."""
+    weights = (logits.double() - logits.max()).exp()
+    falling = weights.sort(descending=True).values[:top_k]
+    before = falling.cumsum(0) - falling
+    least = max(float(falling[before < top_p * falling.sum()].min()), min_p)
+    kept = torch.where(weights >= least, weights, 0.0)
+    return kept.cumsum(0) / kept.sum()
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+@each_of("top_k, top_p, min_p, scale, dtype", LIMITS)
+def test_draws_are_of_what_their_limits_keep(
+    top_k: int, top_p: float, min_p: float, scale: float, dtype: torch.dtype, is_plain: bool
+) -> None:
+    size, n = 5000, 64
+    row = some_logits(round(scale * 10), size, scale).to(dtype)
+    row[:40] = -math.inf
+    limits = limits_of(np.full(n, top_k), np.full(n, top_p, np.float32), np.full(n, min_p, np.float32), size)
+    limits |= {"uniform": ((np.arange(n) + 0.5) / n).astype(np.float32), "sharpness": np.ones(n, np.float32)}
+    sent = all_to_device(limits, torch.device("cpu"))
+    ops = Ops() if is_plain else compiled()
+    drawn = ops.draw(row.repeat(n, 1), row.argmax().repeat(n), torch.full((n,), -9), sent)
+    assert (drawn >= 40).all()
+    # What lies on a limit may be kept or not, by a rounding
+    nudged = [shares_kept(row, top_k, top_p * (1 + by), min_p * (1 - by)) for by in (-1e-5, 1e-5)]
+    uniform = torch.from_numpy(limits["uniform"]).double()
+    assert (torch.minimum(*nudged)[drawn - 1] - 1e-5 <= uniform).all()
+    assert (uniform <= torch.maximum(*nudged)[drawn] + 1e-5).all()
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 0.99, 0.5]), st.integers(1, 200))
@@ -239,6 +268,33 @@ def test_penalties_follow_their_definitions() -> None:
     assert (edited(Row(logits, params, prompt, answer)) - expected).abs().max() < 1e-6
 
 
+def test_known_tokens_are_those_of_a_new_count() -> None:
+    """Answers grow by some tokens in each step, drafts come and go, and rows change their requests."""
+    rng = np.random.default_rng(3)
+    slots, known = SlotPool(num_slots=4, max_tokens=400, page_size=4), KnownTokens()
+    for step in range(300):
+        if step % 40 < 4:  # the next request of the row
+            row = step % 40
+            if slots.requests[row] is not None:
+                slots.release(row)
+            request = Request(str(step), rng.integers(0, 30, rng.integers(1, 20)), SamplingParams())
+            request.number = step
+            assert slots.take(request) == row
+        at = rng.permutation(np.flatnonzero([each is not None for each in slots.requests]))
+        more = rng.integers(0, 3, len(at))
+        for row, count in zip(at.tolist(), more.tolist()):
+            first = slots.num_tokens[row]
+            slots.token_ids[row, first : first + 8] = rng.integers(0, 200, 8)
+            slots.num_tokens[row] += count
+        targets = slots.num_tokens[at] + rng.integers(0, 3, len(at)) * rng.integers(0, 2)
+        owners, tokens, occurrences = known.pairs(at, targets, slots)
+        for index, (row, target) in enumerate(zip(at.tolist(), targets.tolist())):
+            found = dict(zip(tokens[owners == index].tolist(), occurrences[owners == index].tolist()))
+            answer = Counter(slots.token_ids[row, slots.num_prompt[row] : target].tolist())
+            assert found == {token: answer[token] for token in slots.token_ids[row, :target].tolist()}
+            assert (owners == index).sum() == len(found)
+
+
 def edited(row: Row) -> Tensor:
     from models.sampling.logit_processors import apply_changes, gather_changes
 
@@ -247,7 +303,7 @@ def edited(row: Row) -> Tensor:
     request.tokens = np.array(row.prompt + row.answer, dtype=np.int32)
     at = np.array([slots.take(request)])
     scores = row.logits[None].clone()
-    host = gather_changes(at, slots.num_tokens[at], slots, (EOS,), V)
+    host = gather_changes(at, slots.num_tokens[at], slots, KnownTokens(), (EOS,), V)
     apply_changes(scores, {name: torch.from_numpy(array) for name, array in host.items()})
     return scores[0]
 
@@ -413,7 +469,9 @@ def test_the_callers_logits_stay_as_they_are(dtype: torch.dtype) -> None:
         taken.append(slots.take(request))
     logits = torch.stack([row.logits for row in rows]).T.contiguous().T  # not contiguous either
     before = logits.clone()
-    tokens = Sampler((EOS,), V).run(logits, np.array(taken), slots.num_tokens[taken], slots).tokens
+    tokens = (
+        Sampler((EOS,), V, compiled()).run(logits, np.array(taken), slots.num_tokens[taken], slots).tokens
+    )
     assert torch.equal(logits, before)
     assert tokens.dtype == np.int64
     assert ((tokens >= 0) & (tokens < V)).all()
@@ -428,7 +486,7 @@ def test_a_greedy_batch_sends_nothing_down(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("pair", on_each("fused"))
 def test_each_device_draws_what_the_cpu_draws(pair: tuple[Kind, Way]) -> None:
     shape = AttentionShape(4, 2, 64, 128, 1.0, torch.float32, (None,))
-    ops, attention = operators(*pair, shape)
+    found_operators, attention = operators(*pair, shape)
     asked = [
         SamplingParams(temperature=0.0),
         SamplingParams(),
@@ -445,6 +503,7 @@ def test_each_device_draws_what_the_cpu_draws(pair: tuple[Kind, Way]) -> None:
     rows[12].logits[:] = -math.inf
     for some in (rows, rows[2:3], [each for each in rows if each.params.top_p == 0.7], rows[:1] + rows[3:5]):
         expected = sample(some, vocab_size=1024)
-        found = sample(some, vocab_size=1024, device=(ops, attention.device))
-        assert found.tokens.tolist() == expected.tokens.tolist()
+        for ops in (found_operators, Ops()):
+            found = sample(some, vocab_size=1024, device=(ops, attention.device))
+            assert found.tokens.tolist() == expected.tokens.tolist()
     assert (expected.tokens < 0).sum() == 1

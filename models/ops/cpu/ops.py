@@ -24,6 +24,7 @@ from attention.latent import LatentUp
 from attention.reference import Attention
 from devices.cpp_sources import KINDS
 from devices.onednn import product_dtype
+from kv_cache.device.transfer import Tensors
 from models.ops.cpu.layers import CompiledLayers, compiled_layers
 from models.ops.cpu.products import Panels, Products
 from models.ops.cpu.rowwise import Rowwise
@@ -166,6 +167,10 @@ class CpuOps(Ops):
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the best token of each row of logits [R, V], int64 [R], and whether its logit is finite."""
         return self._rows.greedy(logits)
+
+    def draw(self, logits: Tensor, best: Tensor, otherwise: Tensor, limits: Tensors) -> Tensor:
+        """Return a drawn token [R] of each row of logits [R, V]; see Ops.draw."""
+        return self._rows.draw(logits, best, otherwise, limits)
 
     def mixture(
         self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]

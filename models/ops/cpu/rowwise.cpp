@@ -1,14 +1,17 @@
-// Operators that compute each row, or each number, by itself: norms, rotary, gates, a router's scores and the greedy
-// choice.
+// Operators that compute each row, or each number, by itself: norms, rotary, gates, a router's scores, the greedy choice
+// and draws.
 //
 // A row's result depends neither on other rows nor on threads, nor a number's on its place: the numbers behind the last
 // whole vector are computed in a vector too, whose rest is not stored. Numbers are stored in float32, bfloat16 or
 // float16, computed in float32 and rounded where plain torch rounds last.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <vector>
 
 #include "operators.h"
 #include "vectors.h"
@@ -220,6 +223,202 @@ void best(const void* logits_, long stride, int64_t* tokens, bool* finite, long 
     }
 }
 
+// How tokens are drawn, a number for each row. What is null limits no row.
+struct Draws {
+    const int64_t* best;                // the token of the largest logit
+    const int64_t* otherwise;           // the token where none can be drawn
+    const int64_t* is_drawn;            // 0 where the row gets that token anyway
+    const float *uniform, *sharpness;   // from 0 to 1; 1 / temperature
+    const float *min_p, *excess;        // the second is 1 - top_p
+    const int64_t* outside;             // how many tokens top_k leaves out
+};
+
+// The weights of a row's tokens, e^((logit - best logit) * sharpness), from 0 to 1. They are kept for the next row's.
+class Weights {
+   public:
+    template <Kind KIND>
+    void read(const typename Stored<KIND>::Item* logits, long size, float best, float sharpness);
+
+    void keep_largest(long count);
+    void keep_share(double excess);
+    void keep_from(float least) { least_ = std::max(least_, least); }
+
+    // Returns the first token at which the running sum of the kept weights passes this share of it, or -1 if the weights
+    // are not finite.
+    long token_at(float share);
+
+   private:
+    static constexpr long BLOCK = 64;  // tokens, whose weights are summed in vectors
+
+    void gather(float least);
+    double gathered_sum() const;
+    float least_gathered(double enough);
+
+    long blocks_;
+    float least_;   // smaller weights are not kept
+    double mass_;  // the sum of the weights that are kept
+    std::vector<float> weights_, sums_, tops_;  // of tokens; the sum and the largest of each block
+    std::vector<float> some_;                   // weights that `gather` found
+};
+
+template <Kind KIND>
+void Weights::read(const typename Stored<KIND>::Item* logits, long size, float best, float sharpness) {
+    blocks_ = (size + BLOCK - 1) / BLOCK, least_ = 0.0f, mass_ = 0.0;
+    weights_.resize(blocks_ * BLOCK), sums_.resize(blocks_), tops_.resize(blocks_);
+    typename Stored<KIND>::Item filled[BLOCK];  // up with logits of tokens that there are not
+    for (long block = 0; block < blocks_; block++) {
+        const typename Stored<KIND>::Item* own = logits + block * BLOCK;
+        const long left = size - block * BLOCK;
+        if (left < BLOCK) {
+            for (long i = 0; i < BLOCK; i += LANES)
+                Stored<KIND>::narrow(filled + i, Vec{} - std::numeric_limits<float>::infinity());
+            std::memcpy(filled, own, sizeof(*own) * left);
+            own = filled;
+        }
+        Vec sum = {}, top = {};
+#pragma GCC unroll 4
+        for (long i = 0; i < BLOCK; i += LANES) {
+            const Vec each = exponential<false>((Stored<KIND>::widen(own + i) - best) * sharpness);
+            store(&weights_[block * BLOCK + i], each);
+            sum += each, top = larger(each, top);
+        }
+        sums_[block] = total_of(sum), tops_[block] = largest_of(top), mass_ += sums_[block];
+    }
+}
+
+// Collects the weights of at least `least`, but for zeros.
+void Weights::gather(float least) {
+    least = std::max(least, std::numeric_limits<float>::denorm_min());
+    some_.resize(blocks_ * BLOCK);
+    long count = 0;
+    for (long block = 0; block < blocks_; block++) {
+        if (tops_[block] < least) continue;
+        for (long i = block * BLOCK; i < (block + 1) * BLOCK; i++) {
+            some_[count] = weights_[i];
+            count += weights_[i] >= least;
+        }
+    }
+    some_.resize(count);
+}
+
+double Weights::gathered_sum() const {
+    double sum = 0.0;
+    for (const float each : some_) sum += each;
+    return sum;
+}
+
+// The largest of the gathered weights that, with all larger ones, sum to `enough`; the least if all do not.
+//
+// Weights are not negative, so that they rise with their bits. Each round sums weights by ten or eleven bits, and leaves
+// those that have the bits of the one that is sought, until they are few.
+float Weights::least_gathered(double enough) {
+    constexpr size_t FEW = 128;
+    constexpr long PLACES = 1 << 11;
+    static thread_local double sums[PLACES];
+    double above = 0.0;
+    for (const int shift : {20, 10, 0}) {
+        if (some_.size() <= FEW) break;
+        const auto place = [shift](float weight) {
+            uint32_t bits;
+            std::memcpy(&bits, &weight, sizeof bits);
+            return bits >> shift & (shift == 20 ? PLACES - 1 : PLACES / 2 - 1);
+        };
+        std::fill(sums, sums + PLACES, 0.0);
+        for (const float each : some_) sums[place(each)] += each;
+        long found = -1;
+        for (long each = PLACES - 1; each >= 0; each--) {
+            if (sums[each] == 0.0) continue;
+            if (found >= 0) above += sums[found];
+            found = each;
+            if (above + sums[each] >= enough) break;
+        }
+        some_.erase(std::remove_if(some_.begin(), some_.end(), [&](float each) { return place(each) != found; }),
+                    some_.end());
+    }
+    std::sort(some_.begin(), some_.end(), std::greater<float>());
+    for (const float each : some_) {
+        above += each;
+        if (above >= enough) return each;
+    }
+    return some_.back();
+}
+
+// Keeps the `count` largest weights, and all that equal the least of these. Their sum counts `count` weights.
+void Weights::keep_largest(long count) {
+    const auto least_of = [count](std::vector<float>& all) {  // of the `count` largest
+        std::nth_element(all.begin(), all.begin() + count - 1, all.end(), std::greater<float>());
+        return all[count - 1];
+    };
+    some_ = tops_;
+    gather(count <= blocks_ ? least_of(some_) : 0.0f);  // at least one of each of so many blocks
+    if (count > static_cast<long>(some_.size())) return;  // the others are zeros
+    least_ = least_of(some_);
+    gather(least_);
+    mass_ = gathered_sum() - (static_cast<double>(some_.size()) - count) * least_;
+}
+
+// Keeps the largest of the kept weights that sum to all but the share `excess`, and all that equal the least of these.
+void Weights::keep_share(double excess) {
+    const double enough = mass_ * (1.0 - excess);
+    for (const float floor : {0x1p-7f, 0x1p-14f, 0.0f}) {  // most often few weights sum to the share
+        gather(std::max(floor, least_));
+        if (floor <= least_ || gathered_sum() >= enough) break;
+    }
+    least_ = least_gathered(enough);
+}
+
+long Weights::token_at(float share) {
+    double total = 0.0;
+    for (long block = 0; block < blocks_; block++) {
+        if (least_ > 0.0f) {
+            Vec sum = {};
+            for (long i = block * BLOCK; tops_[block] >= least_ && i < (block + 1) * BLOCK; i += LANES) {
+                const Vec each = load(&weights_[i]);
+                sum += each >= least_ ? each : Vec{};
+            }
+            sums_[block] = total_of(sum);
+        }
+        total += sums_[block];
+    }
+    const double target = total * share;
+    double before = 0.0;
+    long token = -1;
+    for (long block = 0; block < blocks_; block++) {
+        if (sums_[block] > 0.0f && before + sums_[block] > target) {
+            // Single weights, added in another order, may not sum to the target: then it is the block's last token
+            for (long i = block * BLOCK; i < (block + 1) * BLOCK && before <= target; i++)
+                if (weights_[i] > 0.0f && weights_[i] >= least_) before += weights_[i], token = i;
+            break;
+        }
+        before += sums_[block];
+    }
+    return token;
+}
+
+template <Kind KIND>
+void draw_each(const void* logits_, long stride, long rows, long size, const Draws& draws, int64_t* tokens,
+               int num_threads) {
+    typedef typename Stored<KIND>::Item Item;
+    const Item* logits = static_cast<const Item*>(logits_);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows > 1)
+    for (long r = 0; r < rows; r++) {
+        static thread_local Weights weights;
+        tokens[r] = draws.otherwise[r];
+        if (draws.is_drawn && !draws.is_drawn[r]) continue;
+        const Item* own = logits + r * stride;
+        const float best = widen_some<KIND>(own + draws.best[r], 1)[0];
+        if (!std::isfinite(best)) continue;
+        weights.read<KIND>(own, size, best, draws.sharpness[r]);
+        const long outside = draws.outside ? draws.outside[r] : 0;
+        const float excess = draws.excess ? draws.excess[r] : 0.0f;
+        if (outside > 0) weights.keep_largest(size - outside);
+        if (excess > 0.0f) weights.keep_share(excess);
+        if (draws.min_p) weights.keep_from(draws.min_p[r]);
+        const long token = weights.token_at(draws.uniform[r]);
+        if (token >= 0) tokens[r] = token;
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -268,5 +467,11 @@ void choose(const void* logits, long stride, int64_t* tokens, bool* finite, long
             int num_threads) {
     auto* of_kind = kind == FLOAT32 ? best<FLOAT32> : kind == BFLOAT16 ? best<BFLOAT16> : best<FLOAT16>;
     of_kind(logits, stride, tokens, finite, rows, size, num_threads);
+}
+
+void draw(const void* logits, long stride, long rows, long size, const Draws* draws, int64_t* tokens, int kind,
+          int num_threads) {
+    auto* of_kind = kind == FLOAT32 ? draw_each<FLOAT32> : kind == BFLOAT16 ? draw_each<BFLOAT16> : draw_each<FLOAT16>;
+    of_kind(logits, stride, rows, size, *draws, tokens, num_threads);
 }
 }

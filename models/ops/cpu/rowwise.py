@@ -1,4 +1,4 @@
-"""Compute norms, rotary, gates, a router's scores and the greedy choice in C++.
+"""Compute norms, rotary, gates, a router's scores, the greedy choice and draws in C++.
 
 `rowwise.cpp` computes a row, or a number, by itself and in one pass, so that its bits are the same in any
 batch.
@@ -15,11 +15,21 @@ import torch
 from torch import Tensor
 
 from devices.cpp_sources import KINDS, compiled_source
+from kv_cache.device.transfer import Tensors
 from models.ops.reference import Ops
 
 SOURCE = Path(__file__).with_name("rowwise.cpp")
 SILU, GELU, CLAMPED = range(3)  # enum Gate of the source
 SIGMOID, SOFTPLUS = range(2)  # enum Curve of the source
+
+
+class _Draws(ctypes.Structure):
+    """`Draws` of the source."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("best", "otherwise", "is_drawn", "uniform", "sharpness")),
+        *((name, ctypes.c_void_p) for name in ("min_p", "excess", "outside")),
+    ]
 
 
 class Rowwise:
@@ -42,6 +52,9 @@ class Rowwise:
             function.restype = None
         for function in (self._curve, self._score, self._softmax):
             function.restype = None
+        self._draw = library.draw
+        self._draw.argtypes = [pointer, *[integer] * 3, pointer, pointer, number, number]
+        self._draw.restype = None
         self._plain = Ops()
 
     @property
@@ -177,6 +190,26 @@ class Rowwise:
             *(*logits.shape, KINDS[logits.dtype], torch.get_num_threads()),
         )
         return tokens, finite
+
+    def draw(self, logits: Tensor, best: Tensor, otherwise: Tensor, limits: Tensors) -> Tensor:
+        """Compute Ops.draw."""
+        if not _is_read(logits) or logits.stride(-1) != 1:
+            return self._plain.draw(logits, best, otherwise, limits)
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        draws = _Draws(
+            *(best.data_ptr(), otherwise.data_ptr()),
+            *(_pointer(limits, name) for name in ("drawn", "uniform", "sharpness", "min_p", "excess")),
+            _pointer(limits, "k_places"),  # what top_k drops of each row comes first
+        )
+        self._draw(
+            *(logits.data_ptr(), logits.stride(0), *logits.shape, ctypes.byref(draws), tokens.data_ptr()),
+            *(KINDS[logits.dtype], torch.get_num_threads()),
+        )
+        return tokens
+
+
+def _pointer(limits: Tensors, name: str) -> int | None:
+    return limits[name].data_ptr() if name in limits else None
 
 
 def _is_read(*tensors: Tensor) -> bool:

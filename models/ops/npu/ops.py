@@ -1,7 +1,7 @@
 """Override the decoder's operators that Ascend's fused operators compute.
 
 npu_top_k_top_p is not used: it drops some of several equal logits, takes at most 1024 for k and has no min_p.
-models/sampling/top_k_top_p.py keeps all equal logits, so that a draw does not depend on how a device sorts;
+models/ops/drawing.py keeps all equal logits, so that a draw does not depend on how a device sorts;
 one sort serves both of its thresholds.
 
 Legend: T tokens of the step, H query heads, K kv heads, D head dim; of latent attention, L latent, N the

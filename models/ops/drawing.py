@@ -1,4 +1,4 @@
-"""Filter tokens by top-k, top-p and min-p, and draw one of those that remain.
+"""Draw tokens in plain torch, of those that top-k, top-p and min-p keep.
 
 A row's weights are exp((logit - best logit) / temperature): the best token has weight 1. Every filter is then
 a threshold on weights: `top_k` is the k-th largest weight, `min_p` is itself, and `top_p` is the weight at
@@ -22,55 +22,71 @@ from torch import Tensor
 from kv_cache.device.transfer import Arrays, Tensors
 
 
-def top_k_threshold(weights: Tensor, top_k: Tensor, top_p: Tensor, largest_k: int) -> Tensor:
-    """Return the weight [R, 1] of the last token that top_k, then top_p within it, keeps.
+def limits_of(
+    top_k: NDArray[np.int64], top_p: NDArray[np.float32], min_p: NDArray[np.float32], vocab_size: int
+) -> Arrays:
+    """Return the limits of rows for `draw`: top_k [R], from 1 to the vocabulary, top_p [R], and min_p [R].
 
-    weights [R, V]; top_k [R], from 1 to `largest_k` <= V; top_p [R].
+    "excess" [R] is 1 - top_p. Of "k_places" [2 R] the first R are the numbers of tokens that top_k drops,
+    the rest the last of these in rising order; "k_share" [R] is top_p where both are asked for. What limits
+    no row is left out.
     """
-    top_k, top_p = top_k[:, None], top_p[:, None]
-    best = weights.topk(largest_k, dim=-1).values
-    mass = best.cumsum(-1)
-    needed = top_p * mass.gather(1, top_k - 1)
-    kept = (mass < needed).sum(-1, keepdim=True) + 1
-    kept = torch.where(top_p < 1, torch.minimum(kept, top_k), top_k)
-    return best.gather(1, kept - 1)
-
-
-def top_p_threshold(weights: Tensor, top_p: Tensor, tile: int) -> Tensor:
-    """Return the largest weight t [R, 1] such that tokens of at least t have the share top_p [R] of all.
-
-    This is for the CPU, where numpy sorts plain floats with vector instructions, 15 to 30 times faster than
-    torch.
-    """
-    rising = torch.from_numpy(np.sort(weights.numpy(), axis=1))
-    return rising.gather(1, _reach(rising, 1 - top_p[:, None], tile))
-
-
-def sort_parameters(top_k: NDArray[np.int64], top_p: NDArray[np.float32], vocab_size: int) -> Arrays:
-    """Return what `thresholds_by_sorting` needs for top_k [R], from 1 to the vocabulary, and top_p [R]."""
-    arrays: Arrays = {"excess": 1 - top_p}
-    outside = vocab_size - top_k  # number of tokens that top_k drops
+    arrays: Arrays = {"min_p": min_p} if min_p.any() else {}
+    outside = vocab_size - top_k
+    if not outside.any() and (top_p == 1).all():
+        return arrays
+    arrays["excess"] = 1 - top_p
     if outside.any():
         places = np.concatenate((outside, np.maximum(outside - 1, 0)))
         arrays |= {"k_places": places, "k_share": np.where((outside > 0) & (top_p < 1), top_p, np.float32(0))}
     return arrays
 
 
-def thresholds_by_sorting(weights: Tensor, sent: Tensors, tile: int) -> Tensor:
-    """Return the weight [R, 1] of the last token that top_k, then top_p within it, keeps; for other devices.
+def draw(logits: Tensor, best: Tensor, otherwise: Tensor, limits: Tensors, tile: int) -> Tensor:
+    """Return a token [R] of each row of logits [R, V], whose largest is at `best` [R].
+
+    It is the first at which the running sum of kept weights passes the share "uniform" [R] of it; weights
+    are sharpened by "sharpness" [R], 1 / temperature, and kept by what `limits_of` returned. A token of
+    weight 0 is never drawn: if rounding leads to one, or a row is not finite, or not "drawn" [R], its token
+    of `otherwise` [R] takes its place.
+    """
+    weights = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    weights = weights.sub_(weights.gather(1, best[:, None])).mul_(limits["sharpness"][:, None]).exp_()
+    least = limits["min_p"][:, None] if "min_p" in limits else None
+    if "excess" in limits:
+        sorted_out = _thresholds(weights, limits, tile)
+        least = sorted_out if least is None else torch.maximum(least, sorted_out)
+    if least is not None:
+        weights.masked_fill_(weights < least, 0.0)
+    tokens = _reach(weights, limits["uniform"][:, None], tile)
+    tokens = torch.where(weights.gather(1, tokens) > 0, tokens, otherwise[:, None])[:, 0]
+    return tokens if "drawn" not in limits else torch.where(limits["drawn"] > 0, tokens, otherwise)
+
+
+def _thresholds(weights: Tensor, limits: Tensors, tile: int) -> Tensor:
+    """Return the weight [R, 1] of the last token that top_k, then top_p within it, keeps.
 
     One sort of weights [R, V] serves both, in few launches: in the running sum over rising weights, what
     top_p drops of the tokens within top_k lies above what top_k drops.
     """
-    rising = weights.sort(dim=-1).values
-    if "k_places" not in sent:
-        return rising.gather(1, _reach(rising, sent["excess"][:, None], tile))
-    first, last_dropped = sent["k_places"].view(2, -1, 1)
+    rising = _rising(weights)
+    if "k_places" not in limits:
+        return rising.gather(1, _reach(rising, limits["excess"][:, None], tile))
+    first, last_dropped = limits["k_places"].view(2, -1, 1)
     mass = _running_sum(rising, tile)
     # Zero if top_p is 1, so that top_k decides alone
-    target = mass.gather(1, last_dropped) * sent["k_share"][:, None] + mass[:, -1:] * sent["excess"][:, None]
+    target = (
+        mass.gather(1, last_dropped) * limits["k_share"][:, None] + mass[:, -1:] * limits["excess"][:, None]
+    )
     kept_from = torch.searchsorted(mass, target, right=True).clamp(max=weights.shape[1] - 1)
     return rising.gather(1, torch.maximum(kept_from, first))
+
+
+def _rising(weights: Tensor) -> Tensor:
+    """Sort each row; on a CPU numpy's vector instructions sort floats 15 to 30 times as fast as torch."""
+    if weights.device.type == "cpu":
+        return torch.from_numpy(np.sort(weights.numpy(), axis=1))
+    return weights.sort(dim=-1).values
 
 
 def _running_sum(weights: Tensor, tile: int) -> Tensor:
@@ -83,16 +99,6 @@ def _running_sum(weights: Tensor, tile: int) -> Tensor:
     tiles = weights.view(weights.shape[0], -1, tile)
     sums = tiles.sum(-1)
     return (tiles.cumsum(-1) + (sums.cumsum(-1) - sums)[:, :, None]).flatten(1)
-
-
-def draw(weights: Tensor, uniform: Tensor, otherwise: Tensor, tile: int) -> Tensor:
-    """Return the token [R] at which the running sum of weights [R, V] passes the share uniform [R] of it.
-
-    A token of weight 0 is never drawn: if rounding leads to one, or a row is not finite, `otherwise` [R]
-    takes its place.
-    """
-    tokens = _reach(weights, uniform[:, None], tile)
-    return torch.where(weights.gather(1, tokens) > 0, tokens, otherwise[:, None])[:, 0]
 
 
 def _reach(weights: Tensor, share: Tensor, tile: int) -> Tensor:
