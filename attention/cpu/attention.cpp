@@ -113,7 +113,7 @@ struct Terms {
         store(row + i, v);
         return v;
     }
-    static inline Vec weight(Vec x) { return exponential<false>(x); }
+    static inline Vec weights(Vec scores, float scale, float top) { return exponential<false>(scores * scale - top); }
     static inline Vec narrowed(Vec v) { return v; }
 };
 
@@ -139,7 +139,9 @@ struct Terms<BFLOAT16> {
         return (Vec)(words_of(halves) << 16);
     }
     // A weight is rounded to bfloat16 afterwards, so that fewer bits of it need to be right.
-    static inline Vec weight(Vec x) { return rough_exponential(x); }
+    static inline Vec weights(Vec scores, float scale, float top) {
+        return rough_power(scores * (scale * LOG2_E) - top * LOG2_E);
+    }
 };
 #endif
 
@@ -306,7 +308,7 @@ float softened(float* scores, long count, const Pages& of, float* peak) {
     const float top = scale * largest_of(most[0]);
     Vec sums = {};
     for (i = 0; i < count; i += LANES) {
-        const Vec weight = Terms<KIND>::weight(load(scores + i) * scale - top);
+        const Vec weight = Terms<KIND>::weights(load(scores + i), scale, top);
         if constexpr (IN_FLOATS) {
             store(scores + i, Terms<KIND>::narrowed(weight));
             sums += load(scores + i);
@@ -368,24 +370,17 @@ inline bool uses_amx(const Pages& of) { return KIND == BFLOAT16 && of.dim % (2 *
 
 typedef AmxRegisters Registers;
 
-// Adds 16 rows of x, which lie `x_stride` apart, times C matrices [steps * 16 pairs, 16], which lie `apart`, to the
-// sums [16, C * 16], whose rows lie `y_stride` apart. If it BEGINS, the sums were zeros.
-template <int C, bool BEGINS>
-void add_in_amx(const Number* x, long x_stride, const Number* w, long apart, long steps, float* y, long y_stride) {
+// Multiplies 16 rows of x, which lie `x_stride` apart, by C matrices [steps * 16 pairs, 16], which lie `apart`, to
+// y [16, C * 16], whose rows lie `y_stride` apart.
+template <int C>
+void multiply_in_amx(const Number* x, long x_stride, const Number* w, long apart, long steps, float* y, long y_stride) {
     const long from = sizeof(*x) * x_stride, to = sizeof(*y) * y_stride;
     constexpr long LINE_OF_W = 4 * AMX_WORDS, STEP = AMX_WORDS * AMX_WORDS;
     amx_memory();
-    if constexpr (BEGINS) {
-        _tile_zero(0);
-        _tile_zero(1);
-        if constexpr (C > 2) _tile_zero(2);
-        if constexpr (C > 2) _tile_zero(3);
-    } else {
-        _tile_loadd(0, y, to);
-        _tile_loadd(1, y + AMX_WORDS, to);
-        if constexpr (C > 2) _tile_loadd(2, y + 2 * AMX_WORDS, to);
-        if constexpr (C > 2) _tile_loadd(3, y + 3 * AMX_WORDS, to);
-    }
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (C > 2) _tile_zero(2);
+    if constexpr (C > 2) _tile_zero(3);
     for (long step = 0; step < steps; step++, w += STEP) {
         _tile_loadd(4, x + step * AMX_WORDS, from);
         _tile_loadd(6, w, LINE_OF_W);
@@ -406,13 +401,12 @@ void add_in_amx(const Number* x, long x_stride, const Number* w, long apart, lon
 }
 
 // The same for any even number of matrices.
-template <bool BEGINS>
-void add_all_in_amx(const Number* x, long x_stride, const Number* w, long apart, long count, long steps, float* y,
-                    long y_stride) {
+void multiply_all_in_amx(const Number* x, long x_stride, const Number* w, long apart, long count, long steps, float* y,
+                         long y_stride) {
     long c = 0;
     for (; c + 4 <= count; c += 4)
-        add_in_amx<4, BEGINS>(x, x_stride, w + c * apart, apart, steps, y + c * AMX_WORDS, y_stride);
-    if (c < count) add_in_amx<2, BEGINS>(x, x_stride, w + c * apart, apart, steps, y + c * AMX_WORDS, y_stride);
+        multiply_in_amx<4>(x, x_stride, w + c * apart, apart, steps, y + c * AMX_WORDS, y_stride);
+    if (c < count) multiply_in_amx<2>(x, x_stride, w + c * apart, apart, steps, y + c * AMX_WORDS, y_stride);
 }
 
 // Adds to N vectors of sums in the order of AMX, so that a query alone has the same bits as in a prompt. For few rows
@@ -614,8 +608,10 @@ inline Read begun(float sink, float* output, long dim) {
 
 // Joins one more part, of which the row sees something.
 inline void join(Read& read, float peak, float total, const float* sums, long dim) {
+    // Computed without a branch, which the processor would guess wrong as often as not
     const bool is_higher = peak > read.top;
-    const float before = is_higher ? std::exp(read.top - peak) : 1.0f, now = is_higher ? 1.0f : std::exp(peak - read.top);
+    const float gap = std::exp(is_higher ? read.top - peak : peak - read.top);
+    const float before = is_higher ? gap : 1.0f, now = is_higher ? 1.0f : gap;
     read.top = is_higher ? peak : read.top;
     // The product that is fused with the sum is named here, because compilers could choose another one elsewhere
     read.total = __builtin_fmaf(read.total, before, total * now);
@@ -623,7 +619,8 @@ inline void join(Read& read, float peak, float total, const float* sums, long di
 }
 
 inline void finish(const Read& read, long dim, NewItem* output) {
-    for (long d = 0; d < dim; d += LANES) Stored<NEW_KIND>::narrow(output + d, load(read.output + d) / read.total);
+    const float share = 1.0f / read.total;
+    for (long d = 0; d < dim; d += LANES) Stored<NEW_KIND>::narrow(output + d, load(read.output + d) * share);
 }
 
 // The number of tiles of a part, and the most parts of a row, whose first part may lack tiles.
@@ -859,8 +856,8 @@ void read_part_in_amx(const Block& block, const Room& room, Read* reads, long be
     for (long row = 0; row < room.rows; row += AMX_ROWS) {
         const long seen = std::min(block.high(row + AMX_ROWS - 1), end) - begin, count = whole(seen, AMX_TOKENS);
         if (seen <= 0 || block.low(row) >= end) continue;
-        add_all_in_amx<true>(room.query + row * of_query, of_query, keys, of_query * AMX_WORDS, count / AMX_WORDS,
-                             of_query / AMX_WORDS, room.scores, stride);
+        multiply_all_in_amx(room.query + row * of_query, of_query, keys, of_query * AMX_WORDS, count / AMX_WORDS,
+                            of_query / AMX_WORDS, room.scores, stride);
         for (long n = 0; n < AMX_ROWS; n++) {
             float* own = room.scores + n * stride;
             const long low = std::min(block.low(row + n) - begin, count), high = block.high(row + n) - begin;
@@ -871,9 +868,8 @@ void read_part_in_amx(const Block& block, const Room& room, Read* reads, long be
             else
                 std::fill(own, own + count, 0.0f);
         }
-        std::fill(room.sums, room.sums + AMX_ROWS * of.dim, 0.0f);
-        add_all_in_amx<false>(weights_of(room.scores), stride, values, (end - begin) / TOGETHER * AMX_WORDS,
-                              of.dim / AMX_WORDS, count / AMX_TOKENS, room.sums, of.dim);
+        multiply_all_in_amx(weights_of(room.scores), stride, values, (end - begin) / TOGETHER * AMX_WORDS,
+                            of.dim / AMX_WORDS, count / AMX_TOKENS, room.sums, of.dim);
         for (long n = row; n < row + AMX_ROWS; n++)
             if (block.sees(n, begin, end))
                 join(reads[n], room.tops[n], room.totals[n], room.sums + (n - row) * of.dim, of.dim);
