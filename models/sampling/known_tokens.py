@@ -1,7 +1,7 @@
 """Count the tokens that requests know, for the penalties of tokens that were seen before.
 
-What a request knows never changes, it only grows. So a row's count goes on from the last step's, and a step
-costs as much as a row has distinct tokens, however often it has them.
+What a request knows never changes, it only grows, unless it is a beam. So a row's count goes on from the last
+step's, and a step costs as much as a row has distinct tokens, however often it has them.
 
 Legend: R rows, N pairs of a row and one of its tokens.
 """
@@ -39,7 +39,7 @@ class KnownTokens:
     def _count(self, row: int, target: int, slots: SlotPool) -> _Count:
         request, num_known = slots.requests[row], int(slots.num_tokens[row])
         count = self._of_row.get(row)
-        if count is None or count.request is not request:
+        if count is None or count.request is not request or count.num_taken > num_known:
             prompt = slots.token_ids[row, : slots.num_prompt[row]]
             count = self._of_row[row] = _Count(request, prompt)
         count.take(slots.token_ids[row, :num_known])
@@ -55,7 +55,7 @@ class _Count:
 
     def __init__(self, request: Request, prompt: NDArray[np.int32]) -> None:
         self.request = request
-        self._num_taken = len(prompt)
+        self.num_taken = len(prompt)
         self._place = {token: place for place, token in enumerate(dict.fromkeys(prompt.tolist()))}
         self._tokens = np.fromiter(self._place, dtype=np.int64, count=self.size)
         self._occurrences = np.zeros(self.size, dtype=np.int32)
@@ -70,8 +70,7 @@ class _Count:
 
     def take(self, known: NDArray[np.int32]) -> None:
         """Go on to all known tokens, of which the first have been taken before."""
-        assert len(known) >= self._num_taken, f"{self.request.id} has forgotten tokens"
-        for token in known[self._num_taken :].tolist():
+        for token in known[self.num_taken :].tolist():
             place = self._place.setdefault(token, self.size)
             if place == len(self._tokens):
                 self._tokens, self._occurrences = (
@@ -80,7 +79,7 @@ class _Count:
                 )
             self._tokens[place] = token
             self._occurrences[place] += 1
-        self._num_taken = len(known)
+        self.num_taken = len(known)
 
     def copy(self) -> _Count:
         """Return a count that goes on by itself."""
