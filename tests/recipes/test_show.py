@@ -31,18 +31,6 @@ def test_show_prints_each_key_with_its_origin_and_the_sizing(capsys):
     assert "longest request 2,048 tokens (the model's positions)" in lines
 
 
-def test_show_names_the_profile_as_the_origin(capsys):
-    main(["show", LLAMA, "scheduler.queue=sjf", "--profile", "low_latency"])
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "scheduler.chunk_tokens 256 recipes/profiles/low_latency.yaml:9" in lines
-    assert "scheduler.queue sjf command line: scheduler.queue=sjf" in lines
-
-
-def test_show_names_the_base_as_the_origin(capsys):
-    main(["show", "recipes/bench/llama_1b1.yaml"])
-    assert f"{LLAMA}:27" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
