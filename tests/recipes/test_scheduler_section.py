@@ -28,12 +28,9 @@ from recipes.schema.scheduler_section import SchedulerSection
 from tests.each_of import each_of
 
 DYNAMIC = {
-    "chunk": "dynamic",
-    "min_chunk_tokens": 64,
-    "max_chunk_tokens": 256,
-    "chunk_stages": 5,
+    "chunk": "dynamic", "min_chunk_tokens": 64, "max_chunk_tokens": 256, "chunk_stages": 5,
     "staged_tokens": 500,
-}
+}  # fmt: skip
 ADAPTIVE = {"chunk": "adaptive", "min_chunk_tokens": 32, "max_chunk_tokens": 256, "target_itl_ms": 50.0}
 STATIC = {"policy": "static", "batch_size": 4, "max_wait_ms": 1.0}
 

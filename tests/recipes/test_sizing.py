@@ -30,16 +30,10 @@ from tests.each_of import each_of
 from tests.kv_cache.caches import plain_cache
 
 LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 512,
-    "eos_token_id": 2,
-}
+    "model_type": "llama", "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+    "max_position_embeddings": 512, "eos_token_id": 2,
+}  # fmt: skip
 PAGE_BYTES = 2 * 2 * 16 * 2 * 16 * 4  # keys and values, layers, tokens, kv heads, head size, float32
 
 
