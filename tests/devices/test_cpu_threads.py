@@ -126,17 +126,6 @@ def settle(threads: Threads, found: list[Measured], monkeypatch: pytest.MonkeyPa
     return decoder
 
 
-def test_what_was_chosen_is_said_with_what_was_measured(
-    threads: Threads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "devices.cpu_threads"):
-        settle(threads, measured(155.0, 6.3, 4.4), monkeypatch)
-    assert caplog.messages == [
-        "threads: 1 thread; measured, a decode step: 2 threads that spin at barriers 155.00 ms,"
-        " 2 threads that sleep at barriers 6.30 ms, 1 thread 4.40 ms"
-    ]
-
-
 @pytest.mark.parametrize("way", [SLEEP, ONE])
 def test_an_engine_in_the_place_of_another_begins_as_that_one_ended(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: Way

@@ -31,6 +31,7 @@ from tests.serving.warm import CODE, completed
 from tests.thorough import THOROUGH, cases
 
 RECIPES = sorted(path for chip in ("310p", "910") for path in ROOT.glob(f"recipes/*/*_{chip}*.yaml"))
+FIRST = {path.parent: path for path in reversed(RECIPES)}.values()  # one of each folder
 CHIP_GIB = {"310P": 24, "910": 32, "910B": 64, "910C": 64}  # memory of a chip, or of a die
 
 
@@ -66,13 +67,12 @@ def row(path: Path) -> str:
 
 
 def test_there_are_recipes_for_each_machine() -> None:
-    recipes = [shared(path)[0] for path in RECIPES]
+    recipes = [load(str(path)) for path in RECIPES]
     assert {each.device.product for each in recipes} == set(CHIP_GIB)
     assert {each.model.quantization for each in recipes} == {"auto", "w8a8", "w4a16"}
 
 
-@each_of("path", RECIPES)
-def test_a_recipe_fits_its_device_and_its_readme(path: Path) -> None:
+def fits(path: Path) -> None:
     recipe, _, _ = shared(path)
     assert recipe.device.product is not None
     assert recipe.device.memory_gib is not None
@@ -83,8 +83,7 @@ def test_a_recipe_fits_its_device_and_its_readme(path: Path) -> None:
     assert "not measured on hardware yet" in readme.lower()
 
 
-@each_of("path", RECIPES)
-def test_a_recipe_asks_for_what_its_product_has(path: Path) -> None:
+def asks_for_what_its_product_has(path: Path) -> None:
     recipe, whole, share = shared(path)
     config = share.part(whole)
     shape = shape_of(recipe.cache.page_size, config)
@@ -109,6 +108,19 @@ def test_a_recipe_asks_for_what_its_product_has(path: Path) -> None:
         assert recipe.device.graphs == 0
     if recipe.device.product in ("310P", "910"):
         assert config.dtype == "float16", "it has no bfloat16"
+
+
+@each_of("path", FIRST)
+def test_a_recipe_fits_its_device_and_its_readme(path: Path) -> None:
+    fits(path)
+    asks_for_what_its_product_has(path)
+
+
+@pytest.mark.slow
+@each_of("path", sorted({*RECIPES} - {*FIRST}))
+def test_so_does_each_further_recipe_of_a_family(path: Path) -> None:
+    fits(path)
+    asks_for_what_its_product_has(path)
 
 
 def test_show_plans_without_the_device(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,7 @@ from recipes import divisions
 from recipes.__main__ import main
 from recipes.assembly.families import SUPPORTED
 from recipes.schema import verb
-from recipes.schema.keys import table
-from recipes.schema.recipe import ROOT, Recipe
+from recipes.schema.recipe import ROOT
 
 LLAMA = "recipes/bench/llama_125m.yaml"
 
@@ -79,11 +78,6 @@ def test_show_refuses_what_the_operators_of_the_product_do_not_take(capsys, keys
     with pytest.raises(ValueError, match=words):
         main([*recipe, *keys])
     assert "cache.dtype" in capsys.readouterr().out
-
-
-def test_keys_prints_the_table_of_the_readme(capsys):
-    main(["keys"])
-    assert capsys.readouterr().out == table(Recipe)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.gate.gate import published
 from scripts.audit import main
 from tests.simulation.queue import honest
 
@@ -33,15 +32,6 @@ def test_a_result_passes_or_is_refused_with_the_law_and_the_numbers(
     verdict = json.loads(capsys.readouterr().out)
     assert verdict["outcome"] == "refused"
     assert list(verdict["refused"]) == ["served <= offered", "recount"]
-
-
-def test_each_row_of_the_sources_is_told_with_its_laws(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--sources"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert all(any(row.name in line for line in lines) for row in published())
-    assert main(["--sources", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {each["outcome"] for each in told} == {"refused"}
 
 
 @pytest.mark.parametrize(
