@@ -12,14 +12,10 @@ from tests.simulation.queue import honest
 Result = dict[str, Any]
 OBJECTIVES = {"ttft": 60.0, "tpot": 12.0, "e2el": 250.0, "itl": 25.0}
 THEIRS = {
-    "duration_s": "duration",
-    "requests": "num_prompts",
-    "prompt_tokens": "total_input_tokens",
-    "output_tokens": "total_output_tokens",
-    "requests_per_s": "request_throughput",
-    "output_tokens_per_s": "output_throughput",
-    "total_tokens_per_s": "total_token_throughput",
-}
+    "duration_s": "duration", "requests": "num_prompts", "prompt_tokens": "total_input_tokens",
+    "output_tokens": "total_output_tokens", "requests_per_s": "request_throughput",
+    "output_tokens_per_s": "output_throughput", "total_tokens_per_s": "total_token_throughput",
+}  # fmt: skip
 
 
 def engine() -> Result:

@@ -40,16 +40,11 @@ def test_the_host_benchmark_runs_what_it_says() -> None:
     assert (batch.starts >= host.CONTEXT_TOKENS[0]).all()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_offline_benchmark_counts_every_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     lines = [
-        {
-            "id": f"{n}",
-            "prompt_token_ids": [7] * (20 + n),
-            "max_tokens": 5 + n,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
+        {"id": f"{n}", "prompt_token_ids": [7] * (20 + n), "max_tokens": 5 + n, "ignore_eos": True}
         for n in range(6)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -89,13 +84,6 @@ def test_samples_that_the_figures_leave_out_are_not_audited_as_requests(
     assert "mean_in_system" not in result
     assert list(result["verdict"]["refused"]) == ["samples"]
     assert "mean_in_system is absent" in result["verdict"]["not_checkable"]["Little"]
-
-
-def test_a_trace_with_a_bad_line_is_refused(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"id": "a", "prompt_token_ids": [1]}\n{"id": "b"}\n')
-    with pytest.raises(ValueError, match=r"trace.jsonl: line 2"):
-        main(["offline", RECIPE, "--trace", str(trace)])
 
 
 @pytest.mark.parametrize(

@@ -22,51 +22,25 @@ from recipes.schema.recipe import ROOT
 from tests.device_kinds import section, stand_in_alone
 from tests.models.test_gpt_oss import HUB
 from tests.recipes import published
+from tests.thorough import cases
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
-LLAMA = (
-    "{model_type: llama, vocab_size: 32000, hidden_size: 4096, intermediate_size: 11008,"
-    " num_hidden_layers: 32, num_attention_heads: 32, num_key_value_heads: 32, torch_dtype: float16,"
-    " max_position_embeddings: 4096, eos_token_id: 2}"
-)
-QWEN2 = (
-    "{model_type: qwen2, vocab_size: 152064, hidden_size: 3584, intermediate_size: 18944,"
-    " num_hidden_layers: 28, num_attention_heads: 28, num_key_value_heads: 4, torch_dtype: bfloat16,"
-    " max_position_embeddings: 32768, rope_theta: 1000000, eos_token_id: 151645}"
-)
-QWEN2_AWQ = QWEN2.replace(
-    "{",
-    "{quantization_config: {quant_method: awq, bits: 4, group_size: 128, version: gemm, zero_point: true}, ",
-).replace("bfloat16", "float16")
-QWEN3 = (
-    "{model_type: qwen3, vocab_size: 151936, hidden_size: 4096, intermediate_size: 12288, head_dim: 128,"
-    " num_hidden_layers: 36, num_attention_heads: 32, num_key_value_heads: 8, torch_dtype: bfloat16,"
-    " max_position_embeddings: 40960, rope_theta: 1000000, eos_token_id: 151645}"
-)
-QWEN3_MOE = (
-    "{model_type: qwen3_moe, vocab_size: 151936, hidden_size: 2048, intermediate_size: 6144, head_dim: 128,"
-    " num_hidden_layers: 48, num_attention_heads: 32, num_key_value_heads: 4, torch_dtype: bfloat16,"
-    " max_position_embeddings: 40960, rope_theta: 1000000, eos_token_id: 151645, num_experts: 16,"
-    " num_experts_per_tok: 8, moe_intermediate_size: 768, norm_topk_prob: true, mlp_only_layers: [],"
-    " decoder_sparse_step: 1}"
-)
-FEW_EXPERTS = {
-    "n_routed_experts": 32,
-    "n_group": 8,
-    "topk_group": 4,
-}  # a layer's launches are for all of them
-DEEPSEEK_V3_FEW = published.DEEPSEEK_V3 | FEW_EXPERTS
-INDEX = {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
-DEEPSEEK_V32_FEW = DEEPSEEK_V3_FEW | INDEX | {"model_type": "deepseek_v32"}
-DEEPSEEK_V2_LITE, DEEPSEEK_V3, DEEPSEEK_V32, MIXTRAL = (
-    yaml.safe_dump(
-        {key: each[key] for key in each if key != "quantization_config"},
-        default_flow_style=True,
-        width=10**6,
-    ).strip()
-    for each in (published.DEEPSEEK_V2_LITE, DEEPSEEK_V3_FEW, DEEPSEEK_V32_FEW, published.MIXTRAL_8X7B)
-)
+
+def written(hf: dict[str, Any]) -> str:
+    """A configuration as an override holds it."""
+    return yaml.safe_dump(hf, default_flow_style=True, width=10**6).strip()
+
+
+AWQ = published.QWEN2_5_32B_AWQ["quantization_config"]
+LLAMA, QWEN2, QWEN3 = map(written, (published.LLAMA2_7B, published.QWEN2_5_7B, published.QWEN3_8B))
+QWEN2_AWQ = written(published.QWEN2_5_7B | {"torch_dtype": "float16", "quantization_config": AWQ})
+QWEN3_MOE = written(published.QWEN3_30B_A3B | {"num_experts": 16})
+# A layer's launches are for all of its experts
+DEEPSEEK_V3_FEW = published.DEEPSEEK_V3 | {"n_routed_experts": 32, "n_group": 8, "topk_group": 4}
+DEEPSEEK_V32 = written(published.DEEPSEEK_V3_2 | {"n_routed_experts": 32})
+DEEPSEEK_V3 = written({key: each for key, each in DEEPSEEK_V3_FEW.items() if key != "quantization_config"})
+DEEPSEEK_V2_LITE, MIXTRAL = map(written, (published.DEEPSEEK_V2_LITE, published.MIXTRAL_8X7B))
 MODELS = {
     "Qwen3-8B, bfloat16": ("qwen3/qwen3_8b_910b", QWEN3),
     "Qwen3-8B, W8A8": ("qwen3/qwen3_8b_910b_w8a8", QWEN3),
@@ -126,14 +100,20 @@ QUICK_ANSWERS = (
     ("Qwen3-30B-A3B, bfloat16", "groups_products, divides_gates"),
 )
 
+SLOW_ANSWERS = (
+    ("Qwen3-30B-A3B, W8A8", "joins_heads, divides_gates"),
+    ("DeepSeek-V3, bfloat16", "groups_products"),
+)
+SLOW = pytest.mark.slow
 
-def marked(names: Iterable[Any], quick: tuple[Any, ...]) -> list[Any]:
-    """Parameters of which all but the quick ones are slow."""
-    found = []
-    for name in names:
-        values = name if isinstance(name, tuple) else (name,)
-        found.append(pytest.param(*values, marks=[] if name in quick else pytest.mark.slow))
-    return found
+
+def marked(names: Iterable[Any], quick: tuple[Any, ...], slow: tuple[Any, ...]) -> list[Any]:
+    """Parameters: the quick ones, those that are slow, and with --thorough all others."""
+    some = [name for name in names if name in (*quick, *slow)]
+    return [
+        pytest.param(*(name if isinstance(name, tuple) else (name,)), marks=[] if name in quick else SLOW)
+        for name in cases(some, [*names])
+    ]
 
 
 def steps_of(
@@ -146,16 +126,21 @@ def steps_of(
     return {each["step"]: each for each in result["steps"]}
 
 
+def chosen_of(config: str, *, is_int8: bool = False) -> list[str]:
+    """The overrides that give a recipe another model, of random weights."""
+    chosen = ["model.path=null", f"model.config={config}", "model.weights=random"]
+    return [*chosen, "model.quantization=w8a8"] if is_int8 else chosen
+
+
 @cache
 def counted(name: str, *overrides: str) -> dict[str, dict[str, Any]]:
     """The counts by step, of the recipe with the configuration of the real model."""
     recipe, config = MODELS[name]
-    chosen = ["model.path=null", f"model.config={config}", "model.weights=random", *overrides]
-    chosen += ["model.quantization=w8a8"] if name.endswith("W8A8") else []
+    chosen = [*chosen_of(config, is_int8=name.endswith("W8A8")), *overrides]
     return steps_of(recipe, chosen, launches.SAMPLING if name in DRAWN else ("greedy",))
 
 
-@pytest.mark.parametrize("name", marked(MODELS, QUICK))
+@pytest.mark.parametrize("name", marked(MODELS, QUICK, ("Qwen2.5-7B, W4A16", "Mixtral-8x7B over two, W8A8")))
 def test_a_step_asks_for_so_many_launches_copies_and_waits(name: str) -> None:
     steps = counted(name)
     captured = [step for way, step in steps.items() if way.startswith("captured")]
@@ -178,15 +163,13 @@ def answering(answers: dict[str, bool], folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(machines, "ANSWERS", folder)
 
 
-@pytest.mark.parametrize(("name", "answers"), marked(ANSWERED, QUICK_ANSWERS))
+@pytest.mark.parametrize(("name", "answers"), marked(ANSWERED, QUICK_ANSWERS, SLOW_ANSWERS))
 def test_fewer_launches_follow_what_probes_found(
     name: str, answers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answering(dict.fromkeys(answers.split(", "), True), tmp_path, monkeypatch)
     recipe, config = MODELS[name]
-    chosen = ["model.path=null", f"model.config={config}", "model.weights=random"]
-    chosen += ["model.quantization=w8a8"] if name.endswith("W8A8") else []
-    captured = steps_of(recipe, chosen)["captured, greedy"]
+    captured = steps_of(recipe, chosen_of(config, is_int8=name.endswith("W8A8")))["captured, greedy"]
     assert (captured["a_layer"], captured["in_graph"]) == ANSWERED[name, answers]
 
 
@@ -194,13 +177,12 @@ def test_joined_heads_reach_the_targets() -> None:
     assert all(ANSWERED[name, "joins_heads"][0] <= most for name, most in TARGETS.items())
 
 
-@pytest.mark.parametrize("form", marked(JOINED, ("bfloat16",)))
+@pytest.mark.parametrize("form", cases(["bfloat16"], [*JOINED]))
 def test_one_launch_of_all_before_latent_attention_takes_the_place_of_many(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = ["model.path=null", f"model.config={DEEPSEEK_V3}", "model.weights=random"]
-    chosen += ["model.quantization=w8a8"] if form == "W8A8" else []
     answering({"joins_latents": True}, tmp_path, monkeypatch)
+    chosen = chosen_of(DEEPSEEK_V3, is_int8=form == "W8A8")
     steps = steps_of("deepseek/deepseek_v3_910b_tp16", chosen)
     captured = steps["captured, greedy"]
     assert steps["eager, greedy"]["a_layer"] == captured["a_layer"]
@@ -208,14 +190,13 @@ def test_one_launch_of_all_before_latent_attention_takes_the_place_of_many(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("joins", SPARSE)
+@pytest.mark.parametrize("joins", cases([True], [*SPARSE]))
 def test_sparse_attention_is_two_launches_and_updates_none(
     joins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside those, an indexer has products, a norm and rotations; eager steps of few tokens choose none."""
-    chosen = ["model.path=null", f"model.config={DEEPSEEK_V32}", "model.weights=random"]
     answering({"joins_latents": joins}, tmp_path, monkeypatch)
-    steps = steps_of("deepseek/deepseek_v3_910b_tp16", chosen)
+    steps = steps_of("deepseek/deepseek_v3_910b_tp16", chosen_of(DEEPSEEK_V32))
     captured, eager = steps["captured, greedy"], steps["eager, greedy"]
     assert (captured["a_layer"], captured["in_graph"]) == SPARSE[joins]
     assert captured["updates"] == 0
@@ -240,7 +221,7 @@ OF_A_DRAFT = ("in_graph", "outside_graph", "to_device", "waits")
 def test_a_captured_step_of_a_draft_model_is_a_replay() -> None:
     config = LLAMA.replace("vocab_size: 32000", "vocab_size: 1024")
     draft = ["speculation.kind=draft", "speculation.draft_path=recipes/tiny/draft"]
-    chosen = ["model.path=null", f"model.config={config}", "model.weights=random", *draft]
+    chosen = [*chosen_of(config), *draft]
     eager, captured = steps_of("llama/llama2_7b_910b", chosen, ()).values()
     assert [eager["step"], captured["step"]] == ["eager, a draft", "captured, a draft"]
     assert eager["a_layer"] == captured["a_layer"] == 11
@@ -254,9 +235,7 @@ def test_clamped_experts_are_two_products() -> None:
     left_out = {"quantization_config", "rope_scaling"}
     hf = {key: value for key, value in HUB.items() if key not in left_out}
     hf |= {"num_hidden_layers": 2, "vocab_size": 2048, "eos_token_id": 2}
-    config = yaml.safe_dump(hf, default_flow_style=True, width=10**6).strip()
-    chosen = ["model.path=null", f"model.config={config}", "model.weights=random"]
-    steps = steps_of("qwen3_moe/qwen3_30b_a3b_910b_tp2", chosen)
+    steps = steps_of("qwen3_moe/qwen3_30b_a3b_910b_tp2", chosen_of(written(hf)))
     assert {step["a_layer"] for step in steps.values()} == {18}
     assert "18 launches a layer" in (ROOT / "docs/ascend.md").read_text()
 
@@ -267,7 +246,7 @@ def test_so_is_one_of_a_head(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(hf))
     save_file({"d2t": torch.zeros(320, dtype=torch.int64)}, tmp_path / "model.safetensors")
     draft = ["speculation.kind=eagle3", f"speculation.draft_path={tmp_path}"]
-    chosen = ["model.path=null", f"model.config={LLAMA}", "model.weights=random", *draft]
+    chosen = [*chosen_of(LLAMA), *draft]
     eager, captured = steps_of("llama/llama2_7b_910b", chosen, ()).values()
     counts = [tuple(step[name] for name in OF_A_DRAFT) for step in (eager, captured)]
     assert captured["in_graph"] > eager["a_layer"] == captured["a_layer"] > 10

@@ -96,7 +96,9 @@ def judge(figure: Any, axes: Any) -> None:
     if ends:
         xs = np.concatenate(ends)[:, 0]
         assert np.ptp(xs) > 0.6 * axes.bbox.width, "most of the picture is empty"
-    assert not len(axes.patches) or axes.get_axisbelow() is True, "a grid lies over bars"
+    if len(axes.patches):
+        assert axes.get_axisbelow() is True, "a grid lies over bars"
+        assert legend is None or not legend.get_window_extent().overlaps(axes.patch.get_window_extent())
 
 
 def _is_beside(axes: Any, legend: Any) -> bool:
@@ -104,6 +106,15 @@ def _is_beside(axes: Any, legend: Any) -> bool:
     points = np.concatenate([axes.transData.transform(line.get_xydata()) for line in axes.lines])
     box = legend.get_window_extent()
     return not [point for point in points if box.contains(*point)]
+
+
+def test_bars_join_steps_that_follow_each_other_and_part_prompts_from_answers() -> None:
+    from benchmark.demo import bars
+
+    run = Timeline(Counters())
+    for at, decode in [(0, False), (1, True), (2, True), (5, True)]:
+        run.steps.append(StepRecord(at, at + 1, [3], ["a"], [decode], 0, 1, 0, 0))
+    assert bars(run) == {(3, "a", False): [(0, 1)], (3, "a", True): [(1, 2), (5, 1)]}
 
 
 def test_figures_are_written_whole_and_words_are_not_broken() -> None:

@@ -22,17 +22,16 @@ BURSTGPT = (
     "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
     "5,ChatGPT,472,18,490,Conversation log\n45,GPT-4,30,7,37,API log\n"
 )
+
+
+def conversation(*said: Any, role: Any = "gpt") -> Any:
+    """Turns of a human and, by default, of an assistant."""
+    return [{"from": role if at % 2 else "human", "value": value} for at, value in enumerate(said)]
+
+
 SHAREGPT: list[Any] = [
-    {
-        "id": "x",
-        "conversations": [
-            {"from": "human", "value": "Hi"},
-            {"from": "gpt", "value": "Hello there"},
-            {"from": "human", "value": "Bye"},
-            {"from": "gpt", "value": "So long"},
-        ],
-    },
-    {"id": "y", "conversations": [{"from": "human", "value": "One?"}, {"from": "gpt", "value": "Two"}]},
+    {"id": "x", "conversations": conversation("Hi", "Hello there", "Bye", "So long")},
+    {"id": "y", "conversations": conversation("One?", "Two")},
 ]
 
 
@@ -107,71 +106,40 @@ def test_sharegpt_answers_are_as_long_as_they_were(tmp_path: Path) -> None:
         traced(tmp_path, "sharegpt", json.dumps(SHAREGPT), "--tokenizer", str(tmp_path))
 
 
-def conversation(value: Any, role: Any = "gpt") -> Any:
-    return {"conversations": [{"from": "human", "value": "Hi"}, {"from": role, "value": value}]}
+def mooncake(**changes: Any) -> str:
+    """The lines, behind which one is bad."""
+    return json_lines([*MOONCAKE, MOONCAKE[0] | changes])
+
+
+def sharegpt(value: Any, role: Any = "gpt") -> str:
+    """The conversations, of which the first is bad."""
+    return json.dumps([{"conversations": conversation("Hi", value, role=role)}, *SHAREGPT])
 
 
 BAD = [
     ("mooncake", json_lines(MOONCAKE[:1]) + "{oops\n" + json_lines(MOONCAKE[1:2]), "line 2: not JSON", 2),
-    ("mooncake", json_lines([*MOONCAKE, {**MOONCAKE[0], "hash_ids": [1]}]), "line 4: 1300 tokens and", 3),
-    (
-        "mooncake",
-        json_lines([*MOONCAKE, {"input_length": 9, "output_length": 1}]),
-        "line 4: 'timestamp' is",
-        3,
-    ),
-    (
-        "mooncake",
-        json_lines([*MOONCAKE, {**MOONCAKE[0], "output_length": 0}]),
-        "line 4: output_length is 0",
-        3,
-    ),
-    ("burstgpt", BURSTGPT + "46,ChatGPT,9,0,9,API log\n", "line 4: Response tokens is '0'", 2),
-    ("burstgpt", BURSTGPT + "46,ChatGPT\n", "line 4: Request tokens is None", 2),
-    ("burstgpt", BURSTGPT + "-1,ChatGPT,9,3,12,API log\n", "line 4: Timestamp is '-1'", 2),
+    ("mooncake", mooncake(hash_ids=[1]), "line 4: 1300 tokens and", 3),
+    ("mooncake", mooncake(timestamp=None), "line 4: .*timestamp.* is", 3),
+    ("mooncake", mooncake(output_length=0), "line 4: output_length is 0", 3),
+    ("mooncake", mooncake(input_length=10**400), "line 4: input_length", 3),
+    ("mooncake", mooncake(timestamp=10**400), "line 4: timestamp is a number of 1329 bits", 3),
+    ("mooncake", mooncake(input_length=10**14), "line 4: .* from 1 to 1048576", 3),
     ("mooncake", json_lines(MOONCAKE[:1]) + '{"\udcff": 1}\n', "line 2: not UTF-8 at byte 2", 1),
-    (
-        "mooncake",
-        json_lines([{**MOONCAKE[0], "input_length": 10**400}, *MOONCAKE]),
-        "line 1: input_length",
-        3,
-    ),
-    (
-        "mooncake",
-        json_lines([{**MOONCAKE[0], "timestamp": 10**400}, *MOONCAKE]),
-        "line 1: timestamp is a number of 1329 bits",
-        3,
-    ),
-    ("mooncake", json_lines([{"input_length": 10**14}, *MOONCAKE]), "line 1: .* from 1 to 1048576", 3),
     ("mooncake", "[" * 100_000 + "\n" + json_lines(MOONCAKE), "line 1: the JSON is nested too deeply", 3),
-    ("burstgpt", BURSTGPT + "46,Chat\udcffGPT,9,3,12,API log\n", "line 4: not UTF-8 at byte 7", 2),
-    ("burstgpt", BURSTGPT + f"46,{'x' * 131_073},9,3,12,API log\n", "line 4: field larger than", 2),
+    ("burstgpt", f"{BURSTGPT}46,ChatGPT,9,0,9,API log\n", "line 4: Response tokens is '0'", 2),
+    ("burstgpt", f"{BURSTGPT}46,ChatGPT\n", "line 4: Request tokens is None", 2),
+    ("burstgpt", f"{BURSTGPT}-1,ChatGPT,9,3,12,API log\n", "line 4: Timestamp is '-1'", 2),
+    ("burstgpt", f"{BURSTGPT}46,Chat\udcffGPT,9,3,12,API log\n", "line 4: not UTF-8 at byte 7", 2),
+    ("burstgpt", f"{BURSTGPT}46,{'x' * 131_073},9,3,12,API log\n", "line 4: field larger than", 2),
     (
         "burstgpt",
-        BURSTGPT + "46,ChatGPT,1e14,3,12,API log\n",
-        "line 4: Request tokens is '1e14'; .* to 1048576",
+        f"{BURSTGPT}46,ChatGPT,1e14,3,12,API log\n",
+        "line 4: Request tokens is '1e14'; .* to 10",
         2,
     ),
-    (
-        "burstgpt",
-        BURSTGPT + '46,"ChatGPT,9,3\n47,ChatGPT,9,3,12,API log\n',
-        "line 4: Request tokens is None",
-        3,
-    ),
-    ("sharegpt", json.dumps([conversation("x", ["gpt"]), *SHAREGPT]), "conversation 1: a turn is .* from", 3),
-    ("sharegpt", json.dumps([conversation(5), *SHAREGPT]), "conversation 1: a turn is .* a value of text", 3),
-    (
-        "sharegpt",
-        json.dumps([conversation(["x"]), *SHAREGPT]),
-        "conversation 1: a turn is .* a value of text",
-        3,
-    ),
-    (
-        "sharegpt",
-        json.dumps([conversation("\ud800"), *SHAREGPT]),
-        "conversation 1: half a surrogate pair at character 0",
-        3,
-    ),
+    ("sharegpt", sharegpt("x", ["gpt"]), "conversation 1: a turn is .* from", 3),
+    ("sharegpt", sharegpt(["x"]), "conversation 1: a turn is .* a value of text", 3),
+    ("sharegpt", sharegpt("\ud800"), "conversation 1: half a surrogate pair at character 0", 3),
     ("sharegpt", json.dumps([*SHAREGPT, {"id": "z"}]), "conversation 3: it has no list", 3),
     ("sharegpt", json.dumps([{"conversations": []}, *SHAREGPT]), "conversation 1: no human turn", 3),
 ]

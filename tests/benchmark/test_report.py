@@ -69,6 +69,9 @@ def test_a_sweep_goes_on_where_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("benchmark.gate.measurement.LATE_MS", 60_000.0)  # this machine may be busy
+    monkeypatch.setattr("benchmark.serve.report.pictures", lambda drawn: "")  # which other tests draw
+    monkeypatch.setattr("benchmark.serve.report.curves", lambda sweeps: [])
+    monkeypatch.setattr("benchmark.serve.report.goodput", lambda sweeps: "")
     with running(Stub()) as stub:
         swept(stub, tmp_path)
         first = capsys.readouterr().out
@@ -138,13 +141,6 @@ def test_a_page_audits_what_it_shows(tmp_path: Path) -> None:
     assert "; recount: ttft_ms.mean" in (tmp_path / "a.html").read_text()
 
 
-def test_a_result_of_vllm_is_shown(tmp_path: Path) -> None:
-    told = {"duration": 2.0, "completed": 40, "request_throughput": 20.0, "mean_itl_ms": 8.5}
-    main(["report", write(tmp_path / "vllm.json", told), "--output", str(tmp_path / "a.html")])
-    rows = {row[0]: row[1:] for row in checked(tmp_path / "a.html").rows}
-    assert (rows["requests/s"], rows["ITL mean, ms"]) == (["20"], ["8.5"])
-
-
 def test_a_result_of_vllm_with_details_is_shown(tmp_path: Path) -> None:
     told = {"duration": 2.0, "completed": 2, "request_throughput": 1.0, "mean_itl_ms": 8.5}
     told |= {"ttfts": [0.1, 0.2, 0.0, 0.0], "itls": [[0.0085], [0.0085], [], []], "output_lens": [2, 2, 0, 0]}
@@ -175,11 +171,3 @@ def test_what_is_no_result_is_named(tmp_path: Path, text: str) -> None:
 def test_a_folder_without_a_sweep(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no rate-\*.json"):
         main(["report", str(tmp_path), "--output", str(tmp_path / "a.html")])
-
-
-def test_more_than_two_stand_beside_one_another(tmp_path: Path) -> None:
-    named = [write(tmp_path / f"{name}.json", honest(seed)) for seed, name in enumerate("abcdefghi", 1)]
-    main(["report", *named, "--output", str(tmp_path / "a.html")])
-    page = checked(tmp_path / "a.html")
-    assert page.rows[0] == ["", *"abcdefghi"], "and no ratio, of which there is one to each pair"
-    assert all(len(row) == 10 for row in page.rows if row[0] == "output tokens/s")

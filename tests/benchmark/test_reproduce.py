@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmark.reproduce import experiments
 from recipes.schema.recipe import ROOT
 from scripts.reproduce import main
 
 
+@pytest.mark.slow
 def test_what_must_hold_holds_in_results_that_the_gate_passes(tmp_path: Path) -> None:
     names = ["static_continuous", "whole_chunked", "compaction"]
     command = ["--quick", "--jobs", "1", "--output", str(tmp_path), "--json", str(tmp_path / "all.json")]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmark.gate.gate import audit
@@ -20,6 +20,7 @@ from benchmark.serve.client import ClientAnswer, ClientRun, Events, TraceRequest
 from benchmark.serve.figures import kinds, parse_metrics, records, summarise
 from scripts.benchmark import main
 from tests.benchmark.openai_server import FAULTS, Stub, running
+from tests.thorough import cases
 
 Lines = list[dict[str, Any]]
 
@@ -146,21 +147,6 @@ def test_chats_go_where_chats_go(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (sent["max_completion_tokens"], sent["user"], sent["top_k"]) == (3, "t", 3)
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_limit_of_tokens_for_every_request_is_what_was_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], chat: bool
-) -> None:
-    name, prompt = ("max_completion_tokens", "messages") if chat else ("max_tokens", "prompt_token_ids")
-    content = [{"role": "user", "content": "Hi"}] if chat else [1, 7]
-    asked = [{"id": str(n), prompt: content, "max_tokens": 4} for n in range(2)]
-    extra = ("--ignore-eos", "--extra-body", json.dumps({name: 6}))
-    with running(Stub()) as stub:
-        result = measured(stub, asked, tmp_path, capsys, *extra)
-    assert [each[name] for each in stub.asked] == [6] * 3
-    assert [each["max_tokens"] for each in result["records"]] == [6] * 2
-    assert refused(result) == {"samples"}
-
-
 def test_a_server_may_have_its_own_limit_of_tokens() -> None:
     asks = [TraceRequest(str(n), 0.0, 4, False, [1], 1, {}).limited({"max_tokens": None}) for n in range(2)]
     assert "max_tokens" not in json.loads(asks[0].body("a", 0, {}))
@@ -205,19 +191,6 @@ def test_what_the_server_says_of_itself_is_kept_but_no_key(
     with running(Stub(info=info)) as stub:
         result = measured(stub, lines(2), tmp_path, capsys)
     assert result["server"] == {"recipe": {"cache": {"page_size": 16}}, "args": [{}]}
-
-
-def test_a_saved_result_is_a_file_that_the_table_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path / "trace.jsonl", lines(3))
-    with running(Stub()) as stub:
-        saved = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "a.json"]
-        main(["serve", "--base-url", f"{stub.url}/v1/", "--trace", str(path), *saved])
-    told = capsys.readouterr()
-    assert str(tmp_path / "a.json") in told.err
-    assert "samples: 3 requests were answered; 30 are the least" in told.out
-    assert json.loads((tmp_path / "a.json").read_text())["completed"] == 3
 
 
 def test_nobody_listens(tmp_path: Path) -> None:
@@ -271,6 +244,7 @@ def test_a_bad_line_is_named_and_left_out_only_when_asked(tmp_path: Path, line: 
     assert len(skipped) == 1
 
 
+@settings(max_examples=cases(40, 100))
 @given(st.lists(st.binary(max_size=8)), st.integers(1, 9), st.sampled_from([b"\n", b"\r\n", b"\r"]))
 def test_events_are_the_same_however_they_are_cut(found: list[bytes], size: int, end: bytes) -> None:
     said = [each.replace(b"\r", b"").replace(b"\n", b"") or b"-" for each in found]

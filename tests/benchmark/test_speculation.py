@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from benchmark.gate.gate import audit
 from scripts.benchmark import main
-from tests.models.eagle3_heads import head_for, target_of
-from tests.models.families import Variant
 
 TINY = "recipes/tiny/cpu.yaml"
 
@@ -40,7 +37,10 @@ SIZES = ["--loads", "2", "--prompt", "8", "--answer", "12", "--runs", "1"]
 
 
 @pytest.mark.slow
-def test_a_draft_model_that_the_recipe_names_takes_part(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_draft_model_that_the_recipe_names_takes_part(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmark.offline.speculation.TEXTS", ("quoting",))
     draft = ["speculation.kind=draft", "speculation.draft_path=recipes/tiny/draft"]
     kinds = ["--kinds", "draft, throughput", "draft, fixed"]
     main(["speculation", TINY, *draft, *EAGER, *SIZES, *kinds, "--json"])
@@ -48,27 +48,15 @@ def test_a_draft_model_that_the_recipe_names_takes_part(capsys: pytest.CaptureFi
     assert result["verdict"]["outcome"] == "pass"
     assert result["left_out"] == []
     drafted = [row for row in result["rows"] if row["kind"] == "draft, fixed"]
-    assert [row["text"] for row in drafted] == ["quoting", "ordinary", "random"]
-    assert all(row["drafted"] > 0 for row in drafted)
-    assert any(row["accepted"] > 0 for row in drafted)
+    assert [row["text"] for row in drafted] == ["quoting"]
+    assert 0 < drafted[0]["accepted"] <= drafted[0]["drafted"]
 
 
 @pytest.mark.slow
-def test_so_does_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, target = target_of(Variant("llama", "llama"), tmp_path)
-    head = head_for(model, tmp_path / "head")
-    asked = [f"model.path={target}", "speculation.kind=eagle3", f"speculation.draft_path={head}"]
-    asked += ["scheduler.max_batch_tokens=64", "cache.num_pages=40", "cache.memory_gib=null"]
-    kinds = ["--kinds", "eagle3, fixed", "--most", "6"]
-    main(["speculation", "recipes/any/cpu.yaml", *asked, *EAGER, *SIZES, *kinds, "--json"])
-    result = json.loads(capsys.readouterr().out)
-    drafted = [row for row in result["rows"] if row["kind"] == "eagle3, fixed"]
-    assert [row["text"] for row in drafted] == ["quoting", "ordinary", "random"]
-    assert any(row["accepted"] > 0 for row in drafted)
-
-
-@pytest.mark.slow
-def test_a_draft_model_that_is_not_named_is_left_out_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_draft_model_that_is_not_named_is_left_out_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmark.offline.speculation.TEXTS", ("random",))
     main(["speculation", TINY, *EAGER, *SIZES, "--loads", "1", "--answer", "3"])
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if "draft" in line] == [

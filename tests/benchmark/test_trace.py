@@ -23,6 +23,7 @@ from benchmark.workloads.synthetic import (
 from benchmark.workloads.traces import summary
 from scripts.trace import main
 from serving.offline import Job, read_jobs
+from tests.each_of import each_of
 
 
 def made(count: int = 8, prompt: str = "uniform:5:20", vocab_size: int = 50, **fields: Any) -> Any:
@@ -85,39 +86,29 @@ def test_lengths_that_no_model_takes_are_not_drawn() -> None:
     assert set(lengths("lognormal:9:1e200")(random, 9).tolist()) == {1}, "the mean is in what is never drawn"
 
 
-def test_a_load_is_drawn_without_any_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--rate", "20", "--output", str(tmp_path / "default.jsonl")])
-    summary_, taken = capsys.readouterr().out.splitlines()
-    assert summary_.startswith("64 requests in ")
-    defaults = (
-        "--requests 64, --prompt-tokens uniform:16:200, --output-tokens uniform:8:48, --vocab-size 1024"
-    )
-    assert taken == f"not given, so taken: {defaults}"
-    given = [*defaults.replace(",", "").split(), "--rate", "20"]
-    main([*given, "--output", str(tmp_path / "given.jsonl")])
-    assert len(capsys.readouterr().out.splitlines()) == 1, "nothing was taken by default"
-    drawn, asked = ((tmp_path / f"{name}.jsonl").read_text() for name in ("default", "given"))
-    assert drawn == asked
-    lines = [json.loads(line) for line in drawn.splitlines()]
-    assert all(16 <= len(each["prompt_token_ids"]) <= 200 for each in lines)
-    assert all(max(each["prompt_token_ids"]) < 1024 for each in lines)
-
-
-def test_token_ids_stay_within_the_vocabulary() -> None:
-    tokens = {token for each in made(count=60) for token in each["prompt_token_ids"]}
-    assert tokens == set(range(50))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "0", "3.5", "uniform:3", "uniform:5:4", "uniform:1:2:3", "lognormal:nan:1", "zipf:3"),
-        *("99999999999", "uniform:1:1048577", "lognormal:1e30:0", "9" * 5000),
-    ],
+NONE: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (
+        lengths,
+        "is no length; write N, uniform:LEAST:MOST, ",
+        (
+            *("", "0", "3.5", "uniform:3", "uniform:5:4", "uniform:1:2:3", "lognormal:nan:1", "zipf:3"),
+            *("99999999999", "uniform:1:1048577", "lognormal:1e30:0", "9" * 5000),
+        ),
+    ),
+    (
+        arrivals,
+        r"is no process of arrivals|(gamma|ramp|closed): '.*' must be a",
+        ("", "gamma", "gamma:0", "ramp:nan", "closed:0", "closed:1.5", "poisson:3"),
+    ),
+    (shares, r"is no list of shares|must be a number from", ("", "a", "a=0", "a=1,a=2", "=1", "a=x")),
 )
-def test_what_is_no_length_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is no length; write N, uniform:LEAST:MOST, "):
-        lengths(text)
+
+
+@each_of("read, words, texts", NONE)
+def test_what_is_no_length_process_or_share_is_refused(read: Any, words: str, texts: tuple[str, ...]) -> None:
+    for text in texts:
+        with pytest.raises(argparse.ArgumentTypeError, match=words):
+            read(text)
 
 
 @pytest.mark.parametrize(
@@ -205,25 +196,11 @@ def test_tenants_and_priorities_come_by_their_shares_and_a_session_keeps_its_own
     assert len(of_session) == 2000
 
 
-@pytest.mark.parametrize("text", ["", "gamma", "gamma:0", "ramp:nan", "closed:0", "closed:1.5", "poisson:3"])
-def test_what_is_no_process_is_refused(text: str) -> None:
-    with pytest.raises(
-        argparse.ArgumentTypeError, match=r"is no process of arrivals|(gamma|ramp|closed): '.*' must be a"
-    ):
-        arrivals(text)
-
-
-@pytest.mark.parametrize("text", ["", "a", "a=0", "a=1,a=2", "=1", "a=x"])
-def test_what_is_no_share_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=r"is no list of shares|must be a number from"):
-        shares(text)
-
-
 ABSURD: list[Any] = [-1, 1e300, 10**400, "12", True, [], {}, [[]], "x" * 10_000]
 
 
-@pytest.mark.parametrize("key", ["arrival_s", "max_tokens", "n", "prompt_token_ids"])
-@pytest.mark.parametrize("value", ABSURD, ids=lambda value: str(value)[:8])
+@each_of("key", ["arrival_s", "max_tokens", "n", "prompt_token_ids"])
+@each_of("value", ABSURD)
 def test_an_absurd_value_is_refused_by_its_line(key: str, value: Any, tmp_path: Path) -> None:
     fields = {"id": "a", "prompt_token_ids": [1], key: value}
     path = tmp_path / "trace.jsonl"

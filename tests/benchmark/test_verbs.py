@@ -52,10 +52,7 @@ def test_help_names_every_way_of_a_verb(capsys: pytest.CaptureFixture[str]) -> N
     [
         (["nothing"], "invalid choice: 'nothing'"),
         ([], "name a VERB"),
-        (
-            ["serve", "--fleet", "--overload", "recipes/tiny/cpu.yaml"],
-            "arguments: --overload",
-        ),
+        (["serve", "--fleet", "--overload", "recipes/tiny/cpu.yaml"], "arguments: --overload"),
         (["device", "--launches", "recipes/tiny/cpu.yaml", "--repeats", "2"], "arguments: --repeats 2"),
     ],
 )

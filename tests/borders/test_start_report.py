@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import threading
 
+import pytest
+
 from borders.start_report import GIB, ReadingReport, StartReport, paced, repeated
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
@@ -88,13 +90,6 @@ def test_a_build_tells_its_stages() -> None:
     assert told[-1] == ""
 
 
-def test_quantising_at_load_is_said() -> None:
-    told = list[str]()
-    recipe = load(ROOT / "recipes/tiny/cpu.yaml", [*TINY, "model.quantization=w8a8"])
-    build(recipe, tell=told.append)
-    assert any(each.startswith("loading and quantising its weights: ") for each in told)
-
-
 def test_progress_is_repeated_until_the_end() -> None:
     said, is_second = list[int](), threading.Event()
 
@@ -110,6 +105,7 @@ def test_progress_is_repeated_until_the_end() -> None:
     assert len(said) == count
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_leader_tells_how_far_every_rank_is() -> None:
     """While it waits for the others itself, too."""
     told = list[str]()
@@ -124,12 +120,7 @@ def test_a_leader_tells_how_far_every_rank_is() -> None:
 def test_how_long_each_stage_took_is_kept() -> None:
     clock = Clock()
     report = StartReport(clock=clock)
-    for clock.now_s, doing in (
-        (0.0, "reading: 0%"),
-        (2.0, "reading: 9%"),
-        (5.0, ""),
-        (6.0, "packing"),
-        (7.0, ""),
-    ):
+    told = {0.0: "reading: 0%", 2.0: "reading: 9%", 5.0: "", 6.0: "packing", 7.0: ""}
+    for clock.now_s, doing in told.items():
         report.tell(doing)
     assert report.stages_s == {"reading": 5.0, "packing": 1.0}

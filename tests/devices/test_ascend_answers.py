@@ -70,15 +70,9 @@ def test_inexact_angles_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_a_stand_in_has_answers_of_its_own(tmp_path: Path) -> None:
-    names = {
-        answers_file(tmp_path, "950", cann, virtual=each).name for cann in ("8.5", "") for each in (0, 1)
-    }
-    assert names == {
-        "950-cann-8.5.json",
-        "virtual-950-cann-8.5.json",
-        "950-cann-unknown.json",
-        "virtual-950-cann-unknown.json",
-    }
+    names = [answers_file(tmp_path, "950", cann, virtual=True).name for cann in ("8.5", "")]
+    assert names == ["virtual-950-cann-8.5.json", "virtual-950-cann-unknown.json"]
+    assert answers_file(tmp_path, "950", "8.5", virtual=False).name == "950-cann-8.5.json"
 
 
 @pytest.mark.parametrize(
@@ -137,14 +131,9 @@ def test_what_the_rules_refuse_is_not_sent(
 ) -> None:
     experts = ranks * held + more
     chosen = min(chosen, experts)
-    call = {
-        "x": torch.zeros(1, hidden).bfloat16(),
-        "expert_ids": torch.arange(chosen, dtype=torch.int32)[None],
-        "group_ep": "all",
-        "ep_world_size": ranks,
-        "ep_rank_id": 1,
-        "moe_expert_num": experts,
-    }
+    ids = torch.arange(chosen, dtype=torch.int32)[None]
+    call = {"x": torch.zeros(1, hidden).bfloat16(), "expert_ids": ids, "moe_expert_num": experts}
+    call |= {"group_ep": "all", "ep_world_size": ranks, "ep_rank_id": 1}
     call |= {"group_tp": "all", "tp_world_size": 1} if name == "910C" else {"comm_alg": "fullmesh"}
     dispatch = operator("npu_moe_distribute_dispatch_v2")
     conditions = Conditions(product=next(each for each in PRODUCTS.values() if each.name == name))

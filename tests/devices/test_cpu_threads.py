@@ -119,40 +119,11 @@ def test_a_way_that_is_far_slower_is_measured_only_once() -> None:
     assert machine.steps[SPIN] == 3  # two to prepare and one to time
 
 
-def test_the_measurement_of_slow_steps_ends() -> None:
-    machine = Machine({SPIN: 5.0, SLEEP: 6.0, ONE: 9.0})
-    found = machine.measure()
-    assert set(machine.steps.values()) == {3}
-    assert len(found) == 3
-
-
 def settle(threads: Threads, found: list[Measured], monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     monkeypatch.setattr(cpu_threads, "measure", lambda *_: found)
     decoder = nn.Identity()
     threads.settle(lambda: None, decoder)
     return decoder
-
-
-def test_what_was_chosen_is_said_with_what_was_measured(
-    threads: Threads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "devices.cpu_threads"):
-        settle(threads, measured(155.0, 6.3, 4.4), monkeypatch)
-    assert caplog.messages == [
-        "threads: 1 thread; measured, a decode step: 2 threads that spin at barriers 155.00 ms,"
-        " 2 threads that sleep at barriers 6.30 ms, 1 thread 4.40 ms"
-    ]
-
-
-def test_a_single_way_is_not_measured(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> None:
-        raise AssertionError("there is nothing to choose")
-
-    with caplog.at_level(logging.INFO, "devices.cpu_threads"):
-        Threads(1, Recorded()).settle(fail, nn.Identity())
-    assert not caplog.messages
 
 
 @pytest.mark.parametrize("way", [SLEEP, ONE])

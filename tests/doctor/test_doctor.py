@@ -68,6 +68,8 @@ FIT = MachineFacts(
 PORT = Port(0, "10.0.0.1", "UP", False)
 SHUT = (Node("/dev/davinci0", "HwHiAiUser", False),)
 BUSY = (Chip("910B1", "OK", 60000, 65536),)
+CHIP_310P = Chip("310P3", "OK", 1, 21527)
+NO_DEVICE: dict[str, Any] = {"nodes": (), "chips": ()}
 HCCL = "ImportError: libhccl.so: cannot open shared object file: No such file or directory"
 ATB = "ImportError: libatb.so: cannot open shared object file: No such file or directory"
 TLS = "OSError: libgomp-d22c30c5.so.1: cannot allocate memory in static TLS block"
@@ -91,11 +93,11 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("no_linux", {"system": "Darwin"}, "device.kind: cpu"),
     (
         "no_driver",
-        {"driver_version": None, "nodes": (), "has_npu_smi": False, "chips": (), "in_container": False},
+        NO_DEVICE | {"driver_version": None, "has_npu_smi": False, "in_container": False},
         "install Ascend HDK",
     ),
-    ("no_device_in_container", {"nodes": (), "chips": ()}, "--device /dev/davinci_manager"),
-    ("no_device", {"nodes": (), "chips": (), "in_container": False}, "install the driver again"),
+    ("no_device_in_container", NO_DEVICE, "--device /dev/davinci_manager"),
+    ("no_device", NO_DEVICE | {"in_container": False}, "install the driver again"),
     ("no_control_node", {"absent_control_nodes": ("/dev/hisi_hdc",)}, "--device /dev/hisi_hdc"),
     ("not_in_group", {"nodes": SHUT, "groups": ("users",)}, "usermod -aG HwHiAiUser"),
     ("no_permission", {"nodes": SHUT}, "chmod 660 /dev/davinci0"),
@@ -106,7 +108,6 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("little_memory", {"chips": BUSY}, "lower cache.memory_fraction"),
     ("old_driver_for_graphs", {"driver_version": "25.5.0"}, "25.5.1 or newer"),
     ("python", {"python": (3, 13)}, "PYTHON=python3.11"),
-    ("python", {"python": (3, 9)}, "PYTHON=python3.11"),
     ("old_glibc", {"glibc": (2, 17)}, "newer system"),
     ("no_cann", {"cann_home": None, "cann_version": None, "environment": BOUND}, "install the CANN toolkit"),
     ("not_sourced", {"environment": BOUND}, "source /usr/local/Ascend/ascend-toolkit/set_env.sh"),
@@ -118,28 +119,19 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("no_torch_npu", without("torch_npu"), "pip install torch-npu==2.9.0"),
     ("versions_apart", packages(torch="2.8.0+cpu"), "pip install torch-npu==2.8.0"),
     ("cann_apart", {"cann_version": "8.3.RC1"}, "install CANN 9.0"),
-    ("cann_apart", {"cann_version": "9.1.0"}, "install CANN 9.0"),
     ("cann_apart", packages(torch="2.13.0", torch_npu="2.13.0"), "install CANN 9.1 or newer"),
     (
         "too_old",
-        packages(torch="2.9.0", torch_npu="2.9.0") | {"cann_version": "8.5.1"},
-        "install CANN 9.1, then bash scripts/setup.sh npu-2.10",
-    ),
-    (
-        "too_old",
-        packages(torch="2.9.0", torch_npu="2.9.0.post2") | {"chips": (Chip("310P3", "OK", 1, 21527),)},
+        packages(torch="2.9.0", torch_npu="2.9.0.post2") | {"chips": (CHIP_310P,)},
         "install CANN 9.1, then",
     ),
     ("too_old", packages(torch_npu="2.9.0.post7") | {"npu_lacks": ("npu_f",)}, "torch_npu 2.9.0.post2"),
     ("unknown_pair", {"cann_version": None}, "verify_npu.sh"),
-    ("unknown_pair", packages(torch="2.10.0", torch_npu="2.10.0.post2"), "setup.sh npu-2.9"),
-    ("unknown_pair", packages(torch_npu="2.9.0.post1+git4c901a4"), "verify_npu.sh"),
     ("unknown_pair", packages(torch="2.13.0", torch_npu="2.13.0") | {"cann_version": "9.1.0"}, "verify_npu"),
     ("sees_fewer", {"num_devices": 1}, "npu-smi info"),
     ("cuda_torch", {"torch_cuda": "12.8"}, "torch==2.9.0+cpu"),
     ("cann_packages", without("decorator"), "setup.sh npu installs them"),
     ("static_tls", {"npu_error": TLS}, "LD_PRELOAD"),
-    ("static_tls", {"torch_error": TLS}, "LD_PRELOAD"),
     (
         "torch_fails",
         shell(TORCH_DEVICE_BACKEND_AUTOLOAD="0") | {"torch_error": GOMP},
@@ -152,21 +144,15 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("sees_none", {"num_devices": 0}, "unset ASCEND_RT_VISIBLE_DEVICES"),
     ("visible_devices", shell(ASCEND_RT_VISIBLE_DEVICES="0,2"), "export ASCEND_RT_VISIBLE_DEVICES=0"),
     ("visible_devices", shell(ASCEND_RT_VISIBLE_DEVICES="npu:0"), "export ASCEND_RT_VISIBLE_DEVICES=0"),
-    ("visible_devices", shell(ASCEND_RT_VISIBLE_DEVICES="1,0"), "export ASCEND_RT_VISIBLE_DEVICES=0"),
     (
         "allocator",
         shell(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True,max_split_size_mb:64"),
         "=expandable_segments:True",
     ),
-    ("visible_devices", shell(ASCEND_RT_VISIBLE_DEVICES="²"), "export ASCEND_RT_VISIBLE_DEVICES=0"),
-    ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="²"), "unset it"),
     ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="60"), "unset it"),
-    ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="20min"), "unset it"),
     ("hccl_exec_timeout", shell(HCCL_EXEC_TIMEOUT="5"), "unset it"),
-    ("hccl_exec_timeout", shell(HCCL_EXEC_TIMEOUT="1h"), "unset it"),
     ("hccl_buffer", shell(HCCL_BUFFSIZE="0"), "unset HCCL_BUFFSIZE"),
     ("hccl_interface", shell(HCCL_SOCKET_IFNAME="eth99"), "between the machines"),
-    ("hccl_interface", shell(HCCL_SOCKET_IFNAME="=eth"), "between the machines"),
     ("hccl_interface", shell(HCCL_SOCKET_IFNAME="^lo,eth"), "between the machines"),
     ("hccl_address", shell(HCCL_IF_IP="1.2.3.4"), "own address"),
     (
@@ -307,13 +293,8 @@ def test_npu_smi_is_read_as_it_prints() -> None:
 
 
 def test_versions_are_read_as_they_are_written() -> None:
-    assert [numbers(each) for each in ("8.3.RC1", "25.5.1", "V100R001", None, "")] == [
-        (8, 3),
-        (25, 5),
-        None,
-        None,
-        None,
-    ]
+    found = [numbers(each) for each in ("8.3.RC1", "25.5.1", "V100R001", None, "")]
+    assert found == [(8, 3), (25, 5), None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -435,7 +416,7 @@ def test_cann_is_found_by_the_scripts_where_the_doctor_finds_it(place: str, by: 
 
 def test_a_torch_npu_whose_version_is_unknown_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("doctor.facts._error_of", lambda code, *product: (None, json.dumps([*product])))
-    chips = (Chip("310P3", "OK", 1, 21527),)
+    chips = (CHIP_310P,)
     assert _npu_lacks("2.9.0.post1+git4c901a4", chips) == ("310P",)
     assert _npu_lacks("2.9.0.post7", ()) == ("910B",)
     assert _npu_lacks("2.10.0.post4", chips) is None

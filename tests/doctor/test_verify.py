@@ -12,14 +12,12 @@ from pathlib import Path
 import pytest
 
 from devices.ascend_limits import PRODUCTS, product
-from doctor.verify import product as which_product
 from doctor.verify import report as reporting
 from doctor.verify import tokens
 from doctor.verify.collectives import collectives_of
 from doctor.verify.product import needed
 from doctor.verify.report import PartOutcome, VerifyPart, needed_overrides
 from models.parallel.group import ALONE, Alone
-from recipes.machine import Npu
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.tiny.corpus import held_out_sums
@@ -29,7 +27,6 @@ from serving.offline import Record
 from tests.device_kinds import settings, stand_in_alone
 from tests.serving.warm import completed
 from tests.thorough import cases
-from virtual_npu.verify import main as verify_operators
 
 ON_CPU = ["recipes/tiny/npu.yaml", "device.kind=cpu", "device.graphs=0", "device.compile=false"]
 WELL = VerifyPart("tokens", "are they?", ("scripts.doctor", "--help"))
@@ -109,27 +106,11 @@ def test_bytes_that_are_no_text_do_not_end_the_report(
     assert outcome.log.endswith(" 507899")
 
 
-def test_no_call_checks_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        verify.main([*ON_CPU, "--calls", "0", "--output", str(tmp_path)])
-    assert "--calls: '0' must be an integer from 1 to 10000" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(SystemExit):
-        verify_operators(["--calls", "0"])
-    assert "--calls is 0; it must be from 1 to 10,000" in capsys.readouterr().err
-
-
 def test_a_stand_in_is_named_and_its_environment_forgiven() -> None:
     asked = ["recipes/tiny/npu.yaml", "device.virtual=true"]
     whole = reporting.parts(Path("/x"), asked, virtual=True, num_calls=7)
-    assert [part.name for part in whole] == [
-        "environment",
-        "operators",
-        "probes",
-        "tokens",
-        "trace",
-        "benchmark",
-    ]
+    names = ["environment", "operators", "probes", "tokens", "trace", "benchmark"]
+    assert [part.name for part in whole] == names
     assert [part.name for part in whole if not part.counts] == ["environment"]
     assert "--virtual" in whole[1].command
     assert all("device.virtual=true" in whole[index].command for index in (2, 3, 5))
@@ -150,45 +131,6 @@ def test_several_ranks_are_asked_for_their_collectives() -> None:
     assert names[names.index("probes") : names.index("trace")] == ["probes", "collectives", "tokens"]
     (collectives,) = (part.command for part in whole if part.name == "collectives")
     assert collectives == ("doctor.verify.collectives", *asked)
-
-
-def test_what_a_product_has_not_is_told_and_right() -> None:
-    left_out = [{"name": "float16", "is_right": True}, {"name": "W8A8", "left_out": "none", "is_right": True}]
-    outcomes = [
-        PartOutcome("operators", "?", 0, 0.1, True, [], ""),
-        PartOutcome("tokens", "?", 0, 0.1, True, left_out, ""),
-    ]
-    lines = [line.strip() for line in reporting.in_words(outcomes, virtual=False).splitlines()]
-    assert lines[1] == "there is nothing of it on this product"
-    assert lines[3:] == ["without W8A8: none"]
-
-
-def test_what_a_product_answers_is_told() -> None:
-    asked = [{"question": "is it so?", "answer": False, "said": "0.3 from float32", "is_right": True}]
-    text = reporting.in_words([PartOutcome("probes", "?", 0, 0.1, True, asked, "")], virtual=False)
-    assert text.splitlines()[-1].strip() == "is it so? no: 0.3 from float32"
-
-
-@pytest.mark.parametrize("name", ["310P", "910"])
-def test_a_product_without_int8_is_not_asked_for_it(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: list[str] = []
-
-    def answers(recipe: str, overrides: list[str], profile: str | None = None) -> dict[str, Record]:
-        asked.extend(overrides)
-        return records()
-
-    npu = object.__new__(Npu)
-    npu.product = product(name, "")
-    monkeypatch.setattr(tokens, "start", lambda device: npu)
-    monkeypatch.setattr(tokens, "answers", answers)
-    assert tokens.main(["recipes/tiny/npu.yaml", "model.dtype=float16"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [each["name"] for each in told] == ["float16", "W8A8"]
-    assert told[1]["left_out"] == f"the {name} multiplies no int8 with a scale for each token"
-    assert asked.count("model.dtype=float16") == 2, "the device's and the CPU's"
-    assert "model.quantization=w8a8" not in asked
 
 
 def records(**changes: list[int]) -> dict[str, Record]:
@@ -285,11 +227,6 @@ def test_a_product_that_was_not_found_changes_nothing() -> None:
     crashed = PartOutcome("product", "?", 2, 0.1, True, {"overrides": ["model.dtype=float16"]}, "")
     assert needed_overrides(crashed) == []
     assert needed_overrides(PartOutcome("product", "?", 0, 0.1, True, None, "")) == []
-
-
-def test_a_cpu_is_no_product() -> None:
-    with pytest.raises(SystemExit):
-        which_product.main(ON_CPU)
 
 
 def test_the_script_gives_the_verb_the_recipe_of_what_it_is_asked(tmp_path: Path) -> None:

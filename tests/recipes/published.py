@@ -1,4 +1,4 @@
-"""Configurations as their makers published them, for recipes whose weights a user brings."""
+"""Configurations as their makers published them, without what a family takes where a file says nothing."""
 
 from __future__ import annotations
 
@@ -11,26 +11,20 @@ from recipes.assembly.families import decoder_config
 from recipes.assembly.int8_checkpoint import ROUTERS, UP_PROJECTIONS
 
 LLAMA2_7B = {
-    "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-    "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama",
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-05,
-    "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16", "vocab_size": 32000,
+    "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096,
+    "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-05, "torch_dtype": "float16", "vocab_size": 32000,
 }  # fmt: skip
 QWEN2_5_7B = {
-    "architectures": ["Qwen2ForCausalLM"], "bos_token_id": 151643, "eos_token_id": 151645,
-    "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 32768,
-    "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
-    "num_hidden_layers": 28, "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 152064,
+    "eos_token_id": 151645, "hidden_size": 3584, "intermediate_size": 18944,
+    "max_position_embeddings": 32768, "model_type": "qwen2", "num_attention_heads": 28,
+    "num_hidden_layers": 28, "num_key_value_heads": 4, "rope_theta": 1000000.0, "torch_dtype": "bfloat16",
+    "vocab_size": 152064,
 }  # fmt: skip
 QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "bos_token_id": 151643,
-    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
-    "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36,
-    "model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_sliding_window": False,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288,
+    "max_position_embeddings": 40960, "model_type": "qwen3", "num_attention_heads": 32,
+    "num_hidden_layers": 36, "num_key_value_heads": 8, "rope_theta": 1000000, "torch_dtype": "bfloat16",
     "vocab_size": 151936,
 }  # fmt: skip
 LLAMA2_13B = LLAMA2_7B | {
@@ -38,237 +32,141 @@ LLAMA2_13B = LLAMA2_7B | {
     "num_key_value_heads": 40,
 }  # fmt: skip
 LLAMA3_3_70B = {
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009], "head_dim": 128, "hidden_act": "silu", "hidden_size": 8192,
-    "intermediate_size": 28672, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "eos_token_id": [128001, 128008, 128009], "head_dim": 128, "hidden_size": 8192,
+    "intermediate_size": 28672, "max_position_embeddings": 131072, "model_type": "llama",
     "num_attention_heads": 64, "num_hidden_layers": 80, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
     "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 128256,
+    "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16", "vocab_size": 128256,
 }  # fmt: skip
 QWEN2_5_32B = QWEN2_5_7B | {
-    "hidden_size": 5120, "intermediate_size": 27648, "max_window_layers": 64, "num_attention_heads": 40,
-    "num_hidden_layers": 64, "num_key_value_heads": 8,
+    "hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40, "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
 }  # fmt: skip
 QWEN2_5_32B_AWQ = QWEN2_5_32B | {
-    "torch_dtype": "float16", "quantization_config": {
-        "bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq",
-        "version": "gemm", "zero_point": True,
-    },
+    "torch_dtype": "float16", "quantization_config": {"bits": 4, "quant_method": "awq"},
 }  # fmt: skip
 QWEN3_30B_A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "bos_token_id": 151643,
-    "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
-    "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
-    "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
-    "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
-    "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144,
+    "max_position_embeddings": 40960, "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "rope_theta": 1000000.0, "torch_dtype": "bfloat16", "vocab_size": 151936,
 }  # fmt: skip
-QWEN3_30B_A3B_GPTQ = QWEN3_30B_A3B | {
-    "quantization_config": {
-        "bits": 4, "desc_act": False, "group_size": 128, "quant_method": "gptq", "sym": True,
-    },
-}  # fmt: skip
+QWEN3_30B_A3B_GPTQ = QWEN3_30B_A3B | {"quantization_config": {"bits": 4, "quant_method": "gptq"}}
 QWEN3_235B_A22B = QWEN3_30B_A3B | {
-    "hidden_size": 4096, "intermediate_size": 12288, "max_window_layers": 94, "moe_intermediate_size": 1536,
+    "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536,
     "num_attention_heads": 64, "num_hidden_layers": 94,
 }  # fmt: skip
 MIXTRAL_8X7B = {
-    "architectures": ["MixtralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
     "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
-    "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
-    "num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
-    "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32000,
+    "model_type": "mixtral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "num_local_experts": 8, "torch_dtype": "bfloat16", "vocab_size": 32000,
 }  # fmt: skip
 DEEPSEEK_V2_LITE = {
-    "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "bos_token_id": 100000,
-    "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
-    "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840,
-    "model_type": "deepseek_v2", "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
-    "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16,
-    "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": None,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
-    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707,
-                     "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096, "type": "yarn"},
-    "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
-    "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "torch_dtype": "bfloat16",
-    "v_head_dim": 128, "vocab_size": 102400,
+    "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 10944,
+    "max_position_embeddings": 163840, "model_type": "deepseek_v2", "moe_intermediate_size": 1408,
+    "norm_topk_prob": False, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
+    "num_key_value_heads": 16, "q_lora_rank": None, "rope_scaling": {"mscale": 0.707,
+    "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096, "type": "yarn"},
+    "torch_dtype": "bfloat16", "vocab_size": 102400,
 }  # fmt: skip
 DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "bos_token_id": 0, "eos_token_id": 1,
-    "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432,
-    "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256,
-    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8,
-    "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
-    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
-                            "weight_block_size": [128, 128]},
-    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
-                     "original_max_position_embeddings": 4096, "type": "yarn"},
-    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
-    "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
-    "v_head_dim": 128, "vocab_size": 129280,
+    "hidden_size": 7168, "intermediate_size": 18432, "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "norm_topk_prob": True,
+    "num_attention_heads": 128, "num_hidden_layers": 61, "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1, "quantization_config": {"quant_method": "fp8",
+    "weight_block_size": [128, 128]}, "rope_scaling": {"mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096, "type": "yarn"}, "torch_dtype": "bfloat16",
+    "vocab_size": 129280,
 }  # fmt: skip
 GLM_4_5_AIR = {
-    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "eos_token_id": [151329, 151336, 151338],
-    "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
-    "intermediate_size": 10944, "max_position_embeddings": 131072, "model_type": "glm4_moe",
-    "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
-    "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46,
-    "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
-    "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16", "use_qk_norm": False,
-    "vocab_size": 151552,
+    "attention_bias": True, "eos_token_id": [151329, 151336, 151338], "head_dim": 128,
+    "hidden_size": 4096, "intermediate_size": 10944, "max_position_embeddings": 131072,
+    "model_type": "glm4_moe", "moe_intermediate_size": 1408, "norm_topk_prob": True,
+    "num_attention_heads": 96, "num_hidden_layers": 46, "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1, "rope_theta": 1000000, "torch_dtype": "bfloat16", "vocab_size": 151552,
 }  # fmt: skip
 GPT_OSS_20B = {
-    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "eos_token_id": 200002,
-    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
-    "initial_context_length": 4096, "intermediate_size": 2880, "max_position_embeddings": 131072,
-    "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
-    "num_key_value_heads": 8, "num_local_experts": 32,
-    "quantization_config": {
-        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router",
-                                   "model.embed_tokens", "lm_head"],
-        "quant_method": "mxfp4",
-    },
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
-                     "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False},
-    "rope_theta": 150000, "swiglu_limit": 7.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "vocab_size": 201088,
+    "eos_token_id": 200002, "head_dim": 64, "hidden_size": 2880, "intermediate_size": 2880,
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+    "quantization_config": {"quant_method": "mxfp4"}, "torch_dtype": "bfloat16", "vocab_size": 201088,
 }  # fmt: skip
 GLM_4_7_FLASH = {
-    "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False,
-    "eos_token_id": [154820, 154827, 154829], "first_k_dense_replace": 1, "hidden_act": "silu",
-    "hidden_size": 2048, "intermediate_size": 10240, "kv_lora_rank": 512, "max_position_embeddings": 202752,
-    "model_type": "glm4_moe_lite", "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64,
-    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 20, "num_experts_per_tok": 4,
-    "num_hidden_layers": 47, "num_key_value_heads": 20, "num_nextn_predict_layers": 1, "q_lora_rank": 768,
-    "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": None,
-    "rope_theta": 1000000, "routed_scaling_factor": 1.8, "tie_word_embeddings": False, "topk_group": 1,
-    "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 256, "vocab_size": 154880,
+    "eos_token_id": [154820, 154827, 154829], "hidden_size": 2048, "intermediate_size": 10240,
+    "max_position_embeddings": 202752, "model_type": "glm4_moe_lite", "moe_intermediate_size": 1536,
+    "norm_topk_prob": True, "num_attention_heads": 20, "num_hidden_layers": 47, "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1, "rope_theta": 1000000, "torch_dtype": "bfloat16", "vocab_size": 154880,
 }  # fmt: skip
 SEED_OSS_36B = {
-    "architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_out_bias": False,
-    "bos_token_id": 0, "eos_token_id": 2, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
-    "intermediate_size": 27648, "max_position_embeddings": 524288, "mlp_bias": False,
-    "model_type": "seed_oss", "num_attention_heads": 80, "num_hidden_layers": 64, "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06, "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 155136,
+    "head_dim": 128, "hidden_size": 5120, "intermediate_size": 27648, "max_position_embeddings": 524288,
+    "model_type": "seed_oss", "num_attention_heads": 80, "num_hidden_layers": 64,
+    "num_key_value_heads": 8, "rope_theta": 10000000.0, "torch_dtype": "bfloat16", "vocab_size": 155136,
 }  # fmt: skip
 HY3 = {
-    "architectures": ["HYV3ForCausalLM"], "enable_moe_fp32_combine": True, "head_dim": 128,
-    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 13312,
-    "max_position_embeddings": 131072, "model_type": "hy_v3", "moe_intermediate_size": 1536,
-    "num_attention_heads": 64, "num_experts": 192, "num_experts_per_tok": 8, "num_hidden_layers": 80,
-    "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "num_shared_experts": 1, "rms_norm_eps": 1e-05,
-    "rope_theta": 11158840.0, "router_scaling_factor": 2.826, "tie_word_embeddings": False,
+    "head_dim": 128, "hidden_size": 4096, "intermediate_size": 13312, "max_position_embeddings": 131072,
+    "model_type": "hy_v3", "moe_intermediate_size": 1536, "num_attention_heads": 64, "num_experts": 192,
+    "num_hidden_layers": 80, "num_key_value_heads": 8, "num_nextn_predict_layers": 1,
     "torch_dtype": "bfloat16", "vocab_size": 120832,
 }  # fmt: skip
 ERNIE_4_5_21B_A3B = {
-    "architectures": ["Ernie4_5_MoeForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
     "hidden_size": 2560, "intermediate_size": 12288, "max_position_embeddings": 131072,
-    "model_type": "ernie4_5_moe", "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": 27,
-    "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64, "moe_num_shared_experts": 2,
-    "num_attention_heads": 20, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_bias": False,
-    "vocab_size": 103424,
+    "model_type": "ernie4_5_moe", "moe_intermediate_size": 1536, "num_attention_heads": 20,
+    "num_hidden_layers": 28, "num_key_value_heads": 4, "torch_dtype": "bfloat16", "vocab_size": 103424,
 }  # fmt: skip
 MISTRAL_SMALL_3_2 = {
-    "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
-    "text_config": {
-        "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 32768,
-        "max_position_embeddings": 131072, "model_type": "mistral", "num_attention_heads": 32,
-        "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0,
-        "sliding_window": None, "vocab_size": 131072,
-    },
-    "torch_dtype": "bfloat16", "vision_config": {"model_type": "pixtral"},
+    "model_type": "mistral3", "text_config": {"head_dim": 128, "hidden_size": 5120,
+    "intermediate_size": 32768, "max_position_embeddings": 131072, "model_type": "mistral",
+    "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000000.0, "sliding_window": None, "vocab_size": 131072}, "torch_dtype": "bfloat16",
 }  # fmt: skip
 MINIMAX_M2 = {
-    "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 62, "bos_token_id": 200019,
-    "eos_token_id": 200020, "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072,
-    "intermediate_size": 1536, "max_position_embeddings": 196608, "model_type": "minimax_m2",
-    "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8,
-    "num_local_experts": 256,
-    "quantization_config": {"activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8",
-                            "weight_block_size": [128, 128]},
-    "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid",
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_qk_norm": True, "use_routing_bias": True,
-    "vocab_size": 200064,
+    "head_dim": 128, "hidden_size": 3072, "intermediate_size": 1536, "max_position_embeddings": 196608,
+    "model_type": "minimax_m2", "num_attention_heads": 48, "num_hidden_layers": 62,
+    "num_key_value_heads": 8, "num_local_experts": 256, "quantization_config": {"quant_method": "fp8",
+    "weight_block_size": [128, 128]}, "rotary_dim": 64, "torch_dtype": "bfloat16", "vocab_size": 200064,
 }  # fmt: skip
 HUNYUAN_A13B = {
-    "architectures": ["HunYuanMoEV1ForCausalLM"], "attention_bias": False, "eos_token_id": 127960,
-    "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 3072,
-    "max_position_embeddings": 32768, "model_type": "hunyuan_v1_moe", "moe_intermediate_size": [3072] * 32,
-    "moe_topk": [8] * 32, "num_attention_heads": 32, "num_experts": 64, "num_hidden_layers": 32,
-    "num_key_value_heads": 8, "num_shared_expert": [1] * 32, "rms_norm_eps": 1e-05,
-    "rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
-                     "mscale_all_dim": 1.0, "type": "dynamic"},
-    "rope_theta": 10000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cla": False,
-    "use_qk_norm": True, "vocab_size": 128167,
+    "eos_token_id": 127960, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 3072,
+    "max_position_embeddings": 32768, "model_type": "hunyuan_v1_moe", "moe_intermediate_size": [3072] *
+    32, "moe_topk": [8] * 32, "num_attention_heads": 32, "num_experts": 64, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "rope_scaling": {"alpha": 1000.0, "type": "dynamic"},
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 128167,
 }  # fmt: skip
 OLMO_3_7B = {
-    "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "eos_token_id": 100257,
-    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
-    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8, "max_position_embeddings": 65536,
-    "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
-                     "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "yarn"},
-    "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "vocab_size": 100278,
+    "eos_token_id": 100257, "hidden_size": 4096, "intermediate_size": 11008,
+    "max_position_embeddings": 65536, "model_type": "olmo3", "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-06,
+    "rope_scaling": {"attention_factor": 1.2079441541679836, "original_max_position_embeddings": 8192,
+    "rope_type": "yarn"}, "torch_dtype": "bfloat16", "vocab_size": 100278,
 }  # fmt: skip
 MINISTRAL_3_8B = {
-    "architectures": ["Mistral3ForConditionalGeneration"], "dtype": "bfloat16", "model_type": "mistral3",
-    "text_config": {
-        "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
-        "max_position_embeddings": 262144, "model_type": "ministral3", "num_attention_heads": 32,
-        "num_hidden_layers": 34, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
-        "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1,
-                            "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
-                            "rope_theta": 1000000.0, "rope_type": "yarn", "type": "yarn"},
-        "sliding_window": None, "vocab_size": 131072,
-    },
-    "tie_word_embeddings": False, "vision_config": {"model_type": "pixtral"},
+    "dtype": "bfloat16", "model_type": "mistral3", "text_config": {"head_dim": 128, "hidden_size": 4096,
+    "intermediate_size": 14336, "max_position_embeddings": 262144, "model_type": "ministral3",
+    "num_attention_heads": 32, "num_hidden_layers": 34, "num_key_value_heads": 8, "vocab_size": 131072},
 }  # fmt: skip
 GPT_OSS_120B = GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128}
 IGNORED = ("lm_head", ROUTERS, UP_PROJECTIONS)  # scripts.quantize leaves these as they are
 DEEPSEEK_W8A8 = DEEPSEEK_V3 | {"quantization_config": Quantization(IGNORED).in_json()}
 DEEPSEEK_V3_2 = {name: value for name, value in DEEPSEEK_V3.items() if name != "quantization_config"} | {
-    "architectures": ["DeepseekV32ForCausalLM"], "index_head_dim": 128, "index_n_heads": 64,
-    "index_topk": 2048, "model_type": "deepseek_v32",
+    "model_type": "deepseek_v32",
 }  # fmt: skip
 GLM_5_1 = {
-    "architectures": ["GlmMoeDsaForCausalLM"], "attention_bias": False, "eos_token_id": [154820, 154827],
-    "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 6144, "index_head_dim": 128,
-    "index_n_heads": 32, "index_topk": 2048, "indexer_rope_interleave": True, "intermediate_size": 12288,
-    "kv_lora_rank": 512, "max_position_embeddings": 202752, "model_type": "glm_moe_dsa",
-    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 256,
-    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8,
-    "num_hidden_layers": 78, "num_key_value_heads": 64, "num_nextn_predict_layers": 1, "q_lora_rank": 2048,
-    "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05,
-    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
-    "dtype": "bfloat16", "v_head_dim": 256, "vocab_size": 154880,
+    "eos_token_id": [154820, 154827], "hidden_size": 6144, "intermediate_size": 12288,
+    "max_position_embeddings": 202752, "model_type": "glm_moe_dsa", "moe_intermediate_size": 2048,
+    "norm_topk_prob": True, "num_attention_heads": 64, "num_hidden_layers": 78, "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 1, "rope_parameters": {"rope_theta": 1000000}, "dtype": "bfloat16",
+    "vocab_size": 154880,
 }  # fmt: skip
 KIMI_K2_5 = {
-    "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": {
-        "attention_bias": False, "eos_token_id": 163585, "first_k_dense_replace": 1, "hidden_act": "silu",
-        "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
-        "max_position_embeddings": 262144, "model_type": "kimi_k2", "moe_intermediate_size": 2048,
-        "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 384, "n_shared_experts": 1,
-        "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 61,
-        "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_theta": 50000.0,
-        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0,
-                         "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"},
-        "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "tie_word_embeddings": False,
-        "topk_group": 1, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128,
-        "vocab_size": 163840,
-    },
+    "model_type": "kimi_k25", "text_config": {"eos_token_id": 163585, "first_k_dense_replace": 1,
+    "hidden_size": 7168, "intermediate_size": 18432, "max_position_embeddings": 262144,
+    "model_type": "kimi_k2", "moe_intermediate_size": 2048, "n_group": 1, "n_routed_experts": 384,
+    "norm_topk_prob": True, "num_attention_heads": 64, "num_hidden_layers": 61, "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-05, "rope_theta": 50000.0,
+    "rope_scaling": {"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+    "type": "yarn"}, "routed_scaling_factor": 2.827, "topk_group": 1, "torch_dtype": "bfloat16",
+    "vocab_size": 163840},
 }  # fmt: skip
 # What msModelSlim's published exports quantise: types of attention, of index queries and of routed experts
 DESCRIBED = {
@@ -277,7 +175,7 @@ DESCRIBED = {
     "GLM-5.1-W4A8": ("W8A8_DYNAMIC", "W8A8_DYNAMIC", "W4A8_DYNAMIC"),
     "Kimi-K2.5-W4A8": ("W8A8", "", "W4A8_DYNAMIC"),
 }
-# Shapes of the text models as published; what is left out is the family's default
+# Shapes of the text models
 QWEN3_NEXT_80B = {
     "model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48,
     "num_attention_heads": 16, "vocab_size": 151936, "dtype": "bfloat16", "max_position_embeddings": 262144,

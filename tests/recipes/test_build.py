@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from attention.reference import Attention
 from continuous_batching.request import Request, SamplingParams
@@ -19,18 +17,9 @@ from recipes.assembly.engine import build
 from recipes.assembly.sizing import plan_memory
 from recipes.machine import start
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
+from tests.recipes.test_sizing import LLAMA
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 128,
-    "eos_token_id": 2,
-}
+CONFIG = LLAMA | {"vocab_size": 256, "max_position_embeddings": 128}
 PROMPTS = [np.arange(3, 3 + length) for length in (1, 7, 20, 33)]
 
 
@@ -79,66 +68,14 @@ def test_warming_up_leaves_no_trace():
     assert (engine.scheduler.pool.holders[1:] == 0).all()
 
 
-@pytest.mark.parametrize("num_slots", [1, 2])
-def test_the_smallest_table_is_warmed_up_too(num_slots):
+def test_the_smallest_table_is_warmed_up_too():
     recipe = Recipe(
         model=made().model,
         device=made().device,
         cache=CacheSection(page_size=2, num_pages=2),
-        scheduler=SchedulerSection(num_slots=num_slots, max_batch_tokens=num_slots),
+        scheduler=SchedulerSection(num_slots=1, max_batch_tokens=1),
     )
     assert build(recipe).engine.slots.max_tokens == 3
-
-
-@pytest.mark.parametrize(
-    ("keys", "taken"),
-    [
-        ({"policy": "static"}, ["batch_size: 3, default of static: scheduler.num_slots", "max_wait_ms"]),
-        (
-            {"policy": "split"},
-            ["prompt_share: 0.8125, default of split: what one decode for each slot leaves"],
-        ),
-        (
-            {"policy": "orca", "max_batch_tokens": None},
-            ["max_batch_tokens: 128, default of orca: the longest"],
-        ),
-        (
-            {"policy": "prefill_first", "max_batch_tokens": None},
-            ["max_batch_tokens: 128, default of prefill"],
-        ),
-        ({"chunk": "dynamic"}, ["max_chunk_tokens", "tile", "min_chunk_tokens: 2", "chunk_stages", "staged"]),
-        ({"chunk": "adaptive"}, ["max_chunk_tokens", "tile", "min_chunk_tokens: 16", "target_itl_ms: 50.0"]),
-    ],
-    ids=str,
-)
-def test_every_policy_serves_with_its_defaults_and_logs_them(keys, taken, caplog):
-    scheduler = SchedulerSection(**{"num_slots": 3, "max_batch_tokens": 16, **keys})
-    with caplog.at_level(logging.INFO, "recipes.assembly.engine"):
-        assert answers(replace(made(), scheduler=scheduler)) == answers(made())
-    lines = [line for line in caplog.messages if line.startswith("scheduler.")]
-    assert len(lines) == len(taken)
-    for line, start_of in zip(lines, taken):
-        assert line.startswith(f"scheduler.{start_of}")
-
-
-def test_what_was_chosen_is_logged(caplog):
-    with caplog.at_level(logging.INFO, "recipes.assembly.engine"):
-        build(made(attention="reference"))
-    assert [line.partition(":")[0] for line in caplog.messages] == [
-        "device",
-        "model",
-        "cache",
-        "operators of CpuOps",
-        "attention of Attention",
-    ]
-    assert caplog.messages[1].startswith("model: llama, 0.1 M parameters, float32")
-    assert "linear" in caplog.messages[3]
-    assert caplog.messages[4].endswith("all plain torch")
-
-
-def test_threads_are_set():
-    build(made())
-    assert torch.get_num_threads() == 1
 
 
 def test_the_engine_has_the_host_tier_compaction_and_victim_of_the_recipe():
@@ -156,6 +93,15 @@ def test_the_engine_has_the_host_tier_compaction_and_victim_of_the_recipe():
     compaction = engine.scheduler._compaction
     assert (compaction._every_steps, compaction._pages_per_step) == (3, 2)
     assert build(made()).engine.scheduler.host_pool is None
+
+
+def test_pages_in_int8_are_planned_as_they_are_allocated():
+    cache = CacheSection(page_size=8, num_pages=10, dtype="int8", host_gib=0.0001)
+    built = build(replace(made(attention="reference"), cache=cache))
+    planes = built.runner.cache
+    assert built.memory.page_bytes == 2 * 2 * 8 * 2 * (16 + 4)
+    assert built.memory.cache_bytes == sum(each.nbytes for each in planes.tensors)
+    assert built.memory.host_bytes == sum(each.nbytes for each in planes.of_group(0)[1]) > 0
 
 
 def test_the_largest_step_is_of_the_whole_budget_and_leaves_no_trace(monkeypatch):

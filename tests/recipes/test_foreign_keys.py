@@ -60,20 +60,17 @@ def test_every_name_leads_to_keys_that_there_are() -> None:
     assert names_table() in page, "else replace the table by what `python -m recipes names` prints"
 
 
+LONGEST = "scheduler.max_request_tokens"
+
+
 @pytest.mark.parametrize(
     ("text", "key", "value"),
     [
-        (GOOD.replace("num_slots: 4", "max_num_seqs: 9"), "scheduler.num_slots", 9),
         (GOOD.replace("num_pages: 64", "gpu_memory_utilization: 0.5"), "cache.memory_fraction", 0.5),
-        (f"{GOOD}tensor_parallel_size: 2\n", "parallel.tensor", 2),
         (f"{GOOD}tensor-parallel-size: 2\n", "parallel.tensor", 2),
         (f"{GOOD}disable_radix_cache: true\n", "cache.prefix_sharing", False),
         (f"{GOOD}batching:\n  max_batch_size: 4\n  scheduling_policy: sjf\n", "scheduler.queue", "sjf"),
-        (
-            f"{GOOD}A:\n  B:\n    maxSeqLen: 512\n    cacheBlockSize: 32\n",
-            "scheduler.max_request_tokens",
-            512,
-        ),
+        (f"{GOOD}A:\n  B:\n    maxSeqLen: 512\n    cacheBlockSize: 32\n", LONGEST, 512),
     ],
 )
 def test_a_key_of_the_same_meaning_is_taken_as_ours(
@@ -168,19 +165,13 @@ def test_their_values_are_judged_as_keys(main: Callable[[list[str]], object], be
     ("more", "words"),
     [
         ("n_workers: 4", "r.yaml:10: n_workers: is a key of another engine, and there is none here ("),
-        (
-            "batching:\n  prefill_decode_ratio: 0.5",
-            "is split); set scheduler.prompt_share",
-        ),
+        ("batching:\n  prefill_decode_ratio: 0.5", "is split); set scheduler.prompt_share"),
         ("scheduler2:\n  max_bs: 4\n  wrong: 1", "r.yaml:12: scheduler2.wrong: unknown key"),
         ("engine:\n  max_tokens_per_batch: 9", "r.yaml:11: engine.max_tokens_per_batch: is a key of another"),
         ("enforce_eager: true", "(0: none); set device.graphs"),
         ("max_num_seqs: many", "r.yaml:10: scheduler.num_slots: 'many' is not allowed"),
         ("max_num_seqs: 5", "scheduler.num_slots: 5 here, there max_num_seqs, and 4 at "),
-        (
-            "max_bs: 4\nmaxBatchSize: 8",
-            "8 here, there maxBatchSize, and 4 at r.yaml:10, there max_bs",
-        ),
+        ("max_bs: 4\nmaxBatchSize: 8", "8 here, there maxBatchSize, and 4 at r.yaml:10, there max_bs"),
         ("npuMemSize: 3", "excludes cache.memory_gib, and both are set"),
         ("tuning:\n  a: 1", "r.yaml:10: tuning: unknown key"),
     ],

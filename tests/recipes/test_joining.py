@@ -52,13 +52,8 @@ def join(sock: socket.socket, line: bytes, secret: bytes = SECRET) -> None:
 def test_a_rank_joins_beside_strangers() -> None:
     """Silent ones, half-open ones, those that say what no rank says, and those of another engine."""
     with listening() as (leader, dial):
-        for said in (
-            b"",
-            b"1 process 7 on node2\n",
-            HELLO,
-            HELLO + b"n" * NONCE_BYTES + b"p" * 32,
-            b"\n" * 5000,
-        ):
+        proof = HELLO + b"n" * NONCE_BYTES + b"p" * 32
+        for said in (b"", b"1 process 7 on node2\n", HELLO, proof, b"\n" * 5000):
             dial().sendall(said)
         with pytest.raises(ConnectionError):
             join(dial(), b"1 process 7 on node2\n", new_secret())

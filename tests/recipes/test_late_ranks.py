@@ -20,7 +20,7 @@ from tests.device_kinds import stand_in_alone
 from tests.patience import PATIENCE_S
 from tests.thorough import THOROUGH, cases
 
-LATE_S = cases(25, 60)  # more than a step may take
+LATE_S = cases(8, 60)  # more than a step may take, which is 5 s on a CPU
 # Python reads it when it starts. A rank imports its attention after it has joined the others.
 LATE = f"""
 import importlib.abc, sys, time

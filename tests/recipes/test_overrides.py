@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.schema.reader import KEYS, load, read
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from tests.recipes.conftest import GOOD, error
+from tests.thorough import cases
 
 
 def test_overrides_come_last_and_errors_name_them(recipe):
@@ -101,6 +102,7 @@ def line_of(*overrides: str) -> str | None:
     return None
 
 
+@settings(max_examples=cases(40, 100))
 @given(st.text(max_size=20), st.sampled_from(["", "base", "device", "model", "cache", "scheduler"]))
 def test_no_override_ends_in_anything_but_a_line(text, section):
     override = f"{section}.{text}=1" if section else f"{text}=1"
@@ -112,6 +114,7 @@ def test_no_override_ends_in_anything_but_a_line(text, section):
         assert line.startswith("command line: ")
 
 
+@settings(max_examples=cases(40, 100))
 @given(st.text(max_size=40), st.sampled_from(sorted(KEYS)))
 def test_no_value_ends_in_anything_but_a_line(value, name):
     assert (line_of(f"{name}={value}") or "command line: ").startswith("command line: ")

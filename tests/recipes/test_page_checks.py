@@ -33,19 +33,15 @@ def said(
     return [*page_contradictions(server, is_sharing=is_sharing, parallel=parallel, drafts=drafts)]
 
 
-def test_either_role_and_both_are_allowed() -> None:
+def test_each_role_both_and_none_are_allowed_and_so_are_ranks_and_a_drafter_of_one() -> None:
     for pages_at, sources in ((None, ()), (HERE, ()), (None, (THERE,)), (HERE, (THERE,))):
         assert not said(pages_at, sources)
-
-
-def test_tensor_ranks_exchange_pages_and_so_does_one_with_layers_of_a_drafter() -> None:
     for drafts in ("none", "ngram", "suffix"):
         assert not said(HERE, (THERE,), tensor=4, pipeline=2, drafts=drafts)
     assert not said(HERE, (THERE,), drafts="mtp")
-
-
-def test_an_engine_without_a_role_may_be_anything() -> None:
     assert not said(is_sharing=False, tensor=4, pipeline=2)
+    assert not said("tcp://localhost:65535")
+    assert not said("tcp://localhost:0"), "the system chooses"
 
 
 @each_of(
@@ -70,11 +66,6 @@ def test_weights_that_change_are_those_of_an_engine_that_exchanges_nothing() -> 
         (error,) = found
         assert error.keys == (key, "server.weights_root")
     assert not said(weights_root=Path("a"))
-
-
-def test_ports_to_the_last_one_are_addresses() -> None:
-    assert not said("tcp://localhost:65535")
-    assert not said("tcp://localhost:0"), "the system chooses"
 
 
 SECRET = {"pages_key_file": Path("secret")}

@@ -47,16 +47,10 @@ class PeakBytes(TorchDispatchMode):
 
 
 DEEPSEEK = {
-    "model_type": "deepseek_v2",
-    "num_key_value_heads": 4,
-    "q_lora_rank": None,
-    "kv_lora_rank": 96,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "first_k_dense_replace": 2,
+    "model_type": "deepseek_v2", "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 96,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "first_k_dense_replace": 2,
     "num_experts_per_tok": 2,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", [{}, {"num_key_value_heads": 4}, DEEPSEEK])
@@ -86,12 +80,9 @@ def test_the_last_chunk_of_a_long_prompt(family: dict[str, Any]) -> None:
 
 
 SPARSE = {name: value for name, value in DEEPSEEK.items() if name != "q_lora_rank"} | {
-    "model_type": "deepseek_v32",
-    "q_lora_rank": 24,
-    "index_topk": 20,
-    "index_n_heads": 16,
+    "model_type": "deepseek_v32", "q_lora_rank": 24, "index_topk": 20, "index_n_heads": 16,
     "index_head_dim": 32,
-}
+}  # fmt: skip
 
 
 def test_choosing_from_a_long_prompt() -> None:

@@ -40,35 +40,13 @@ def made(**changes: Any) -> Recipe:
     [
         ({"cache__page_size": 0}, "cache.page_size: 0 is not allowed; it must be an integer from 1 to 1024"),
         ({"device__kind": "toaster"}, "device.kind: 'toaster' is not allowed; it must be cpu, cuda or npu"),
-        (
-            {"device__kind": "npu", "device__threads": 2},
-            "device.threads: read only where device.kind is cpu, and it is npu; leave it out",
-        ),
+        ({"device__kind": "npu", "device__threads": 2}, "device.threads: read only where device.kind is cpu"),
         ({"device__kind": "cuda", "device__compile": True}, "device.compile: read only where"),
-        (
-            {"cache__dtype": "int8", "device__kind": "cuda"},
-            "cache.dtype: only plain torch reads int8 keys and values on cuda, and device.attention is fused;"
-            " set device.attention to reference, or this to auto",
-        ),
-        (
-            {
-                "cache__dtype": "int8",
-                "device__kind": "cuda",
-                "device__attention": "reference",
-                "device__graphs": 4,
-            },
-            "device.graphs: device.attention is reference, which synchronizes",
-        ),
-        (
-            {"device__graphs": 8},
-            "device.graphs: read only where device.kind is cuda or npu, and it is cpu; leave it out",
-        ),
+        ({"cache__dtype": "int8", "device__kind": "cuda"}, "cache.dtype: only plain torch reads int8 keys"),
+        ({"device__graphs": 8}, "device.graphs: read only where device.kind is cuda or npu, and it is cpu"),
         ({"device__kind": "cuda", "device__product": "910B"}, "device.product: read only where"),
         ({"device__virtual": True}, "device.virtual: read only where device.kind is npu, and it is cpu"),
-        (
-            {"device__kind": "npu", "device__virtual_fp32": True},
-            "device.virtual_fp32: no product takes float32 in its fused operators",
-        ),
+        ({"device__kind": "npu", "device__virtual_fp32": True}, "device.virtual_fp32: no product takes"),
         (
             {"device__kind": "cuda", "device__batch_invariant": True, "device__attention": "reference"},
             "device.batch_invariant: device.attention is reference, whose sums depend on",
@@ -77,56 +55,15 @@ def made(**changes: Any) -> Recipe:
             {"device__kind": "npu", "device__graphs": 8, "device__attention": "reference"},
             "device.graphs: device.attention is reference, which synchronizes with the host at every span",
         ),
-        (
-            {"model__path": None},
-            "model.path: required, or model.config in its place"
-            "; add model.path=FOLDER, or name the folder in place of the recipe",
-        ),
-        (
-            {"cache__num_pages": None},
-            "cache.num_pages: required, or cache.memory_gib or cache.memory_fraction in its place",
-        ),
+        ({"model__path": None}, "model.path: required, or model.config in its place; add model.path=FOLDER"),
+        ({"cache__num_pages": None}, "cache.num_pages: required, or cache.memory_gib or"),
         ({"cache__memory_gib": 1.0}, "cache.num_pages: excludes cache.memory_gib, and both are set"),
         ({"model__path": None, "model__config": {}}, "model.weights: a model.config has no checkpoint"),
-        (
-            {"cache__memory_fraction": 0.5},
-            "cache.num_pages: excludes cache.memory_fraction, and both are set",
-        ),
-        (
-            {"cache__memory_fraction": 1.5},
-            "cache.memory_fraction: 1.5 is not allowed; it must be",
-        ),
-        ({"cache__host_gib": -1.0}, "cache.host_gib: -1.0 is not allowed"),
-        (
-            {"cache__compact_pages_per_step": 8},
-            "cache.compact_pages_per_step: read only where cache.compact_every_steps is set, and it is 0",
-        ),
-        (
-            {"scheduler__victim": "lowest_prio"},
-            "scheduler.victim: 'lowest_prio' is not allowed; it must be youngest, fewest_lost or"
-            " lowest_priority; did you mean lowest_priority?",
-        ),
-        (
-            {"scheduler__num_slots": 65},
-            "scheduler.num_slots: 65 is more than scheduler.max_batch_tokens (64)",
-        ),
-        (
-            {"scheduler__max_batch_tokens": None},
-            "scheduler.max_batch_tokens: required where scheduler.policy is stall_free",
-        ),
-        (
-            {"scheduler__policy": "static", "scheduler__batch_size": 5, "scheduler__max_wait_ms": 1.0},
-            "scheduler.batch_size: 5 is more than scheduler.num_slots (4)",
-        ),
-        (
-            {"scheduler__max_wait_ms": 1.0},
-            "scheduler.max_wait_ms: read only where scheduler.policy is static",
-        ),
-        (
-            {"scheduler__max_request_tokens": 1010},
-            "scheduler.max_request_tokens: 1010 is more than the 1009 that fit into 64 pages of 16; lower it,"
-            " or set cache.num_pages to 65",
-        ),
+        ({"cache__memory_fraction": 0.5}, "cache.num_pages: excludes cache.memory_fraction, and both are"),
+        ({"cache__compact_pages_per_step": 8}, "cache.compact_pages_per_step: read only where"),
+        ({"scheduler__victim": "lowest_prio"}, "scheduler.victim: 'lowest_prio' is not allowed; it must be"),
+        ({"scheduler__num_slots": 65}, "scheduler.num_slots: 65 is more than scheduler.max_batch_tokens"),
+        ({"scheduler__max_request_tokens": 1010}, "scheduler.max_request_tokens: 1010 is more than the 1009"),
     ],
 )
 def test_contradictions_and_values_out_of_range_are_refused(changes, message):
@@ -140,10 +77,6 @@ def test_the_limits_themselves_are_allowed():
     made(scheduler__max_batch_tokens=4)
     made(device__kind="npu", device__virtual=True, device__virtual_fp32=True, device__graphs=4)
     made(scheduler__policy="static", scheduler__batch_size=4, scheduler__max_wait_ms=0)
-
-
-def test_the_fix_for_too_few_pages_is_enough():
-    made(scheduler__max_request_tokens=1010, cache__num_pages=65)
 
 
 def test_every_key_has_a_meaning_a_range_and_a_default_in_it():
@@ -177,15 +110,6 @@ def test_a_profile_stands_between_a_recipe_and_its_overrides():
     assert reading.origin("scheduler.num_slots") == "command line: scheduler.num_slots=8"
     assert reading.origin("scheduler.chunk_tokens").startswith("recipes/profiles/low_latency.yaml:")
     assert reading.origin("model.path").endswith("recipes/tiny/cpu.yaml:3")
-
-
-def test_profiles_hold_the_values_of_the_sources():
-    tiny = {name: load(ROOT / "recipes/tiny/cpu.yaml", [], name) for name in profiles()}
-    high, low, small = (tiny[name] for name in ("high_throughput", "low_latency", "memory_constrained"))
-    assert (high.scheduler.num_slots, high.scheduler.chunk_tokens, high.scheduler.queue) == (512, 1024, "sjf")
-    assert (low.scheduler.num_slots, low.scheduler.chunk_tokens, low.scheduler.queue) == (32, 256, "fcfs")
-    assert (small.scheduler.num_slots, small.cache.host_gib) == (64, 32)
-    assert (small.cache.num_pages - 1) * small.cache.page_size == 4096
 
 
 def test_an_unknown_profile_is_refused_with_the_nearest_name():

@@ -28,12 +28,9 @@ from recipes.schema.scheduler_section import SchedulerSection
 from tests.each_of import each_of
 
 DYNAMIC = {
-    "chunk": "dynamic",
-    "min_chunk_tokens": 64,
-    "max_chunk_tokens": 256,
-    "chunk_stages": 5,
+    "chunk": "dynamic", "min_chunk_tokens": 64, "max_chunk_tokens": 256, "chunk_stages": 5,
     "staged_tokens": 500,
-}
+}  # fmt: skip
 ADAPTIVE = {"chunk": "adaptive", "min_chunk_tokens": 32, "max_chunk_tokens": 256, "target_itl_ms": 50.0}
 STATIC = {"policy": "static", "batch_size": 4, "max_wait_ms": 1.0}
 
@@ -49,68 +46,29 @@ def whole(**values: Any) -> SchedulerSection:
 @each_of(
     "values, message",
     [
-        (
-            {"num_slots": 600},
-            "num_slots: 600 is more than scheduler.max_batch_tokens (512), so that not every slot",
-        ),
+        ({"num_slots": 600}, "num_slots: 600 is more than scheduler.max_batch_tokens (512), so that not"),
         ({"chunk_tokens": 513}, "chunk_tokens: 513 is more than scheduler.max_batch_tokens (512)"),
-        (
-            {**DYNAMIC, "max_chunk_tokens": 1024},
-            "max_chunk_tokens: 1024 is more than scheduler.max_batch_tokens",
-        ),
-        (
-            {**ADAPTIVE, "min_chunk_tokens": 288},
-            "min_chunk_tokens: 288 is more than scheduler.max_chunk_tokens (256)",
-        ),
-        (
-            {"target_itl_ms": 50.0},
-            "target_itl_ms: read only where scheduler.chunk is adaptive, and it is fixed",
-        ),
+        ({**DYNAMIC, "max_chunk_tokens": 1024}, "max_chunk_tokens: 1024 is more than"),
+        ({**ADAPTIVE, "min_chunk_tokens": 288}, "min_chunk_tokens: 288 is more than"),
+        ({"target_itl_ms": 50.0}, "target_itl_ms: read only where scheduler.chunk is adaptive, and it is"),
         ({"tile_tokens": 64}, "tile_tokens: read only where scheduler.chunk is dynamic or adaptive"),
-        (
-            {**DYNAMIC, "chunk_tokens": 64},
-            "chunk_tokens: read only where scheduler.chunk is fixed, and it is dynamic",
-        ),
-        (
-            {"policy": "split", "num_slots": 512},
-            "max_batch_tokens: 512 leaves too little for prompts beside one decode for each slot (512)",
-        ),
+        ({**DYNAMIC, "chunk_tokens": 64}, "chunk_tokens: read only where scheduler.chunk is fixed, and it"),
+        ({"policy": "split", "num_slots": 512}, "max_batch_tokens: 512 leaves too little for prompts beside"),
         ({"prompt_share": 0.5}, "prompt_share: read only where scheduler.policy is split"),
         ({"policy": "split", "prompt_share": 0.99}, "prompt_share: 0.99 of 512 tokens leaves 6 for decodes"),
-        (
-            {"policy": "split", "prompt_share": 0.001},
-            "prompt_share: 0.001 of 512 tokens leaves 512 for decodes",
-        ),
-        (
-            {**STATIC, **ADAPTIVE},
-            "chunk: read only where scheduler.policy is stall_free or split, and it is static",
-        ),
-        (
-            {"policy": "orca", "chunk_tokens": 64},
-            "chunk_tokens: read only where scheduler.policy is stall_free or split, and it is orca",
-        ),
+        ({"policy": "split", "prompt_share": 0.001}, "prompt_share: 0.001 of 512 tokens leaves 512 for"),
+        ({**STATIC, **ADAPTIVE}, "chunk: read only where scheduler.policy is stall_free or split, and it is"),
+        ({"policy": "orca", "chunk_tokens": 64}, "chunk_tokens: read only where scheduler.policy is"),
         ({"policy": "prefill_first", "max_request_tokens": 513}, "max_request_tokens: 513 is more than"),
-        (
-            {**STATIC, "max_long_prefills": 2},
-            "max_long_prefills: read only where scheduler.policy is stall_free or",
-        ),
+        ({**STATIC, "max_long_prefills": 2}, "max_long_prefills: read only where scheduler.policy is"),
         ({"max_long_prefills": 2}, "long_prompt_tokens: required where scheduler.max_long_prefills is set"),
         ({"deadline_s": 1.0}, "deadline_s: read only where scheduler.queue is deadline, and it is fcfs"),
         ({"queue": "deadline"}, "deadline_s: required where scheduler.queue is deadline"),
-        (
-            {"queue": "sjf", "length_s": 1.0},
-            "length_s: read only where scheduler.queue is priority, and it is sjf",
-        ),
-        (
-            {"outrank": True},
-            "outrank: read only where scheduler.queue is priority, and it is fcfs; leave it out",
-        ),
+        ({"queue": "sjf", "length_s": 1.0}, "length_s: read only where scheduler.queue is priority, and it"),
+        ({"outrank": True}, "outrank: read only where scheduler.queue is priority, and it is fcfs; leave it"),
         ({"tenant_weights": {"a": 2}}, "tenant_weights: read only where scheduler.fair_tenants is true"),
         ({"fair_tenants": True, "tenant_weights": {"a": 0}}, "tenant_weights: 'a': 0 is not a weight"),
-        (
-            {"fair_tenants": True, "tenant_weights": {"a": "much"}},
-            "tenant_weights: 'a': 'much' is not a weight",
-        ),
+        ({"fair_tenants": True, "tenant_weights": {"a": "much"}}, "tenant_weights: 'a': 'much' is not a"),
     ],
 )
 def test_what_cannot_stand_together_is_refused(values: dict[str, Any], message: str) -> None:

@@ -8,8 +8,7 @@ from recipes import divisions
 from recipes.__main__ import main
 from recipes.assembly.families import SUPPORTED
 from recipes.schema import verb
-from recipes.schema.keys import table
-from recipes.schema.recipe import ROOT, Recipe
+from recipes.schema.recipe import ROOT
 
 LLAMA = "recipes/bench/llama_125m.yaml"
 
@@ -29,18 +28,6 @@ def test_show_prints_each_key_with_its_origin_and_the_sizing(capsys):
     assert "model llama, 124.7 M parameters, bfloat16" in lines
     assert "a page 32 tokens, 384.0 KiB over 12 layers" in lines
     assert "longest request 2,048 tokens (the model's positions)" in lines
-
-
-def test_show_names_the_profile_as_the_origin(capsys):
-    main(["show", LLAMA, "scheduler.queue=sjf", "--profile", "low_latency"])
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "scheduler.chunk_tokens 256 recipes/profiles/low_latency.yaml:9" in lines
-    assert "scheduler.queue sjf command line: scheduler.queue=sjf" in lines
-
-
-def test_show_names_the_base_as_the_origin(capsys):
-    main(["show", "recipes/bench/llama_1b1.yaml"])
-    assert f"{LLAMA}:27" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -91,11 +78,6 @@ def test_show_refuses_what_the_operators_of_the_product_do_not_take(capsys, keys
     with pytest.raises(ValueError, match=words):
         main([*recipe, *keys])
     assert "cache.dtype" in capsys.readouterr().out
-
-
-def test_keys_prints_the_table_of_the_readme(capsys):
-    main(["keys"])
-    assert capsys.readouterr().out == table(Recipe)
 
 
 @pytest.mark.slow

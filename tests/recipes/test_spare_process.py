@@ -173,37 +173,9 @@ def test_its_priority_is_restored_from_outside(has_group: bool) -> None:
     assert found == {ours} if priorities_can_rise() else found <= {ours, LAST}
 
 
-def test_a_session_may_have_no_niceness_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The file is there and empty, as in the first session of a container; a spare process has one."""
-    ours = tmp_path / "autogroup"
-    ours.touch()
-    monkeypatch.setattr(spare_process, "AUTOGROUP", ours)
-    assert session_niceness() == 0
-    spare_process.set_session_niceness(LAST)
-    assert not ours.read_text()
-    assert not capsys.readouterr().err
-    with spare("wait") as process:
-        assert process.stdout is not None
-        for _ in range(2):
-            process.stdout.readline()
-        restore_priority(process.pid)
-        *_, after = process.stdout.read().splitlines()
-    assert after.startswith("after ")
-
-
 @pytest.mark.parametrize(
     ("told", "niceness"),
-    [
-        ("/autogroup-12 nice 0\n", 0),
-        ("/autogroup-3087 nice -11\n", -11),
-        ("", None),
-        ("/autogroup-12 nice\n", None),
-        ("off\n", None),
-        (b"\xff", None),
-        (None, None),
-    ],
+    [("/autogroup-3087 nice -11\n", -11), ("/autogroup-12 nice\n", None), (b"\xff", None), (None, None)],
 )
 def test_what_a_system_tells_of_a_session_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str | bytes | None, niceness: int | None

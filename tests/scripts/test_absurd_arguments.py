@@ -107,9 +107,8 @@ def test_no_command_writes_over_what_it_reads(tmp_path: Path) -> None:
         assert file.read_text() == text
 
 
-@pytest.mark.parametrize("verb", ["benchmark", "simulate", "trace"])
-def test_help_is_there_without_docstrings(verb: str) -> None:
-    command = [sys.executable, "-OO", "-m", f"scripts.{verb}", "--help"]
+def test_help_is_there_without_docstrings() -> None:
+    command = [sys.executable, "-OO", "-m", "scripts.trace", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, "")
     assert "None" not in done.stdout

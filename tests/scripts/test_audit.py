@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmark.gate.gate import ANYWHERE, LAWS, published
 from scripts.audit import main
 from tests.simulation.queue import honest
 
@@ -37,20 +34,6 @@ def test_a_result_passes_or_is_refused_with_the_law_and_the_numbers(
     assert list(verdict["refused"]) == ["served <= offered", "recount"]
 
 
-def test_each_row_of_the_sources_is_told_with_its_laws(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--sources"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert all(any(row.name in line for line in lines) for row in published())
-    assert main(["--sources", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {each["outcome"] for each in told} == {"refused"}
-
-
-def test_laws_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--laws"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(LAWS) + len(ANYWHERE)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [("{", "is not JSON"), ("[1]", "holds no object"), ("{}", "no law can be checked")],
@@ -59,14 +42,3 @@ def test_an_unusable_file_is_said_to_be_one(content: str, message: str, file: Pa
     file.write_text(content)
     with pytest.raises(ValueError, match=rf"result.json.*{message}"):
         main([str(file)])
-
-
-def test_how_the_command_ends(file: Path) -> None:
-    def status(content: str) -> int:
-        file.write_text(content)
-        command = [sys.executable, "-m", "scripts.audit", str(file)]
-        return subprocess.run(command, capture_output=True).returncode
-
-    assert status('{"requests_per_s": 4, "offered_per_s": 5}') == 0
-    assert status('{"requests_per_s": 40, "offered_per_s": 5}') == 1
-    assert status('{"requests_per_s": "40"}') == 2

@@ -23,12 +23,8 @@ from tests.serving.test_lost_ranks import followers, wait_for_end
 from tests.test_imports import ROOT
 
 RECIPE = (
-    TINY,
-    "parallel.tensor=2",
-    "parallel.nodes=[127.0.0.1,127.0.0.1]",
-    "device.compile=false",
-    "device.threads=1",
-    "server.step_timeout_s=300",
+    *(TINY, "parallel.tensor=2", "parallel.nodes=[127.0.0.1,127.0.0.1]", "device.compile=false"),
+    *("device.threads=1", "server.step_timeout_s=300"),
 )
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmark.recordings import CUT_SHORT
 from borders.files import in_one_line
-from recipes.schema import verb
 from recipes.tiny.corpus import messages
 from scripts.generate import main
 from scripts.replay import main as replay
@@ -38,12 +35,7 @@ def test_sums_chats_and_token_ids_are_answered_and_bad_lines_are_named(tmp_path:
         tmp_path,
         [
             {"id": "sum", "prompt": "12+7=", "temperature": 0, "max_tokens": 8},
-            {
-                "id": "chat",
-                "messages": messages("123+456"),
-                "temperature": 0,
-                "max_tokens": 24,
-            },
+            {"id": "chat", "messages": messages("123+456"), "temperature": 0, "max_tokens": 24},
             {"id": "late", "prompt": "30+12=", "temperature": 0, "max_tokens": 8, "arrival_s": 0.2},
             {"id": "ids", "prompt_token_ids": [5, 6, 7], "max_tokens": 3, "ignore_eos": True, "logprobs": 2},
             {"id": "typo", "prompt": "1+1=", "max_tokns": 3},
@@ -59,53 +51,15 @@ def test_sums_chats_and_token_ids_are_answered_and_bad_lines_are_named(tmp_path:
     assert "maximum context length is" in records["long"]["error"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([RECIPE, "cache.page_sise=4", "--prompt", "1"], "cache.page_size"),
-        (["recipes/none.yaml", "--prompt", "1"], "none.yaml"),
-        ([RECIPE, "--input", "missing.jsonl", "--output", "-"], "missing.jsonl"),
-        ([RECIPE, "--input", "-"], "--output is missing"),
-    ],
-)
-def test_what_is_unusable_ends_with_one_line_and_status_2(
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["generate", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        verb.run(main)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert (ended.value.code, message in line) == (2, True), line
-
-
-def test_a_line_that_is_no_unicode_fails_alone() -> None:
+def test_a_line_that_is_no_unicode_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = b'{"id": "good", "prompt": "12+7=", "temperature": 0}'
     lines = [b'{"id": "bad", "prompt": "12+7=\xff"}', b'{"id": "\\ud800", "prompt": "1+1="}', good]
-    command = [sys.executable, "-m", "scripts.generate", RECIPE, *QUICK, "--input", "-", "--output", "-"]
-    done = subprocess.run(command, input=b"\n".join(lines), capture_output=True, check=True)
-    bad, half, answered = map(json.loads, done.stdout.splitlines())
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
+    main([RECIPE, *QUICK, "--input", str(tmp_path / "in.jsonl"), "--output", "-"])
+    bad, half, answered = map(json.loads, capsys.readouterr().out.splitlines())
     assert bad["error"] == "line 1: not UTF-8 at column 31"
     assert (half["id"], half["error"][:15]) == ("\ud800", "line 2: id is n")
     assert (answered["id"], answered["text"]) == ("good", "19")
-
-
-def test_a_prompt_prints_its_answer_and_a_chat_is_wrapped_by_the_template(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    main([RECIPE, *QUICK, "--prompt", "12+7=", "--max-tokens", "8"])
-    assert capsys.readouterr().out.startswith("19")
-    main([RECIPE, *QUICK, "--chat", "What is 123 plus 456?", "--max-tokens", "24"])
-    assert "579" in capsys.readouterr().out
-
-
-def test_a_reader_that_leaves_is_no_error() -> None:
-    command = f"{sys.executable} -m scripts.generate {RECIPE} --prompt 1+1= | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    assert done.stdout.split() in (["0"], ["141"])
 
 
 def test_answers_that_are_there_are_kept_where_no_engine_can_be_built(tmp_path: Path) -> None:
@@ -120,9 +74,9 @@ def test_answers_that_are_there_are_kept_where_no_engine_can_be_built(tmp_path: 
 def test_where_a_recording_reaches_a_limit_no_answer_is_lost_and_the_recording_stays_readable(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [{"id": f"{n}", "prompt": "1+1=", "max_tokens": 20, "ignore_eos": True} for n in range(40)]
+    lines = [{"id": f"{n}", "prompt": "1+1=", "max_tokens": 20, "ignore_eos": True} for n in range(12)]
     path, limits = tmp_path / "recording", resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # any file's, as by `ulimit -f`
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, limits[1]))  # any file's, as by `ulimit -f`
     try:
         records = generate(tmp_path, lines, f"scheduler.record={path}", "scheduler.num_slots=2")
     finally:
@@ -133,7 +87,7 @@ def test_where_a_recording_reaches_a_limit_no_answer_is_lost_and_the_recording_s
         f"recording ended: {path}: file too large; raise the limit (ulimit -f), or write elsewhere;"
         " serving goes on without it"
     )
-    assert path.stat().st_size == 20_000
+    assert path.stat().st_size == 6_000
     assert replay([str(path)]) == CUT_SHORT
     assert "every decision is the same" in capsys.readouterr().out
 
@@ -188,8 +142,8 @@ def test_a_run_that_ended_too_early_is_gone_on_with(tmp_path: Path) -> None:
     expected = answers_of(tmp_path / "whole.jsonl")
     assert len(expected) == 7
     target = tmp_path / "out.jsonl"
-    further = cases((), (0, len(whole) // 2))
-    for num_bytes in (None, len(whole) // 3, len(whole) - 1, *further):
+    further = cases((), (0, len(whole) // 2, len(whole) - 1))
+    for num_bytes in (None, len(whole) // 3, *further):
         if num_bytes is not None:
             target.write_bytes(whole[:num_bytes])
         main([*generate_all, "--output", str(target), "--resume"])
@@ -200,18 +154,14 @@ def test_only_the_same_input_is_gone_on_with(tmp_path: Path) -> None:
     generate(tmp_path, MIXED[:2][:1])
     before = (tmp_path / "out.jsonl").read_bytes()
     source = tmp_path / "in.jsonl"
+    asked = [RECIPE, *QUICK, "--input", str(source), "--output", str(tmp_path / "out.jsonl")]
     for line, message in (
-        (
-            {"id": "other", "prompt": "1+1="},
-            "line 1 answers the request 'sum', which the input does not hold",
-        ),
+        ({"id": "other", "prompt": "1+1="}, "line 1 answers the request 'sum', which the input does not"),
         ({"id": "sum", "prompt": "12+7=19"}, "line 1 answers a prompt of"),
     ):
         source.write_text(json.dumps(line) + "\n")
         with pytest.raises(ValueError, match=message):
-            main(
-                [RECIPE, *QUICK, "--input", str(source), "--output", str(tmp_path / "out.jsonl"), "--resume"]
-            )
+            main([*asked, "--resume"])
         assert (tmp_path / "out.jsonl").read_bytes() == before
     with pytest.raises(ValueError, match="--resume needs --output"):
         main([RECIPE, "--prompt", "a", "--resume"])

@@ -80,17 +80,15 @@ def test_threads_are_bound_where_sockets_are_many(
     uname.parent.mkdir()
     uname.write_text(f"#!/bin/sh\necho {machine}\n")
     uname.chmod(0o755)
-    done = launch(
-        "--dry-run", "generate", NPU, ASCEND=ascend, PATH=f"{uname.parent}:{os.environ['PATH']}"
-    )  # fmt: skip
+    path = f"{uname.parent}:{os.environ['PATH']}"
+    done = launch("--dry-run", "generate", NPU, ASCEND=ascend, PATH=path)
     assert done.returncode == 0
     assert ("launch: CPU_AFFINITY_CONF=1,npu_affine:1,bind_irq:0" in done.stderr) == is_bound
 
 
 def test_what_the_user_set_stays(ascend: str) -> None:
-    done = launch(
-        "--dry-run", "generate", NPU, ASCEND=ascend, ASCEND_TOOLKIT_HOME="/mine", TASK_QUEUE_ENABLE="2"
-    )  # fmt: skip
+    set_by_user = {"ASCEND_TOOLKIT_HOME": "/mine", "TASK_QUEUE_ENABLE": "2"}
+    done = launch("--dry-run", "generate", NPU, ASCEND=ascend, **set_by_user)
     assert done.returncode == 0
     assert "cann/set_env.sh" not in done.stderr
     assert "TASK_QUEUE_ENABLE" not in done.stderr
@@ -102,17 +100,8 @@ def test_a_stand_in_needs_no_cann() -> None:
     assert "set_env.sh" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--prompt", "x.yaml", CPU],
-        ["--prompt=x.yaml", CPU],
-        ["--log", CPU, "--prompt", "device.kind=npu"],
-        ["--output", "none.yml", CPU, "--prompt", "a"],
-    ],
-)
-def test_a_value_of_an_option_is_no_recipe(arguments: list[str]) -> None:
-    done = launch("--dry-run", "generate", *arguments)
+def test_a_value_of_an_option_is_no_recipe() -> None:
+    done = launch("--dry-run", "generate", "--output", "x.yml", CPU, "--prompt", "device.kind=npu")
     assert done.returncode == 0, done.stderr
     assert "CANN" not in done.stderr
 
@@ -165,27 +154,6 @@ def test_what_cannot_be_launched_is_one_line(arguments: list[str], words: str) -
     assert words in done.stderr
     lines = [line for line in done.stderr.splitlines() if "LD_PRELOAD" not in line]
     assert len(lines) == 1
-
-
-def test_a_library_whose_path_the_loader_would_cut_is_left_out(tmp_path: Path) -> None:
-    copy = tmp_path / "a b"
-    (copy / "scripts").mkdir(parents=True)
-    for name in ("launch.sh", "cann.sh", "generate.py"):
-        (copy / "scripts" / name).write_text((ROOT / "scripts" / name).read_text())
-    (copy / "lib").mkdir()
-    (copy / "lib/libiomp5.so").touch()
-    stand_in = copy / "python"
-    stand_in.write_text(
-        f"#!/bin/sh\ncase \"$*\" in *sys.prefix*) echo '{copy}' ;; *launched*) printf 'cpu\\n0\\n' ;; esac\n"
-    )
-    stand_in.chmod(0o755)
-    done = subprocess.run(
-        ["bash", "scripts/launch.sh", "--dry-run", "generate", "a"],
-        cwd=copy, env={"PATH": os.environ["PATH"], "PYTHON": str(stand_in)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0
-    assert "libiomp5" not in done.stderr
 
 
 TWO = ("parallel.tensor=2", "parallel.nodes=[10.0.0.1,10.0.0.2]")

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ import pytest
 
 from recipes.cluster.ray_replica import Ports
 from recipes.schema.recipe import ROOT
-from scripts.on_ray import fleet, parser
+from scripts import on_ray
 from tests.patience import PATIENCE_S
+from tests.serving.router.under_fire import fleet
 
 TINY = "recipes/tiny/cpu.yaml"
 HEAD = """
@@ -38,7 +39,7 @@ finally:
 
 
 def asked(*arguments: str) -> Any:
-    return fleet(parser().parse_args([*arguments]))
+    return on_ray.fleet(on_ray.parser().parse_args([*arguments]))
 
 
 def test_a_command_line_is_what_each_replica_runs() -> None:
@@ -101,12 +102,6 @@ def test_an_agent_ends_with_what_it_holds(tmp_path: Path) -> None:
         agent.kill()
         agent.wait()
     until(lambda: not is_there(held))
-
-
-def test_ports_are_free_and_have_neighbours() -> None:
-    ports = [Ports.free() for _ in range(20)]
-    for each in ports:
-        assert len({each.server, each.ranks, each.events, each.events + 1}) == 4
 
 
 def is_there(process: int) -> bool:
@@ -173,7 +168,7 @@ class Clients:
 
     def __init__(self, url: str, count: int, max_tokens: int) -> None:
         self.url, self.max_tokens = url, max_tokens
-        self.ends, self.told_s = Counter[str](), list[float]()
+        self.ends = Counter[str]()
         self._is_over = threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(n,), daemon=True) for n in range(count)]
         for each in self._threads:
@@ -190,7 +185,6 @@ class Clients:
                     self.ends["whole"] += data.count(b'"finish_reason":"length"')
                 elif b'"code":"replica_lost"' in data and b"[DONE]" not in data:
                     self.ends["told"] += 1
-                    self.told_s.append(time.monotonic())
                 else:
                     self.ends[f"{response.status_code} {data[-300:]!r}"] += 1
 
@@ -201,27 +195,13 @@ class Clients:
             assert not each.is_alive()
 
 
-class Watch:
-    """What a router tells of its replicas."""
-
-    def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=PATIENCE_S)
-
-    def close(self) -> None:
-        self._http.close()
-
-    def told(self) -> dict[str, Any]:
-        time.sleep(0.2)
-        told: dict[str, Any] = self._http.get("/fleet").json()
-        return told
-
-    def ready(self, least_open: int = 0) -> list[str]:
-        """Those that take requests, and have so many."""
-        return [
-            each["url"]
-            for each in self.told()["replicas"]
-            if each["state"] == "ready" and not each["leaves"] and each["open"] >= least_open
-        ]
+def ready(url: str, least_open: int = 0) -> list[str]:
+    """The replicas that take requests, and have so many."""
+    return [
+        each["url"]
+        for each in fleet(url)["replicas"]
+        if each["state"] == "ready" and not each["leaves"] and each["open"] >= least_open
+    ]
 
 
 def held_at(url: str) -> tuple[int, set[int]]:
@@ -256,34 +236,27 @@ def test_replicas_come_die_and_go() -> None:
         options = ("--replicas", "1:2", "--router", url, "--queued-tokens", "1000", "--more-after-s", "0")
         command = ("-m", "scripts.on_ray", *options, "--fewer-after-s", "3", "serve", TINY)
         changed = ("server.spare_engine=false", "cache.events=tcp://127.0.0.1:1", "scheduler.num_slots=4")
-        with closing(Watch(url)) as watch:
-            with running(*command, *changed, RAY_ADDRESS=head.address()) as replicas:
+        with running(*command, *changed, RAY_ADDRESS=head.address()) as replicas:
 
-                def show() -> object:
-                    return watch.told(), replicas.log[-15:]
+            def show() -> object:
+                return fleet(url), replicas.log[-15:]
 
-                until(lambda: len(watch.ready()) == 1, show)
-                crowd = Clients(url, 8, 60)
-                until(lambda: len(watch.ready(least_open=1)) == 2, show)
-                second = watch.ready()[1]
-                agent, held = held_at(second)
-                os.kill(agent, signal.SIGKILL)
-                killed_s = time.monotonic()
-                until(lambda: not any(map(is_there, held)))
-                ended_s = time.monotonic() - killed_s
-                until(lambda: len({*watch.ready()} - {second}) == 2, show)
-                again_s = time.monotonic() - killed_s
-                crowd.end()
-                some = Clients(url, 1, 20)
-                until(lambda: len(watch.ready()) == 1, show)
-                some.end()
-            assert replicas.process.returncode == 0, replicas.log[-20:]
-            told = watch.told()
+            until(lambda: len(ready(url)) == 1, show)
+            crowd = Clients(url, 8, 60)
+            until(lambda: len(ready(url, least_open=1)) == 2, show)
+            second = ready(url)[1]
+            agent, held = held_at(second)
+            os.kill(agent, signal.SIGKILL)
+            until(lambda: not any(map(is_there, held)))
+            until(lambda: len({*ready(url)} - {second}) == 2, show)
+            crowd.end()
+            some = Clients(url, 1, 20)
+            until(lambda: len(ready(url)) == 1, show)
+            some.end()
+        assert replicas.process.returncode == 0, replicas.log[-20:]
+        told = fleet(url)
     assert {*crowd.ends} <= {"whole", "told"}, crowd.ends
     assert {*some.ends} == {"whole"}, some.ends
     assert told["open"] == told["waiting"] == 0
     assert told["cut_off"] == crowd.ends["told"]
     assert told["cut_off"] + told["sent_again"] >= 1, "it was at something"
-    told_s = max([0.0, *(at_s - killed_s for at_s in crowd.told_s)])
-    print(f"told within {told_s:.2f} s, ended within {ended_s:.2f} s, two again after {again_s:.1f} s")
-    print(crowd.ends, some.ends, {name: told[name] for name in ("cut_off", "sent_again", "refused")})

@@ -3,46 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial
 
 import pytest
 
-from benchmark.verbs import BENCHMARKS, SIMULATIONS, parser_of
 from recipes.schema.reader import load
 from recipes.schema.recipe_error import RecipeError
-from scripts import generate, serve
 from serving.async_llm import AsyncLLM
 from serving.llm import LLM
-from tests.each_of import each_of
 
 TINY = "recipes/tiny/cpu.yaml"
-GIVEN = [TINY, "cache.page_size=8", "--profile", "low_latency", "cache.num_pages=9"]
-
-
-NEEDED = {  # what else a verb must be given
-    "offline": ["--trace", "a"],
-    "beside": ["--trace", "a"],
-    "": ["--trace", "a", "--device", "h200"],
-    "search": ["--trace", "a", "--device", "h200", "--ttft-ms", "1", "--itl-ms", "1"],
-    "routes": ["--trace", "a", "--dp", "2"],
-    "splits": ["--trace", "a", "--split", "1:1"],
-}
-PARSERS = {
-    f"{prog} {each.title}": (partial(parser_of, each, prog), NEEDED.get(each.title, []))
-    for prog, verbs in (("benchmark", BENCHMARKS), ("simulate", SIMULATIONS))
-    for each in verbs
-    if each.takes_recipe
-}
-PARSERS |= {"generate": (generate.parser, ["--prompt", "a"]), "serve": (serve.parser, [])}
-
-
-@each_of("verb", PARSERS)
-def test_every_verb_takes_a_recipe_overrides_and_a_profile(verb: str) -> None:
-    parser, others = PARSERS[verb]
-    options = parser().parse_intermixed_args([*GIVEN, *others])
-    assert options.recipe == TINY
-    assert list(options.overrides) == ["cache.page_size=8", "cache.num_pages=9"]
-    assert options.profile == "low_latency"
 
 
 def test_both_classes_of_the_python_api_are_made_alike() -> None:

@@ -65,7 +65,6 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ASKING = threading.Lock()  # answers come in the order of the requests
 _LONGEST_REQUEST, _MOST_FILES = 1 << 17, 32
 CODE = "-c"  # it replaces a module's name: its first argument is run
-LEADING = (CODE, "tests.recipes.spread_engine")  # whose arguments do not say whether there are more ranks
 FORKED = "--multiprocessing-fork"  # a command of `multiprocessing` ends with it
 READY = b"ready"
 _spawns = multiprocessing.util.spawnv_passfds
@@ -343,7 +342,7 @@ def run(request: dict[str, Any], files: list[int]) -> None:
         if module.startswith("scripts."):
             nest = _nest()
             vars(asyncio)["create_subprocess_exec"] = Engines(nest).start
-        if module in LEADING or is_divided:
+        if module == CODE or is_divided:  # the arguments of code do not say whether there are more ranks
             nest = nest or _nest()
             vars(rank_process)["subprocess"] = Ranks(nest)
             vars(multiprocessing.util)["spawnv_passfds"] = Spawns(nest)
