@@ -29,7 +29,6 @@ from tests.models.families import VARIANTS, expected_logprobs, make
 from tests.models.test_shared_weights import Rank
 from tests.recipes.published import DEEPSEEK_V2_LITE, DEEPSEEK_V3
 
-ON_NPU = [pytest.mark.npu, pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")]
 TOKENS = torch.randint(0, 160, (120,), generator=torch.Generator().manual_seed(5)).tolist()
 GROUPS = {"num_groups": 4, "num_chosen_groups": 2}
 ROUTERS = {

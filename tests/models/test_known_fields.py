@@ -64,7 +64,7 @@ def test_no_field_of_transformers_class_is_unknown(family: str) -> None:
     assert FIELDS[family].unknown(dict.fromkeys(names)) == []
 
 
-@pytest.mark.parametrize("family", CLASSES)
+@each_of("family", CLASSES)
 def test_what_a_family_reads_changes_its_decoder_or_is_refused(family: str, stored: Stored) -> None:
     hf, fields = stored(family)[1], FIELDS[family]
     if family == "deepseek_v2":
@@ -81,7 +81,7 @@ def test_what_a_family_reads_changes_its_decoder_or_is_refused(family: str, stor
         assert outcome(each | {name: {"no": "value"}}) != outcome(each), f"{name} is not read"
 
 
-@pytest.mark.parametrize("family", CLASSES)
+@each_of("family", CLASSES)
 def test_what_is_left_out_is_what_transformers_takes(family: str, stored: Stored) -> None:
     hf, fields = stored(family)[1], FIELDS[family]
     # Without num_nextn_predict_layers no layer is passed over, which a file without the field has not; 128
@@ -122,7 +122,7 @@ def test_what_has_no_effect_here_has_none_there(family: str, stored: Stored, tmp
     assert torch.equal(*seen)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_of("family", FAMILIES)
 def test_fields_that_cannot_be_honoured_are_refused_by_name(family: str, stored: Stored) -> None:
     hf = stored("deepseek_v3" if family == "kimi_k2" else family)[1] | {"model_type": family}
     plain = decoder_config(hf)
