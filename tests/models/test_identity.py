@@ -38,10 +38,10 @@ FAST += ("qwen3_moe_window", "mixtral_window", "deepseek_v2", "deepseek_v3", "gl
 # Plain attention meets the same steps, and has every checkpoint's log-probabilities in test_decoder.py
 IN_PLAIN_TORCH = ("llama_dynamic", "mistral_window", "gpt_oss", "deepseek_v3")
 ALL = {each.name: each for each in VARIANTS}
-# One of each family, and each kind of rope that turns by length: further options of a family reach attention
-# in the same ways, and have their log-probabilities in test_decoder.py
+# Further options of a family reach attention in the same ways, and have their log-probabilities in
+# test_decoder.py
 OF_FAMILY = {each.family: name for name, each in ALL.items()} | {ALL[name].family: name for name in FAST}
-NAMES = cases(sorted({*OF_FAMILY.values(), "phi3_long", "hunyuan_alpha"}), [*ALL])
+NAMES = cases(sorted(OF_FAMILY.values()), [*ALL])
 ELSEWHERE = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen3_layer_types")  # others than a CPU's
 
 
