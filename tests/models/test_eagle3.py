@@ -152,13 +152,13 @@ def test_ranks_share_a_head_and_say_what_one_says(
     """
     model, path = target_of(replace(LLAMA, options={"num_key_value_heads": 2 // contexts}), tmp_path)
     head = head_for(model, tmp_path / "head", draft_vocab=121, owns_embedding=owns)
-    plain = serve(engine_of(path, "cpu"), most=NUM_SERVED)
+    plain = serve(engine_of(path, "cpu"))
     two = {"parallel.tensor": tensors, "parallel.context": contexts, "parallel.pipeline": stages}
     # A watched runner starts steps, as overlap does; divided rows are those of prompts
     more = {"device.attention": "reference", "scheduler.overlap": "true", "parallel.least_divided_tokens": 16}
     engine = engine_of(path, "cpu", head, 4, **two, **more)
     watched = Watched(engine)
-    drafted = tokens_of(serve(engine, most=NUM_SERVED))
+    drafted = tokens_of(serve(engine))
     engine.observer.close()
     assert drafted == tokens_of(plain)
     num_made, num_right = check_head_drafts(Published(model, head), watched.drafts, drafted)
