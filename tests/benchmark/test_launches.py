@@ -20,7 +20,7 @@ from recipes.machine import Npu, start
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import section, stand_in_alone
-from tests.models.test_gpt_oss import HUB
+from tests.models.test_published_files import GPT_OSS
 from tests.recipes import published
 from tests.thorough import cases
 
@@ -233,7 +233,7 @@ def test_a_captured_step_of_a_draft_model_is_a_replay() -> None:
 def test_clamped_experts_are_two_products() -> None:
     """Of gpt-oss-20b's sizes, whose layers took 620 while each of 32 experts was multiplied by itself."""
     left_out = {"quantization_config", "rope_scaling"}
-    hf = {key: value for key, value in HUB.items() if key not in left_out}
+    hf = {key: value for key, value in GPT_OSS.items() if key not in left_out}
     hf |= {"num_hidden_layers": 2, "vocab_size": 2048, "eos_token_id": 2}
     steps = steps_of("qwen3_moe/qwen3_30b_a3b_910b_tp2", chosen_of(written(hf)))
     assert {step["a_layer"] for step in steps.values()} == {18}

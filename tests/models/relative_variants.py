@@ -53,20 +53,13 @@ RELATIVES = [
         },
         shard_size="60KB",
     ),
-    Variant("seed_oss", "seed_oss", {"head_dim": 24}),
+    Variant("seed_oss", "seed_oss", {"head_dim": 24, "attention_bias": False}),
     Variant(
         "seed_oss_biased",
         "seed_oss",
         {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
         LLAMA3,
         saved_as=torch.bfloat16,
-    ),
-    Variant(
-        "seed_oss_unbiased",
-        "seed_oss",
-        {"head_dim": 32, "attention_bias": False, "num_key_value_heads": 1, "rms_norm_eps": 1e-3},
-        yarn(),
-        shard_size="60KB",
     ),
     Variant(
         "hy_v3",
@@ -84,25 +77,12 @@ RELATIVES = [
             "num_experts_per_tok": 2,
             "num_shared_experts": 2,
             "router_scaling_factor": 0.7,
+            "enable_moe_fp32_combine": False,
             "mlp_layer_types": ["sparse", "dense", "sparse"],
             "tie_word_embeddings": True,
         },
         yarn(),
         saved_as=torch.bfloat16,
-    ),
-    Variant(
-        "hy_v3_one",
-        "hy_v3",
-        {
-            "head_dim": 24,
-            "num_key_value_heads": 1,
-            "moe_intermediate_size": 40,
-            "num_experts": 4,
-            "num_experts_per_tok": 1,
-            "enable_moe_fp32_combine": False,
-        },
-        LLAMA3,
-        shard_size="60KB",
     ),
     Variant("ernie4_5", "ernie4_5", {"head_dim": 16}),
     Variant(
@@ -112,7 +92,6 @@ RELATIVES = [
         yarn(),
         saved_as=torch.bfloat16,
     ),
-    Variant("ernie4_5_llama3", "ernie4_5", {"head_dim": 32, "rms_norm_eps": 1e-3}, LLAMA3, shard_size="60KB"),
     Variant(
         "ernie4_5_moe",
         "ernie4_5_moe",
@@ -172,18 +151,6 @@ RELATIVES = [
         yarn(partial_rotary_factor=0.25),
         saved_as=torch.bfloat16,
     ),
-    Variant(
-        "minimax_m2_whole",
-        "minimax_m2",
-        {
-            "head_dim": 32,
-            "intermediate_size": 40,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 1,
-            "num_key_value_heads": 4,
-        },
-        shard_size="60KB",
-    ),
     Variant("hunyuan", "hunyuan_v1_dense", {"head_dim": 16, "tie_word_embeddings": True}),
     Variant(
         "hunyuan_alpha",
@@ -191,9 +158,6 @@ RELATIVES = [
         {"head_dim": 24, "attention_bias": True, "num_key_value_heads": 1},
         {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
         saved_as=torch.bfloat16,
-    ),
-    Variant(
-        "hunyuan_yarn", "hunyuan_v1_dense", {"head_dim": 32, "rms_norm_eps": 1e-3}, yarn(), shard_size="60KB"
     ),
     Variant("hunyuan_moe", "hunyuan_v1_moe", {"head_dim": 16, "num_experts": 6, "moe_topk": 3}),
     Variant(
@@ -224,13 +188,6 @@ RELATIVES = [
         {"head_dim": 24, "sliding_window": 21, "tie_word_embeddings": True, "num_key_value_heads": 1},
         yarn(original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=1.0) | GROWTH,
         saved_as=torch.bfloat16,
-    ),
-    Variant(
-        "ministral3_fast",
-        "ministral3",
-        {"head_dim": 32},
-        yarn(original_max_position_embeddings=5) | {"llama_4_scaling_beta": 0.9},
-        shard_size="60KB",
     ),
     Variant("olmo3", "olmo3", {"sliding_window": 21}, ROPES),
     Variant(

@@ -7,7 +7,6 @@ float32.
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 import warnings
@@ -30,15 +29,16 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import settings
+from tests.each_of import each_of
 from tests.lazy import peft
 from tests.models.families import VARIANTS, VOCABULARY, followed, generated, make, wide
 from tests.thorough import cases
 
 NUM_NEW = cases(12, 24)
-# Fused and split linears, rotary heads in another order, extra norms, biases, experts beside attention
-NAMES = ("llama_biased", "qwen2_yarn", "phi3_part", "glm4", "gemma3_layer_types", "qwen3_moe")
+# Fused and split linears, rotary heads in another order, experts beside attention
+NAMES = ("phi3_part", "glm4", "qwen3_moe")
 # Ways to begin that change the base weights, in peft 0.21, and any that a later peft may add
-CHANGING_STARTS = ("pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga", "unheard_of")
+CHANGING_STARTS = ("pissa", "OLoRA", "corda", "lora_ga", "unheard_of")
 QUICK = ("phi3_part", "qwen3_moe")  # joined linears, and experts beside which attention alone is adapted
 JOINED = {"phi3_part": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
 JOINED["glm4"] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]
@@ -185,26 +185,13 @@ def test_beams_scores_and_guesses_are_those_of_merged_weights(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", cases([6], [0, 6]))  # steps with prompts are eager in both
-def test_so_they_are_on_a_virtual_npu(graphs: int, tmp_path: Path) -> None:
+def test_so_they_are_on_a_virtual_npu(tmp_path: Path) -> None:
+    """In captured steps, and in eager ones, which hold prompts."""
     model, path = make(wide(next(each for each in VARIANTS if each.name == "qwen2_yarn")), tmp_path)
     folders = [tmp_path / f"adapter{number}" for number in range(2)]
     models = [model, *(adapted(model, at, seed) for seed, at in enumerate(folders))]
-    engine = built(path, folders, *settings("npu"), f"device.graphs={graphs}").engine
+    engine = built(path, folders, *settings("npu"), "device.graphs=6").engine
     check(serve(engine, asked := prompts_of(2)), asked, models)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("name", cases(["phi3_part"], ["phi3_part", "llama_biased"]))
-def test_ranks_hold_their_parts_of_an_adapter(name: str, tmp_path: Path) -> None:
-    model, path = make(next(each for each in VARIANTS if each.name == name), tmp_path)
-    merged = adapted(model, tmp_path / "adapter", 3, target_modules=JOINED.get(name, ALL))
-    whole = built(path, [tmp_path / "adapter"], "parallel.tensor=2")
-    try:
-        check(serve(whole.engine, asked := prompts_of(1)), asked, [model, merged])
-    finally:
-        whole.engine.observer.close()
 
 
 def test_int8_weights_take_adapters(tmp_path: Path) -> None:
@@ -266,8 +253,8 @@ def test_a_place_holds_nothing_of_what_it_held() -> None:
         torch.testing.assert_close(found[0], x @ a.T @ b.T)
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
+@each_of(
+    "change, why",
     [
         ({"use_dora": True}, "use_dora: true"),
         ({"bias": "all"}, 'bias: "all"'),
@@ -283,40 +270,41 @@ def test_a_place_holds_nothing_of_what_it_held() -> None:
         ({"rank_pattern": ["q_proj"]}, "it must map linears to numbers"),
         (
             {"rank_pattern": {"q_proj": 9}},
-            "r is 9; it must be an integer from 1 to 8, for which adapters.rank leaves room",
+            "r is 9; it must be an integer from 1 to 8",
         ),
-        ({"rank_pattern": {"q_proj": "2"}}, 'r is "2"; it must be an integer from 1 to 8'),
         ({"alpha_pattern": {"q_proj": None}}, "lora_alpha is null; it must be a number from"),
-        ({"alpha_pattern": {"q_proj": 10**400}}, "it must be a number from"),
-        ({"rank_pattern": {"q_proj": 2}}, "and this model needs"),
         ({"kasa_config": {"beta": 1e-4}}, "kasa_config"),
         *(({"init_lora_weights": start}, f'init_lora_weights is "{start}"') for start in CHANGING_STARTS),
         ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion=INITIAL"),
         ({"init_lora_weights": "loftq"}, "merge it with peft: model.merge_and_unload()"),
+        # test_forty_numbers.py has other numbers
         ({"r": 9}, "r is 9; it must be an integer from 1 to 8, for which adapters.rank leaves room"),
-        ({"r": True}, "r is true; it must be an integer from 1 to 8"),
-        ({"r": 10**400}, "it must be an integer from 1 to 8, for which adapters.rank leaves room"),
-        ({"r": -(10**400)}, "it must be an integer from 1 to 8, for which adapters.rank leaves room"),
-        *(({"r": each}, "it must be an integer from 1 to 8") for each in (2.0, math.inf, "4", None, [4])),
-        *(
-            ({"lora_alpha": each}, "it must be a number from -1000000000 to 1000000000")
-            for each in (10**400, -(10**400), 10**4000, 1e300, math.inf, math.nan, True, "8", None, [8])
-        ),
+        ({"lora_alpha": 1e300}, "it must be a number from -1000000000 to 1000000000"),
         ({"use_rslora": 10**400}, "use_rslora is 1000"),
-        ({"r": 3}, "and this model needs"),
+        ({"peft_type": None}, "does not say of which kind it is; peft writes peft_type: save the adapter"),
     ],
 )
 def test_forms_that_are_not_computed_are_refused(
     change: dict[str, Any], why: str, saved: Path, adapter: Path
 ) -> None:
-    file = adapter / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(RecipeError, match=rf"adapters\.folders\.a1: .*{re.escape(why)}") as refused:
-        built(saved, [adapter])
+    said = json.loads((saved.parent / "adapter/adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(said | change))
+    with pytest.raises(ValueError, match=re.escape(why)) as refused:
+        look_at(adapter, 8)
     assert len(str(refused.value)) < 600
 
 
-@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
+@each_of("change", [{"r": 3}, {"rank_pattern": {"q_proj": 2}}, {"use_dora": True}])
+def test_a_recipe_names_the_adapter_that_is_none_of_its_model(
+    change: dict[str, Any], saved: Path, adapter: Path
+) -> None:
+    said = json.loads((saved.parent / "adapter/adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(said | change))
+    with pytest.raises(RecipeError, match=r"adapters\.folders\.a1: .*(and this model needs|use_dora: true)"):
+        built(saved, [adapter])
+
+
+@pytest.mark.parametrize("start", cases(["pissa"], ["pissa", "pissa_niter_4", "olora"]))
 def test_an_adapter_that_changed_the_base_is_read_once_peft_has_converted_it(
     start: str, tmp_path: Path
 ) -> None:
@@ -347,21 +335,11 @@ def test_an_adapter_that_changed_the_base_is_read_once_peft_has_converted_it(
     assert expected != generated(model, prompt, NUM_NEW)[0]
 
 
-@pytest.mark.parametrize("start", [False, "gaussian", "eva", "orthogonal", "mica", None])
+@each_of("start", [False, "gaussian", "eva", "orthogonal", "mica", None])
 def test_a_start_that_leaves_the_base_alone_is_taken(start: Any, adapter: Path) -> None:
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"init_lora_weights": start}))
     assert look_at(adapter, 8).rank == 4
-
-
-def test_a_form_without_a_name_is_refused(saved: Path, adapter: Path) -> None:
-    file = adapter / "adapter_config.json"
-    config = json.loads(file.read_text())
-    del config["peft_type"]
-    file.write_text(json.dumps(config))
-    why = r"adapter_config\.json does not say of which kind it is; peft writes peft_type: save the adapter"
-    with pytest.raises(RecipeError, match=rf"adapters\.folders\.a1: .*{why}"):
-        built(saved, [adapter])
 
 
 @pytest.mark.parametrize(("name", "modules"), [("llama_biased", ["lm_head"]), ("qwen2_moe", ALL)])

@@ -5,7 +5,6 @@ All searches are served at once, beside requests of other kinds, and preempted a
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,9 @@ from continuous_batching.request import Request, SamplingParams
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from tests.lazy import transformers
 from tests.models.families import VARIANTS, VOCABULARY, expected_logprobs, fresh_rope, make
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, cases
 
-TINY = ROOT / "recipes/tiny/weights"
 Answer = tuple[list[int], float]
 
 
@@ -144,12 +141,12 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_a_search_finds_what_transformers_finds(case: Case) -> None:
-    asked = searches(14, len(case.path.name), VOCABULARY)
+    asked = searches(cases(9, 14), len(case.path.name), VOCABULARY)
     engine = make_engine(case.path)
     for request, (prompt, params) in zip(serve(engine, asked), asked):
         check(request, generated(case.model, prompt, params))
-    assert engine.scheduler.counters.preemptions >= 3
-    assert engine.scheduler.counters.copied_pages >= 20
+    assert engine.scheduler.counters.preemptions >= 2
+    assert engine.scheduler.counters.copied_pages >= 12
 
 
 def test_what_changes_a_search_changes_it_as_in_transformers(case: Case) -> None:
@@ -175,17 +172,3 @@ def test_what_changes_a_search_changes_it_as_in_transformers(case: Case) -> None
             torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-4)
             best = torch.tensor([[value for _, value in line.top] for line in found.logprobs])
             torch.testing.assert_close(best, told.topk(2).values, rtol=0, atol=1e-4)
-
-
-def test_the_tiny_model_answers_as_in_transformers() -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
-    texts = ["348+275=", "One day", "从前", "What is 12+7?"]
-    eos = model.generation_config.eos_token_id
-    assert isinstance(eos, int)
-    for early in (False, True, "never"):
-        params = SamplingParams(max_tokens=20, beam_width=5, early_stopping=early)
-        prompts = [tokenizer(text).input_ids for text in texts]
-        for request, prompt in zip(serve(make_engine(TINY), [(each, params) for each in prompts]), prompts):
-            ends = dataclasses.replace(params, stop_token_ids=(eos,))
-            check(request, generated(model, prompt, ends))

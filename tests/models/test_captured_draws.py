@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -70,10 +71,16 @@ def serve(engine: Engine, ways: list[str]) -> list[tuple[list[int], str | None]]
     return [(request.answer.tolist(), request.finish_reason) for request in made]
 
 
-@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 4])
+@cache
+def eager_answers(*ways: str) -> list[tuple[list[int], str | None]]:
+    """What steps of single launches answer, one after another."""
+    return serve(engine_of(graphs=0, overlap=False), [*ways])
+
+
+@pytest.mark.parametrize("width", cases([4], [1, 4]))
 def test_drafts_are_checked_in_captured_steps(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = ["top-p", "greedy", "temperature", "greedy", "penalty", "top-k", "log-probabilities"]
-    expected = serve(engine_of(graphs=0, overlap=False), ways)
+    expected = eager_answers(*ways)
     engine = engine_of(graphs=24, overlap=True, drafts=3)
     stories = {
         each.id: [*each.prompt.tolist(), *answer] for each, (answer, _) in zip(requests(ways), expected)
@@ -112,7 +119,7 @@ def test_drafts_are_checked_in_captured_steps(width: int, monkeypatch: pytest.Mo
 def test_tokens_are_those_of_steps_that_are_not_captured(
     ways: list[str], overlaps: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = serve(engine_of(graphs=0, overlap=False), ways)
+    expected = eager_answers(*ways)
     replayed: list[object] = []
     replay = torch.npu.NPUGraph.replay
     monkeypatch.setattr(torch.npu.NPUGraph, "replay", lambda graph: replayed.append(graph) or replay(graph))
@@ -145,7 +152,7 @@ def test_what_is_no_token_is_not_looked_up_by_the_step_after_it(
 ) -> None:
     """The host is ahead of the device, which found no token for a row: the others go on."""
     ways = ["top-p", "greedy", "top-k", "greedy"]
-    expected = serve(engine_of(graphs=0, overlap=False), ways)
+    expected = eager_answers(*ways)
     engine = engine_of(graphs=graphs, overlap=True)
     runner: Any = engine.runner
     begin, failed = runner._begin, []
@@ -185,8 +192,8 @@ def test_a_device_that_cannot_capture_draws_says_what_to_do(monkeypatch: pytest.
 
 
 def test_updates_are_not_sent_behind_the_replay_that_waits_for_them() -> None:
-    ways = ["greedy", "top-p", "greedy"]
-    expected = serve(engine_of(graphs=0, overlap=False), ways)
+    ways = ["top-p", "greedy", "top-k", "greedy"]
+    expected = eager_answers(*ways)
     engine = engine_of(graphs=4, overlap=True)
     with torch.npu.stream(engine.runner.attention.update_stream):
         assert serve(engine, ways) == expected

@@ -94,6 +94,8 @@ def fitting(variant: Variant, pair: Pair) -> Variant:
 
 
 WIDE_ANGLES = ("ernie4_5", "olmo3")  # whose angles transformers keeps in float32
+# Of each kind of decoder some: dense, with windows or sinks, mixtures and latents
+IN_HALVES = ("llama", "qwen2", "qwen3", "phi3", "glm4", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3")
 # One of each family, since all would take minutes
 ONE_A_FAMILY = [*{each.family: each for each in VARIANTS}.values()]
 SOME = cases(ONE_A_FAMILY, VARIANTS)
@@ -172,7 +174,7 @@ def test_bfloat16_is_as_near_to_transformers_as_its_own_float32(checkpoints: Pat
     pairs: list[Pair] = [("cpu", "reference"), ("cpu", "fused")]  # a CPU rounds as transformers does
     ours: dict[Pair, dict[str, list[Tensor]]] = {pair: {"dense": [], "other": []} for pair in pairs}
     own: dict[str, list[Tensor]] = {"dense": [], "other": []}  # mean distances, one a variant
-    for variant in SOME:
+    for variant in cases([each for each in ONE_A_FAMILY if each.family in IN_HALVES], VARIANTS):
         exact_model, path = make(replace(variant, saved_as=torch.bfloat16), checkpoints)
         prompts = prompts_of(np.random.default_rng(8))
         exact = [expected_logprobs(exact_model, prompt) for prompt in prompts]
@@ -194,22 +196,3 @@ def test_bfloat16_is_as_near_to_transformers_as_its_own_float32(checkpoints: Pat
     for pair in pairs:
         assert sum(ours[pair]["dense"]) <= sum(own["dense"])
         assert sum(ours[pair]["other"]) <= 2 * sum(own["other"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pair", on_each("fused")[1:])  # plain torch is held more closely above
-def test_bfloat16_is_within_two_hundredths_of_the_exact_on_other_devices(
-    pair: Pair, checkpoints: Path
-) -> None:
-    of_each_kind = [each for each in ONE_A_FAMILY if each.name in QUICK_ON_NPU]
-    for variant in cases(of_each_kind, [each for each in VARIANTS if is_taken(each, pair)]):
-        model, path = make(replace(fitting(variant, pair), saved_as=torch.bfloat16), checkpoints)
-        prompts = prompts_of(np.random.default_rng(8))
-        exact = [expected_logprobs(model, prompt) for prompt in prompts]
-        seen = run_in_chunks(make_decoder(path, "bfloat16", 16, pair), prompts, seed=4)
-        apart = torch.stack([logprobs - exact[row][at] for (row, at), logprobs in seen.items()])
-        whole = torch.stack([exact[row][at] for row, at in seen])
-        most = (
-            2e-2 if recipe_families.decoder_config(recipe_families.read(path)).mixture is None else 1e-1
-        )  # roundings choose other experts
-        assert apart.norm() <= most * whole.norm(), variant.name

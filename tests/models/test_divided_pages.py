@@ -19,6 +19,7 @@ from tests.models.families import followed, make
 from tests.models.mtp_layers import target_of
 from tests.models.rank_engines import Asked, Served, serve_all
 from tests.models.test_rank_identity import CPU, GUESSES, LONGER, NPU, Crowd, variant_of
+from tests.thorough import THOROUGH
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.usefixtures("forked_ranks")]
 
@@ -36,6 +37,7 @@ def served(model: Any, path: Path, crowd: Crowd, ranks: int, *settings: str) -> 
     return leader
 
 
+@pytest.mark.skipif(not THOROUGH, reason="test_divided.py has what four ranks read")
 def test_four_ranks_that_divide_pages_answer_as_transformers_does(tmp_path: Path) -> None:
     model, path = make(variant_of("deepseek_v3", on_npus=False), tmp_path)
     happened = served(model, path, LONGER, 4, *CPU).happened

@@ -26,10 +26,10 @@ from kv_cache.pages import Index
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from tests.device_kinds import Kind, on_each, settings, stand_in_alone
+from tests.device_kinds import Kind, on_each, settings
 from tests.lazy import transformers
 from tests.models.families import VOCABULARY, Variant, expected_logprobs, make, wide
-from tests.models.test_draft_identity import FORMS
+from tests.models.test_draft_identity import FORMS, check_logprobs
 from tests.models.variants import LLAMA3
 from tests.thorough import cases
 
@@ -41,12 +41,6 @@ OTHER = Variant(
     {"head_dim": 24, "num_key_value_heads": 1, "num_attention_heads": 2, "num_hidden_layers": 1},
 )
 WINDOW = Variant("mistral_target", "mistral", {"sliding_window": 11})
-DYNAMIC = Variant(
-    "llama_dynamic_draft",
-    "llama",
-    {"max_position_embeddings": 40, "num_hidden_layers": 2},
-    {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 5.0},
-)
 
 
 def requests() -> list[Request]:
@@ -178,19 +172,13 @@ def check(target: Path, draft: Path, model: Any, kind: Kind, most: int, plain: l
     watched = Watched(engine)
     drafted = serve(engine)
     assert tokens_of(drafted) == tokens_of(plain)
-    for one, other in zip(drafted, plain):
-        for name in ("logprobs", "prompt_logprobs"):
-            found, wanted = getattr(one, name), getattr(other, name)
-            assert [each.token for each in found] == [each.token for each in wanted]
-            values = [np.array([each.logprob for each in entries]) for entries in (found, wanted)]
-            assert np.allclose(*values, atol=2e-4)
+    check_logprobs(drafted, plain)
     counters = engine.scheduler.counters
     assert counters.preemptions > 0
     assert counters.swapped_in_pages > 0
     assert counters.draft_tokens > 2 * NUM_REQUESTS
-    if model is not None:
-        assert counters.hit_tokens > 0
-        assert check_drafts(watched, drafted, model) >= counters.accepted_tokens
+    assert counters.hit_tokens > 0
+    assert check_drafts(watched, drafted, model) >= counters.accepted_tokens
     return counters.accepted_tokens / counters.draft_tokens
 
 
@@ -199,36 +187,28 @@ def test_a_draft_model_changes_no_token(tmp_path: Path) -> None:
     plain = serve(engine_of(path, "cpu"))
     near = noisy(path, 0.1)
     model = transformers.LlamaForCausalLM.from_pretrained(near, attn_implementation="eager")
-    other, far = make(OTHER, tmp_path)
     right = check(path, path, target, "cpu", 20, plain)  # more than a page of 16
     mixed = check(path, near, model, "cpu", 4, plain)
-    wrong = check(path, far, other, "cpu", 5, plain)
     assert right > mixed + 0.05
-    assert mixed > wrong + 0.05
+    assert mixed > 0.05
 
 
 @pytest.mark.slow
-def test_nor_do_windows_and_dynamic_positions(tmp_path: Path) -> None:
+def test_nor_do_windows(tmp_path: Path) -> None:
     target, path = make(WINDOW, tmp_path)
-    plain = serve(engine_of(path, "cpu"))
-    _, draft = make(DYNAMIC, tmp_path)
-    # transformers turns an answer's keys by the whole length, and nothing is shared beyond 40 tokens
-    check(path, draft, None, "cpu", 4, plain)
-    check(path, path, target, "cpu", 17, plain)
+    check(path, path, target, "cpu", 17, serve(engine_of(path, "cpu")))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", on_each("fused")[1:])
 def test_nor_does_it_on_other_devices(pair: tuple[Kind, str], tmp_path: Path) -> None:
-    target, path = make(wide(TARGET), tmp_path)
+    path = make(wide(TARGET), tmp_path)[1]
     plain = serve(engine_of(path, pair[0]))
-    check(path, path, target, pair[0], 15, plain)
     other, draft = make(wide(OTHER, 128), tmp_path)
     check(path, draft, other, pair[0], 3, plain)
 
 
-TINY, TINY_DRAFT = ROOT / "recipes/tiny/weights", ROOT / "recipes/tiny/draft"
-TINY_REQUESTS, TINY_NEW = cases(40, 200), 48
+TINY_DRAFT, TINY_NEW = ROOT / "recipes/tiny/draft", 48
 TINY_SETTINGS = [
     "scheduler.num_slots=20",
     "speculation.max_tokens=3",
@@ -256,34 +236,6 @@ def tiny_requests(engine: Engine, count: int) -> list[Request]:
     return made
 
 
-@pytest.mark.slow
-def test_as_many_drafts_are_right_as_the_probabilities_say() -> None:
-    recipe = ROOT / "recipes/tiny/cpu.yaml"
-    engine = build(load(recipe, [*TINY_SETTINGS, *CPU, *WITH_DRAFTS])).engine
-    watched = Watched(engine)
-    made = tiny_requests(engine, TINY_REQUESTS)
-    plain = tiny_requests(build(load(recipe, [*TINY_SETTINGS, *CPU])).engine, TINY_REQUESTS)
-    assert tokens_of(made) == tokens_of(plain)
-    model, draft = (
-        transformers.LlamaForCausalLM.from_pretrained(each, dtype=torch.float32, attn_implementation="eager")
-        for each in (TINY, TINY_DRAFT)
-    )
-    chances, right = [], []
-    said = {each.id: expected_logprobs(model, each.tokens.tolist()).exp().numpy() for each in made}
-    tokens = {each.id: each.tokens for each in made}
-    check_drafts(watched, made, draft)
-    for name, known, drafts in watched.drafts:
-        for ahead, token in enumerate(drafts):  # each that follows right ones
-            chances.append(said[name][known + ahead - 1, token])
-            right.append(token == tokens[name][known + ahead])
-            if not right[-1]:
-                break
-    assert len(right) > 1000
-    assert abs(np.mean(right) - np.mean(chances)) < 0.02
-    counters = engine.scheduler.counters
-    assert counters.accepted_tokens == sum(right)
-
-
 class Late(Fixed):
     """No drafts for thirty steps."""
 
@@ -301,20 +253,10 @@ class Late(Fixed):
         self._num_steps += 1
 
 
-GRAPHS = pytest.param(
-    ["scheduler.overlap=true", *settings("npu"), "device.graphs=8"],
-    marks=[pytest.mark.npu, pytest.mark.slow, stand_in_alone],
-    id="captured",
-)
-
-
-@pytest.mark.parametrize(
-    "more", [pytest.param(CPU, marks=pytest.mark.slow), [*CPU, "scheduler.overlap=true"], GRAPHS]
-)
-def test_rows_without_drafts_fall_behind_and_catch_up_in_pieces(more: list[str]) -> None:
+def test_rows_without_drafts_fall_behind_and_catch_up_in_pieces() -> None:
     recipe = ROOT / "recipes/tiny/cpu.yaml"
     limits = ["scheduler.max_batch_tokens=64", "scheduler.max_request_tokens=120"]
-    asked = [*TINY_SETTINGS, *limits, *more]
+    asked = [*TINY_SETTINGS, *limits, *CPU, "scheduler.overlap=true"]
     plain, drafted = (build(load(recipe, [*asked, *kind])).engine for kind in ([], WITH_DRAFTS))
     assert drafted.scheduler.speculation is not None
     drafted.scheduler.speculation.lengths = Late()
@@ -326,13 +268,3 @@ def test_rows_without_drafts_fall_behind_and_catch_up_in_pieces(more: list[str])
         TINY_DRAFT, dtype=torch.float32, attn_implementation="eager"
     )
     assert check_drafts(watched, made, draft) >= drafted.scheduler.counters.accepted_tokens > 100
-
-
-@pytest.mark.slow
-def test_nor_does_it_where_functions_are_compiled() -> None:
-    asked = [*TINY_SETTINGS, "device.threads=1", "device.compile=true"]
-    plain, drafted = (
-        build(load(ROOT / "recipes/tiny/cpu.yaml", [*asked, *kind])).engine for kind in ([], WITH_DRAFTS)
-    )
-    assert tokens_of(tiny_requests(drafted, 10)) == tokens_of(tiny_requests(plain, 10))
-    assert drafted.scheduler.counters.accepted_tokens > 100

@@ -26,7 +26,7 @@ from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import stand_in_alone
-from tests.models.families import VARIANTS, VOCABULARY, expected_logprobs, fresh_rope, generated, make, wide
+from tests.models.families import VARIANTS, VOCABULARY, expected_logprobs, generated, make, wide
 from tests.models.product_runs import (
     HAPPENED,
     LONGEST,
@@ -41,7 +41,7 @@ from tests.models.product_runs import (
 )
 from tests.patience import PATIENCE_S
 from tests.serving.warm import completed
-from tests.thorough import THOROUGH, cases
+from tests.thorough import cases
 
 # A test waits for the process that runs all of its product, for as long as a busy machine takes
 pytestmark = [pytest.mark.npu, stand_in_alone, pytest.mark.timeout(3600)]
@@ -52,7 +52,7 @@ LEAST_MARGIN = 1e-3  # margin of a greedy token over the next: no rounding in fl
 ROUNDED = 2.0  # how far from float32, in parts of how far transformers' own rounding is
 
 # Heads of 64 and of 128; q/k norm (qwen3), biases (qwen2, biased), windows, one key head, every kind of rope
-HEAD_DIMS = {
+DENSE = {
     "llama": 64,
     "llama_dynamic": 64,
     "llama_biased": 128,
@@ -65,27 +65,9 @@ HEAD_DIMS = {
     "gemma3_layer_types": 128,
     "internlm3_biased": 64,
 }
-CAPPED = {"gemma2": 64}
 MIXTURES = {"qwen3_moe_window": 64, "mixtral": 64, "qwen2_moe": 128, "glm4_moe": 64, "gpt_oss_half": 64}
 LATENTS = {"deepseek_v2": 64, "deepseek_v3": 64}  # whose head_dim says nothing
-# The dense ones that stand for all others: each kind of head, rope, bias and window that the product has
-FEW = {
-    "910B": ("llama_dynamic", "llama_biased", "qwen3_layer_types", "gemma3_layer_types"),
-    "310P": ("llama_biased", "qwen2_yarn"),
-    "910C": (),
-    "950": ("qwen3_layer_types",),
-}
-# These run in the product's own type as well: dense, with windows, mixtures, sinks and latents; and some run
-# eagerly. A disturbed run of any has eager steps, which hold prompts, and captured ones
-OWN_TYPES = {
-    "310P": ("llama_biased",),
-    "910B": ("qwen3_layer_types", "gpt_oss_half", "deepseek_v3"),
-    "950": ("qwen3_layer_types", "mixtral"),
-}
-EAGER = ("llama_biased", "deepseek_v3")
-OTHERS_ON_910B = cases(("mixtral", "glm4_moe", "gpt_oss_half", "deepseek_v3"), (*MIXTURES, *LATENTS))
-OTHERS_ON_950 = cases(("mixtral", "gpt_oss_half"), tuple(MIXTURES))
-ON_910 = ("gemma3_layer_types", "mixtral")
+HEAD_DIMS = DENSE | MIXTURES | LATENTS | {"gemma2": 64}
 WITH_WINDOWS = ("mistral_window", "qwen2_layer_types", "qwen3_layer_types", "gemma3_layer_types")
 QUICK = {"950": "qwen3_layer_types"}  # whose contract is least like a 910B's, which other tests have
 NO_WINDOW = r"layer \d of the model has a sliding window of \d+; attention of the 310P has none"
@@ -116,34 +98,36 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "910C": ("eager", "disturbed"),  # its contract is the 910B's
     "950": ("eager", "disturbed", "own_type"),
 }
+TAKEN = {
+    "310P": (*(name for name in DENSE if name not in WITH_WINDOWS), "mixtral"),
+    "910B": (*DENSE, *MIXTURES, *LATENTS),
+    "910C": (*DENSE, "deepseek_v3"),
+    "950": (*DENSE, *MIXTURES),
+}
+DYNAMIC = "llama_dynamic"  # which turns a token by how many there are when it comes: one pass tells no answer
 EVERY_CELL = [
-    Cell(product, name, way)
-    for product, ways in WAYS.items()
-    for name in cases(FEW[product], tuple(HEAD_DIMS))
-    for way in ways
-    if not (product == "310P" and name in WITH_WINDOWS)
-] + [
     *(
-        Cell("910", name, "eager", PLAIN)
-        for name in cases(ON_910, ("llama_dynamic", *WITH_WINDOWS, "mixtral"))
+        Cell(product, name, way)
+        for product, names in TAKEN.items()
+        for name in names
+        for way in WAYS[product]
+        if way != "own_type" or (name != DYNAMIC and (product == "910B" or name in DENSE))
     ),
-    *(Cell("910B", name, way) for name in OTHERS_ON_910B for way in get_args(Way)),
-    *(Cell("910C", name, "disturbed") for name in cases((), ("deepseek_v3",))),
-    Cell("950", "deepseek_v3", "eager", PLAIN),
-    *(Cell("310P", "mixtral", way) for way in cases(("disturbed",), ("eager", "disturbed"))),
-    *(Cell("950", name, way) for name in OTHERS_ON_950 for way in ("eager", "disturbed")),
-    Cell("950", "mixtral", "own_type"),
-    Cell("950", "gemma2", "eager", PLAIN),
+    *(Cell("910", name, "eager", PLAIN) for name in ("llama_dynamic", *WITH_WINDOWS, "mixtral")),
+    *(Cell("950", name, "eager", PLAIN) for name in ("deepseek_v3", "gemma2")),
 ]
-MATRIX = [
-    each
-    for each in EVERY_CELL
-    if THOROUGH
-    or each.way == "disturbed"
-    or each.more == PLAIN
-    or (each.way == "own_type" and each.name in OWN_TYPES[each.product])
-    or (each.way == "eager" and each.name in EAGER)
+# Each kind of attention and of experts on a product that has operators of its own for it. A disturbed run has
+# eager steps, which hold prompts, and captured ones
+FEW_CELLS = [
+    *(Cell("910B", name, "disturbed") for name in ("llama_dynamic", "gpt_oss_half", "deepseek_v3")),
+    *(Cell("910B", "deepseek_v3", way) for way in ("eager", "own_type")),
+    *(Cell("310P", "llama_biased", way) for way in ("eager", "disturbed", "own_type")),
+    Cell("310P", "mixtral", "disturbed"),
+    *(Cell("950", "qwen3_layer_types", way) for way in ("disturbed", "own_type")),
+    Cell("950", "mixtral", "disturbed"),
+    Cell("910", "gemma3_layer_types", "eager", PLAIN),
 ]
+MATRIX = cases(FEW_CELLS, EVERY_CELL)
 REFUSED = [
     *(Cell("310P", name, refused=NO_WINDOW) for name in WITH_WINDOWS),
     *(Cell(product, "llama", more=INT8, refused=NO_INT8.format(product)) for product in ("310P", "950")),
@@ -177,8 +161,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tupl
     """The model that transformers has of a checkpoint, and its folder, by its name."""
     folder = tmp_path_factory.mktemp("checkpoints")
     variants = {variant.name: variant for variant in VARIANTS}
-    head_dims = HEAD_DIMS | MIXTURES | LATENTS | CAPPED
-    return cache(lambda name: make(wide(variants[name], head_dims[name]), folder))
+    return cache(lambda name: make(wide(variants[name], HEAD_DIMS[name]), folder))
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +302,7 @@ def test_in_the_type_of_the_product_they_are_those_of_float32_up_to_its_rounding
             behind.append(wanted.max(-1).values - wanted.gather(1, chosen)[:, 0])
     far, allowed = torch.cat(ours).abs(), torch.cat(theirs).abs()
     assert far.square().mean().sqrt() <= ROUNDED * allowed.square().mean().sqrt()
-    if cell.name in HEAD_DIMS:  # one rounding may choose other experts for a token of a mixture
+    if cell.name in DENSE:  # one rounding may choose other experts for a token of a mixture
         assert far.max() <= ROUNDED * allowed.max()
     assert torch.cat(behind).max() <= 2 * ROUNDED * allowed.max(), "a token that float32 would not choose"
 
@@ -340,12 +323,4 @@ def like(model: Any) -> Any:
 @torch.no_grad()
 def forced(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
     """Transformers' log-probabilities [len(answer), V] where its answer is this one."""
-    if model.config.rope_parameters.get("rope_type") != "dynamic":
-        return expected_logprobs(model, prompt + answer[:-1])[len(prompt) - 1 :]
-    fresh_rope(model)  # which turns a token by how many there are when it comes
-    kept, tokens, rows = None, prompt, []
-    for token in answer:
-        output = model(torch.tensor([tokens]), past_key_values=kept, use_cache=True)
-        kept, tokens = output.past_key_values, [token]
-        rows.append(output.logits[0, -1].float().log_softmax(-1))
-    return torch.stack(rows)
+    return expected_logprobs(model, prompt + answer[:-1])[len(prompt) - 1 :]

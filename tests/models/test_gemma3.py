@@ -8,67 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from models.decoder import Decoder
 from models.parallel.group import ALONE
 from recipes.assembly.families import decoder_config
-from recipes.assembly.sizing import max_positions
 from tests.device_kinds import Kind, on_each
 from tests.each_of import each_of
-from tests.lazy import transformers
 from tests.models.families import VARIANTS, Variant, make, wide
 from tests.models.tensor_rank import built
 
 SMALL = {"model_type": "gemma3_text", "vocab_size": 100, "hidden_size": 64, "num_attention_heads": 4}
 SMALL |= {"num_hidden_layers": 13, "intermediate_size": 96}
-BASE = {
-    "model_type": "gemma3_text", "head_dim": 256, "eos_token_id": [1, 106], "rms_norm_eps": 1e-06,
-    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 1000000,
-    "attention_bias": False, "attn_logit_softcapping": None, "final_logit_softcapping": None,
-    "rope_local_base_freq": 10000, "sliding_window_pattern": 6, "vocab_size": 262144,
-}  # fmt: skip
-PUBLISHED = {  # what the hub's files say of the text
-    "1b": {
-        "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
-        "num_key_value_heads": 1, "sliding_window": 512, "max_position_embeddings": 32768,
-        "rope_scaling": None,
-    },
-    "27b": {
-        "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "num_attention_heads": 32,
-        "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168, "sliding_window": 1024,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-    },
-}  # fmt: skip
 
 
 def gemma(name: str) -> Variant:
     return next(each for each in VARIANTS if each.name == name)
-
-
-def both(hf: dict[str, Any]) -> tuple[Any, Any]:
-    theirs = transformers.Gemma3TextConfig(**{key: hf[key] for key in hf if key != "model_type"})
-    return decoder_config(hf), theirs
-
-
-def test_every_sixth_layer_sees_all_unless_the_file_says_otherwise() -> None:
-    for more in ({}, {"sliding_window_pattern": 4}, {"layer_types": ["full_attention"] * 13}):
-        ours, theirs = both(SMALL | more | {"sliding_window": 9})
-        assert ours.windows == tuple(9 if kind[0] == "s" else None for kind in theirs.layer_types)
-    assert ours.windows == (None,) * 13
-
-
-@pytest.mark.parametrize("size", PUBLISHED)
-def test_a_published_file_is_read_as_it_is_meant(size: str) -> None:
-    ours, theirs = both(BASE | PUBLISHED[size])
-    with torch.device("meta"):
-        model = transformers.Gemma3ForCausalLM(theirs)
-    assert ours.num_parameters == sum(each.numel() for each in model.parameters())
-    assert ours.window_rope is not None
-    assert (ours.rope.theta, ours.window_rope.theta) == (1e6, 1e4)
-    assert (ours.rope.kind, ours.window_rope.kind) == ("linear" if size == "27b" else "default", "default")
-    assert ours.scale == pytest.approx(model.model.layers[0].self_attn.scaling, rel=1e-12)
-    assert max_positions(ours) == theirs.max_position_embeddings, "what is stretched is within them"
 
 
 def decoder(variant: Variant, folder: Path, **more: Any) -> tuple[Any, Decoder]:
@@ -104,15 +58,6 @@ def test_in_int8_it_is_gated_by_the_same_function(pair: tuple[Kind, str], tmp_pa
     found = there.layers[1].mlp(rows.to(there.attention.device)).float().cpu()
     distance = float((found - exact).norm() / exact.norm())
     assert distance < 0.03, "with silu in place of gelu it is 0.08"
-
-
-def test_geglu_is_the_tanh_form_of_gelu(tmp_path: Path) -> None:
-    made = decoder(gemma("gemma3"), tmp_path)[1]
-    gate, up = torch.linspace(-4, 4, 66).split(33)
-    inner = 0.7978845608028654 * (gate + 0.044715 * gate**3)
-    expected = gate / 2 * (1 + inner.tanh()) * up
-    torch.testing.assert_close(made.ops.geglu(torch.cat((gate, up))[None])[0], expected)
-    assert not torch.allclose(F.gelu(gate) * up, expected, atol=1e-5), "the exact form is another"
 
 
 @each_of(

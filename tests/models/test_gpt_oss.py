@@ -17,48 +17,19 @@ from models.ops.reference import Ops
 from recipes.assembly.families import decoder_config
 from recipes.assembly.int8_checkpoint import quantize
 from recipes.assembly.scoring import score
-from recipes.assembly.sizing import max_positions
 from tests.attention.test_attention import shape
 from tests.device_kinds import has_npu, operators
 from tests.lazy import transformers
 from tests.models.families import VARIANTS, expected_logprobs, make
+from tests.models.test_published_files import GPT_OSS, MXFP4, theirs
 from tests.models.test_stored_otherwise import decoder
 
-MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-HUB = {  # what the hub's file of the 20b says
-    "model_type": "gpt_oss", "attention_bias": True, "eos_token_id": 200002, "experts_per_token": 4,
-    "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
-    "intermediate_size": 2880, "max_position_embeddings": 131072, "num_attention_heads": 64,
-    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
-    "quantization_config": MXFP4, "rms_norm_eps": 1e-05, "rope_theta": 150000, "sliding_window": 128,
-    "rope_scaling": {
-        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
-        "rope_type": "yarn", "truncate": False,
-    },
-    "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088, "torch_dtype": "bfloat16",
-}  # fmt: skip
 TOKENS = torch.randint(0, 160, (90,), generator=torch.Generator().manual_seed(5)).tolist()
-
-
-def theirs(hf: dict[str, Any]) -> Any:
-    left_out = ("model_type", "quantization_config")
-    return transformers.GptOssConfig(**{key: hf[key] for key in hf if key not in left_out})
-
-
-def test_a_published_file_is_read_as_it_is_meant() -> None:
-    ours, config = decoder_config(HUB), theirs(HUB)
-    with torch.device("meta"):
-        model = transformers.GptOssForCausalLM(config)
-    assert ours.num_parameters == sum(each.numel() for each in model.parameters())
-    assert ours.windows == tuple(128 if kind[0] == "s" else None for kind in config.layer_types)
-    assert ours.windows[:2] == (128, None)
-    assert max_positions(ours) == 131072, "what is stretched is within them"
-    assert (ours.rope.kind, ours.rope.theta, ours.rope.truncate) == ("yarn", 150000, False)
 
 
 def test_the_gate_is_clamped_as_in_transformers() -> None:
     with torch.device("meta"):
-        experts = transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts(theirs(HUB))
+        experts = transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts(theirs(GPT_OSS))
     gate_up = 10 * torch.randn(7, 20, generator=torch.Generator().manual_seed(2))
     by_turns = gate_up.view(7, 2, 10).transpose(1, 2).flatten(1)
     torch.testing.assert_close(Ops().clamped_swiglu(gate_up, 1.702, 7.0), experts._apply_gate(by_turns))
@@ -160,4 +131,4 @@ def test_ranks_read_their_part_of_mxfp4(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_honoured_is_refused_by_its_key(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        decoder_config(HUB | changes)
+        decoder_config(GPT_OSS | changes)

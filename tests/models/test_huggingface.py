@@ -23,7 +23,6 @@ DEEPSEEK = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
 DEEPSEEK_V3 = {"model_type": "deepseek_v3"}
 PHI3 = LLAMA | {"model_type": "phi3"}
 FAMILY_NAMES = ", ".join(SUPPORTED)
-QWEN = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
 
 
 def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
@@ -47,10 +46,8 @@ def test_only_dynamic_rope_bounds_what_may_be_shared() -> None:
             f"family is 'gpt2'; supported are {FAMILY_NAMES}",
         ),
         ({"model_type": None}, "family is None; supported are deepseek_v2"),
-        ({"hidden_act": "gelu"}, "hidden_act: 'gelu'; it must be silu"),
         (DEEPSEEK | {"topk_method": "noaux_tc"}, "topk_method: 'noaux_tc'; supported are greedy and"),
         (DEEPSEEK | {"norm_topk_prob": True}, "norm_topk_prob: True; .* must be false"),
-        (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq: 2; it must be 1"),
         (DEEPSEEK | {"attention_bias": True}, "attention_bias: True; latent attention"),
         (DEEPSEEK_V3 | {"rope_interleave": False}, "rope_interleave: False; pairs must lie side by side"),
         (DEEPSEEK | {"qk_rope_head_dim": 15}, "qk_rope_head_dim: 15; .* must be even"),
@@ -58,16 +55,13 @@ def test_only_dynamic_rope_bounds_what_may_be_shared() -> None:
         (DEEPSEEK_V3 | {"topk_group": 9}, "topk_group: 9; there are 8 groups"),
         (DEEPSEEK_V3 | {"num_experts_per_tok": 129}, "num_experts_per_tok: 129; the chosen groups have"),
         (PHI3 | {"quantization_config": {"quant_method": "fp8"}}, "method: 'fp8'; linears that are stored"),
-        (PHI3 | {"quantization_config": {"bits": 4}}, "quant_method: None; linears that are stored"),
         (PHI3 | {"quantization_config": "gptq"}, "quantization_config: 'gptq'"),
         (PHI3 | {"rope_scaling": {"type": "longrope"}}, "short_factor: None; it must be 8 numbers above 0"),
         (
             PHI3 | {"rope_scaling": {"type": "su", "short_factor": [1.0] * 8, "long_factor": [0.0] * 8}},
             "long_factor: .0.0, 0.0, .* it must be 8 numbers above 0",
         ),
-        (PHI3 | {"rope_scaling": {"type": "abf"}}, "rope_type: 'abf'; supported are default"),
         (PHI3 | {"partial_rotary_factor": 0.1}, "partial_rotary_factor: 0.1; an even part of 16"),
-        (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor: 1.5; an even part of 16"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5; whole heads are turned"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method: None; .* int8"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3; it must divide num_attention_heads"),
@@ -86,18 +80,11 @@ def test_only_dynamic_rope_bounds_what_may_be_shared() -> None:
             "alpha: 1e-09; it makes the base .*, which must be more than 1",
         ),
         ({"hidden_size": "64"}, "hidden_size: '64'; it must be an integer from 1 to 16777216"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers: 0; it must be an integer from 1 to 4096"),
         ({"vocab_size": None}, "no vocab_size"),
         ({"attention_bias": "yes"}, "attention_bias: 'yes'; it must be true or false"),
         ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype: 'float8_e4m3fn'; supported are float32"),
         ({"eos_token_id": "</s>"}, "eos_token_id: '</s>'; it must be a token id"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps: nan; it must be a number"),
-        (
-            QWEN | {"layer_types": ["sliding_attention", "full_attention"]},
-            "sliding layers need use_sliding_window",
-        ),
-        (QWEN | {"layer_types": ["full_attention"]}, "for each of 2 layers"),
-        (QWEN | {"layer_types": ["full_attention", "linear"]}, "full_attention or sliding_attention"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_its_key(changes: dict[str, Any], words: str) -> None:

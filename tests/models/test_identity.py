@@ -23,7 +23,6 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, Way, on_each, settings
 from tests.models.families import VARIANTS, VOCABULARY, Variant, followed, generated, make, wide
-from tests.models.latent_variants import LATENT_VARIANTS
 from tests.thorough import THOROUGH, cases
 
 Pair = tuple[Kind, Way]
@@ -34,32 +33,15 @@ NUM_OPENINGS = cases(1, 3)
 NUM_LONG = 4 * (NUM_REQUESTS - 2) // 5  # the others are short, and open alike
 NUM_GENERATED = cases(2, NUM_REQUESTS)  # transformers itself generates so many, a token at a time
 BY_LENGTH = ("dynamic", "longrope")  # ropes that turn the same token otherwise once a request is longer
-FAST = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen2_window_from", "qwen3", "qwen3_layer_types")
-FAST += (
-    "gpt_oss",
-    "gemma2",
-    "gemma3",
-    "qwen3_moe_window",
-    "mixtral_window",
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe",
-)
+FAST = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen3_layer_types", "gpt_oss", "gemma2", "gemma3")
+FAST += ("qwen3_moe_window", "mixtral_window", "deepseek_v2", "deepseek_v3", "glm4_moe")
 # Plain attention meets the same steps, and has every checkpoint's log-probabilities in test_decoder.py
 IN_PLAIN_TORCH = ("llama_dynamic", "mistral_window", "gpt_oss", "deepseek_v3")
-ALL = {each.name: each for each in [*VARIANTS, *LATENT_VARIANTS]}
-# One of each family, those of this file's own steps, and each kind of rope that turns by length: further
-# options of a family reach attention in the same ways, and have their log-probabilities in test_decoder.py
-NAMES = cases(
-    sorted(
-        {
-            *FAST,
-            *(variant.name for variant in {each.family: each for each in ALL.values()}.values()),
-            *(name for name, each in ALL.items() if any(kind in repr(each.rope) for kind in BY_LENGTH)),
-        }
-    ),
-    [*ALL],
-)
+ALL = {each.name: each for each in VARIANTS}
+# Further options of a family reach attention in the same ways, and have their log-probabilities in
+# test_decoder.py
+OF_FAMILY = {each.family: name for name, each in ALL.items()} | {ALL[name].family: name for name in FAST}
+NAMES = cases(sorted(OF_FAMILY.values()), [*ALL])
 ELSEWHERE = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen3_layer_types")  # others than a CPU's
 
 

@@ -32,6 +32,7 @@ from tests.device_kinds import stand_in_alone
 from tests.models.families import VARIANTS, make
 from tests.models.test_draft_model import settings_of
 from tests.models.test_live_memory import ON_CPU, ON_NPU, built
+from tests.thorough import cases
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -64,7 +65,7 @@ def unreadable(*arguments: object, **options: object) -> Any:
     raise AssertionError("the checkpoint is read again")
 
 
-@pytest.mark.parametrize("name", sorted(ON_CPU.keys() - {"tied", "biased", "windows"}))
+@pytest.mark.parametrize("name", cases(("w8a8_experts", "latents", "w4a16", "mtp"), ON_CPU))
 def test_what_is_taken_is_what_was_kept(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint, more = ON_CPU[name]
     path = make_checkpoint(tmp_path / "model")
@@ -99,11 +100,8 @@ def test_what_is_taken_is_what_was_kept(name: str, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.npu
 @stand_in_alone
-@pytest.mark.parametrize("name", ["w8a8", "kimi"])
-def test_the_next_engine_of_a_recipe_takes_them(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_checkpoint, more = ON_NPU[name]
+def test_the_next_engine_of_a_recipe_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint, more = ON_NPU["kimi"]
     path, folder = make_checkpoint(tmp_path / "model"), tmp_path / "kept"
     keys = {"cache.num_pages": 60, "model.kept_in": folder, **more, "device.graphs": 0}
     recipe = load(ROOT / "recipes/any/cpu.yaml", settings_of(path, "npu", None, 0, **keys))

@@ -18,9 +18,7 @@ from torch import Tensor
 
 from attention.latent import LatentAttention
 from continuous_batching.batch import Batch
-from continuous_batching.engine import Engine
-from continuous_batching.request import Request, SamplingParams
-from devices.ascend_limits import FRACTAL_NZ, answers_file, takes_prolog, write_answers
+from devices.ascend_limits import answers_file, takes_prolog, write_answers
 from kv_cache.device.storage import KVCache, LayerPages
 from models.checkpoint import weights
 from models.config import DecoderConfig
@@ -35,14 +33,12 @@ from models.step.runner import ModelRunner
 from models.step_inputs import StepInputs
 from recipes import machine as machines
 from recipes.assembly.decoders import shape_of
-from recipes.assembly.engine import build
 from recipes.assembly.families import config_in, decoder_config
 from recipes.machine import Npu, start
-from recipes.schema.reader import load
-from recipes.schema.recipe import ROOT
 from tests.attention.planned import planned
-from tests.device_kinds import section, settings, stand_in_alone
+from tests.device_kinds import section, stand_in_alone
 from tests.models.families import VARIANTS, followed, make, wide
+from tests.models.test_joined_heads import NEW, engine_of, steps_of
 from tests.models.test_shared_weights import Rank
 from tests.recipes.published import DEEPSEEK_V3
 
@@ -78,54 +74,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return make(made, tmp_path_factory.mktemp("joined"))
 
 
-def engine_of(path: Path, graphs: int, *more: str) -> Engine:
-    keys = [f"model.path={path}", *settings("npu"), f"device.graphs={graphs}", "cache.memory_gib=null"]
-    keys += ["cache.num_pages=40", "scheduler.num_slots=4", "scheduler.max_batch_tokens=48", *more]
-    return build(load(ROOT / "recipes/any/cpu.yaml", keys)).engine
-
-
-def serve(engine: Engine, prompts: list[list[int]], log: Any) -> tuple[list[list[int]], dict[bool, set[int]]]:
-    """The answers, and how often a step with a prompt, and one without, called the operator."""
-    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    made = [Request(str(at), np.array(prompt), params) for at, prompt in enumerate(prompts)]
-    waiting, calls = list(made), {True: set(), False: set()}
-    while waiting or engine.has_work:
-        for request in waiting[:2]:
-            engine.add(request)
-        begins, waiting = bool(waiting), waiting[2:]
-        with log.reading() as asked:
-            engine.step()
-        is_long = begins or any(len(each.prompt) > 40 and not len(each.answer) for each in made)
-        calls[is_long].add(sum(each.name == PROLOG for each in asked))
-    return [each.answer.tolist() for each in made], calls
-
-
 @pytest.mark.usefixtures("joining")
-@pytest.mark.parametrize("graphs", [0, 4])
-def test_tokens_are_those_of_transformers(graphs: int, checkpoint: tuple[Any, Path]) -> None:
+def test_tokens_are_those_of_transformers(checkpoint: tuple[Any, Path]) -> None:
     """Prompts, longer than a step's budget too, then decodes alone, of which each layer asks for one."""
     model, path = checkpoint
     random = np.random.default_rng(6)
     prompts = [random.integers(0, 160, length).tolist() for length in (30, 70, 21, 90)]
-    engine = engine_of(path, graphs)
-    machine = machines.start(section("npu"))
+    machine = start(section("npu"))
     assert isinstance(machine, Npu)
-    answers, calls = serve(engine, prompts, machine.launch_log)
-    assert answers == [followed(model, *each, 6)[0] for each in zip(prompts, answers)]
-    assert calls[False] == {2}, "of each of the two layers"
-    assert 0 in calls[True], "a long span is expanded, and its queries are not absorbed"
+    answers, steps = steps_of(engine_of(path, 4), machine.launch_log, prompts)
+    assert answers == [followed(model, *each, NEW)[0] for each in zip(prompts, answers)]
+    assert {step[PROLOG] for step in steps} == {0, 2}, "a long span is expanded, and its queries not absorbed"
+    assert steps[-1][PROLOG] == 2, "of each of the two layers"
 
 
 def test_nothing_is_joined_before_the_probe_has_found_it_right(checkpoint: tuple[Any, Path]) -> None:
     runner = engine_of(checkpoint[1], 0).runner
-    assert isinstance(runner, ModelRunner)
-    assert not any(each.attention.joins for each in runner.decoder.layers)
-
-
-@pytest.mark.usefixtures("joining")
-def test_what_the_operator_does_not_take_is_computed_as_before(tmp_path: Path) -> None:
-    variant = wide(next(each for each in VARIANTS if each.name == "deepseek_v3"))
-    runner = engine_of(make(variant, tmp_path)[1], 0).runner
     assert isinstance(runner, ModelRunner)
     assert not any(each.attention.joins for each in runner.decoder.layers)
 
@@ -212,20 +176,6 @@ def test_a_layer_of_the_published_sizes_is_that_of_a_cpu(form: str) -> None:
         assert float((found - expected).norm() / expected.norm()) < ROUNDED[form]
     for ours, theirs in zip(joined.pages(), plain.pages()):
         assert float((ours - theirs).norm() / theirs.norm()) < ROUNDED[form] / 2
-
-
-def test_weights_lie_in_tiles_and_are_held_once() -> None:
-    import torch_npu
-
-    joined, _ = layers("plain")
-    prolog = joined.made.prolog
-    assert prolog is not None
-    assert {int(torch_npu.get_npu_format(each)) for each in prolog.linears.weights} == {FRACTAL_NZ}
-    down, latents = joined.made.qkv.packed[0]
-    assert joined.made.query_up is not None
-    (up,) = joined.made.query_up.packed[0]
-    for ours, theirs in zip(prolog.linears.weights, (down, up, latents)):
-        assert ours.data_ptr() == theirs.data_ptr()
 
 
 @pytest.mark.usefixtures("joining")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.checkpoint import rewriting
@@ -27,7 +28,7 @@ from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, stand_in_alone
-from tests.models import eagle3_heads, mtp_layers, test_adapters
+from tests.models import mtp_layers, test_adapters
 from tests.models.families import VARIANTS, make, wide
 from tests.models.modelslim_checkpoints import checkpoint
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
@@ -40,7 +41,7 @@ from tests.thorough import cases
 
 W8A8 = {"model.quantization": "w8a8"}
 FEW = cases(5, NUM_REQUESTS)
-TINY_WEIGHTS = ROOT / "recipes/tiny/weights"
+TINY_WEIGHTS = ROOT / "recipes/tiny/weights"  # which test_fence.py changes
 
 
 def built(path: Path, kind: Kind, more: dict[str, Any]) -> BuiltEngine:
@@ -80,15 +81,13 @@ def described(name: str, types: Callable[[str], str], **more: Any) -> Callable[[
     return lambda root: checkpoint(name, root, types, **more)[1]
 
 
+# One checkpoint for each way in which weights are held
 GRAPHS = {"device.graphs": 6}
 MTP = {"speculation.kind": "mtp", "speculation.max_tokens": 2, "speculation.adaptive": "fixed"}
 ON_CPU: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     "tied": (one_file("qwen3"), {}),
-    "biased": (one_file("llama_biased"), {}),
     "experts": (one_file("qwen3_moe"), {}),
     "latents": (one_file("deepseek_v3"), {}),
-    "sinks": (one_file("gpt_oss"), {}),
-    "windows": (one_file("gemma2"), {}),
     "w8a8": (one_file("llama_biased"), W8A8),
     "w8a8_experts": (one_file("qwen3_moe"), W8A8),
     "w4a16": (lambda root: stored("llama_biased", "awq", root)[1], {"model.quantization": "w4a16"}),
@@ -97,10 +96,7 @@ ON_CPU: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     "mtp": (lambda root: mtp_layers.target_of("glm4_moe", root)[1], MTP),
 }
 ON_NPU: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
-    "tied": (one_file("qwen3", is_wide=True), GRAPHS),
     "experts": (one_file("qwen3_moe", is_wide=True), GRAPHS),
-    "latents": (one_file("deepseek_v3", is_wide=True), GRAPHS),
-    "w8a8": (one_file("llama_biased", is_wide=True), GRAPHS | W8A8 | {"model.dtype": "bfloat16"}),
     "kimi": (
         described("qwen3_moe", kimi, is_wide=True, moe_intermediate_size=32),
         GRAPHS | {"model.dtype": "bfloat16"},
@@ -150,9 +146,8 @@ def addresses_of(runner: ModelRunner) -> list[int]:
     return [each.data_ptr() if each.layout == torch.strided else id(each) for each in held]
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
-def test_recurrent_layers_are_rewritten_whole(name: str, tmp_path: Path) -> None:
-    variant = next(each for each in RECURRENT_VARIANTS if each.name == name)
+def test_recurrent_layers_are_rewritten_whole(tmp_path: Path) -> None:
+    variant = next(each for each in RECURRENT_VARIANTS if each.name == "kimi_linear")
     old = make(variant, tmp_path / "old")[1]
     new = changed(old, tmp_path / "new")
     updated, fresh = decoder_of(old), decoder_of(new)
@@ -162,18 +157,6 @@ def test_recurrent_layers_are_rewritten_whole(name: str, tmp_path: Path) -> None
     after = Steps(updated, prompts).run(spans)
     assert not torch.equal(after, before)
     assert torch.equal(after, Steps(fresh, prompts).run(spans))
-
-
-@pytest.mark.slow
-def test_a_head_of_its_own_checkpoint_stays_and_changes_no_token(tmp_path: Path) -> None:
-    model, old = eagle3_heads.target_of(wide(VARIANT), tmp_path / "old")
-    new = changed(old, tmp_path / "new")
-    head = eagle3_heads.head_for(model, tmp_path / "head", head_dim=64)
-    more = {"speculation.kind": "eagle3", "speculation.draft_path": head, "speculation.max_tokens": 2}
-    updated = built(old, "cpu", more)
-    answered(updated)
-    put(updated, new)
-    assert answered(updated) == answered(built(new, "cpu", {}))
 
 
 def test_adapters_are_added_to_the_new_weights(tmp_path: Path) -> None:
@@ -225,76 +208,39 @@ def test_pages_in_every_tier_are_those_of_their_own_weights(tmp_path: Path) -> N
 
 VARIANT = next(each for each in VARIANTS if each.name == "llama_biased")
 ROW = "model.layers.1.mlp.down_proj.weight"
-Tensors = dict[str, Tensor]
 
 
-def without(tensors: Tensors) -> None:
-    del tensors[ROW]
+def with_tensor(change: Callable[[Tensor], Tensor] | None) -> Callable[[Path], None]:
+    """Change one tensor of a checkpoint's file, or leave it out."""
 
+    def spoil(file: Path) -> None:
+        tensors = load_file(file)
+        tensor = tensors.pop(ROW)
+        save_file(tensors if change is None else tensors | {ROW: change(tensor).contiguous()}, file)
 
-def surplus(tensors: Tensors) -> None:
-    tensors["model.layers.7.mlp.down_proj.weight"] = tensors[ROW].clone()
-
-
-def renamed(tensors: Tensors) -> None:
-    tensors["model.layers.1.mlp.down.weight"] = tensors.pop(ROW)
-
-
-def put_in(make_tensor: Callable[[Tensor], Tensor]) -> Callable[[Tensors], None]:
-    def change(tensors: Tensors) -> None:
-        tensors[ROW] = make_tensor(tensors[ROW]).contiguous()
-
-    return change
-
-
-def spoilt(value: float) -> Callable[[Tensor], Tensor]:
-    def make_tensor(tensor: Tensor) -> Tensor:
-        spoilt = tensor.clone()
-        spoilt[0, 0] = value
-        return spoilt
-
-    return make_tensor
-
-
-WRONG_TENSORS: dict[str, Callable[[Tensors], None]] = {
-    "missing": without,
-    "surplus": surplus,
-    "renamed": renamed,
-    "transposed": put_in(lambda each: each.t()),
-    "a row less": put_in(lambda each: each[:-1]),
-    "a row more": put_in(lambda each: torch.cat((each, each[:1]))),
-    "flat": put_in(lambda each: each.flatten()),
-    "empty": put_in(lambda each: each[:0]),
-    "int8": put_in(lambda each: each.to(torch.int8)),
-    "int64": put_in(lambda each: each.to(torch.int64)),
-    "bool": put_in(lambda each: each > 0),
-    "NaN": put_in(spoilt(float("nan"))),
-    "infinite": put_in(spoilt(float("inf"))),
-}
-
-
-def shorter(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100])
+    return spoil
 
 
 def in_config(**fields: Any) -> Callable[[Path], None]:
-    def change(file: Path) -> None:
+    def spoil(file: Path) -> None:
         config = file.parent / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | fields))
 
-    return change
+    return spoil
 
 
-WRONG_FILES: dict[str, Callable[[Path], None]] = {
-    "half a file": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]) and None,
-    "100 bytes less": shorter,
-    "no tensors": Path.unlink,
-    "another file": lambda file: file.write_bytes(b"PK" + bytes(1000)) and None,
-    "nothing": lambda file: file.write_bytes(b"") and None,
+# test_weights.py has what else a reader of checkpoints refuses
+IN_A_FILE: dict[str, Callable[[Path], None]] = {
+    "missing": with_tensor(None),
+    "transposed": with_tensor(lambda each: each.t()),
+    "int8": with_tensor(lambda each: each.to(torch.int8)),
+    "NaN": with_tensor(lambda each: torch.cat((each[:-1], each[-1:] * torch.nan))),
+}
+WRONG = IN_A_FILE | {
+    "half a file": lambda file: os.truncate(file, file.stat().st_size // 2),
     "no config": lambda file: (file.parent / "config.json").unlink(),
     "more layers": in_config(num_hidden_layers=4),
     "another rope": in_config(rope_parameters={"rope_type": "default", "rope_theta": 77.0}),
-    "another norm": in_config(rms_norm_eps=1e-2),
     "another end": in_config(eos_token_id=5),
     "another family": in_config(model_type="mistral"),
 }
@@ -315,21 +261,14 @@ def test_what_is_wrong_leaves_the_old_weights(served: BuiltEngine, old: Path, tm
     right = answered(served)
     held = [each.clone() for each, _ in rewriting.pairs(served.runner.decoder, served.runner.decoder)]
     single = changed(old, tmp_path / "new")
-    (single / SINGLE).exists() or pytest.fail("the tests change one file")
-    assert len(WRONG_TENSORS) + len(WRONG_FILES) >= 20
-    for number, (name, change) in enumerate(WRONG_TENSORS.items()):
-        folder = Path(shutil.copytree(single, tmp_path / f"tensors_{number}"))
-        tensors = load_file(folder / SINGLE)
-        change(tensors)
-        save_file(tensors, folder / SINGLE)
-        refused(served, folder, name)
-        data = save(tensors)
-        with segment(data) as shared, pytest.raises(ValueError, match=r"weights in|holds NaN"):
-            served.live.read_segment(shared, hashlib.sha256(data).hexdigest())
-    for number, (name, spoil) in enumerate(WRONG_FILES.items()):
-        folder = Path(shutil.copytree(single, tmp_path / f"files_{number}"))
+    for name, spoil in WRONG.items():
+        folder = Path(shutil.copytree(single, tmp_path / name))
         spoil(folder / SINGLE)
         refused(served, folder, name)
+        if name in IN_A_FILE:
+            data = (folder / SINGLE).read_bytes()
+            with segment(data) as shared, pytest.raises(ValueError, match=r"weights in|holds NaN"):
+                served.live.read_segment(shared, hashlib.sha256(data).hexdigest())
     still = [each for each, _ in rewriting.pairs(served.runner.decoder, served.runner.decoder)]
     assert all(torch.equal(dense(each), dense(other)) for each, other in zip(held, still))
     assert answered(served) == right

@@ -26,9 +26,8 @@ from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import Kind, stand_in_alone
 from tests.models.eagle3_heads import check_head_drafts
 from tests.models.mtp_layers import target_of
-from tests.models.test_captured_heads import ROOMY
 from tests.models.test_draft_model import Watched, serve, settings_of, tokens_of
-from tests.models.test_eagle3 import OVERLAP, SMALL_PAGES
+from tests.models.test_eagle3 import OVERLAP, ROOMY, SMALL_PAGES
 from tests.thorough import cases
 
 

@@ -26,7 +26,6 @@ from recipes.schema.recipe import ROOT
 from tests.device_kinds import stand_in_alone
 from tests.models.families import VARIANTS, Variant, followed, generated, make, wide
 from tests.models.families import VOCABULARY as STATE_VOCABULARY
-from tests.models.latent_variants import LATENT_VARIANTS
 from tests.models.mtp_layers import target_of
 from tests.models.rank_engines import Asked, Served, serve_all
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
@@ -37,7 +36,7 @@ from tests.thorough import THOROUGH, cases
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.usefixtures("forked_ranks")]
 
 VOCABULARY = 157  # which two ranks cannot share evenly
-ALL = {each.name: each for each in [*VARIANTS, *LATENT_VARIANTS]}
+ALL = {each.name: each for each in VARIANTS}
 ONE_A_FAMILY = (
     *("llama_biased", "mistral_window", "qwen2_yarn", "qwen3_layer_types", "glm4", "phi3_part", "gemma2"),
     *("gemma3_layer_types", "internlm3_biased", "mixtral_window", "gpt_oss_half", "qwen3_moe", "qwen2_moe"),
@@ -48,7 +47,6 @@ EVEN = {  # experts that two ranks can share
     "qwen3_moe_window": {"num_experts": 6},
     "qwen2_moe_sparse": {"num_experts": 6},
     "mixtral_one": {"num_local_experts": 4},
-    "deepseek_v2_greedy": {"n_routed_experts": 8},
     "deepseek_v3_one_group": {"n_routed_experts": 6},
     "gpt_oss": {"num_local_experts": 4},
     "hy_v3_types": {"num_experts": 6},

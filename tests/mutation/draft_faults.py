@@ -45,14 +45,14 @@ FAULTS = {
         '"uniform": uniforms(slots.seed[rows], targets)',
         '"uniform": uniforms(slots.seed[rows], slots.num_tokens[rows])',
         "every place of a span draws by the noise of the first",
-        "tests/models/test_drafts.py::test_every_token_and_logprob_is_that_without_drafts",
+        "tests/models/test_draft_identity.py::test_drafts_change_no_token",
     ),
     "penalties_forget_the_drafts": Fault(
         "models/sampling/known_tokens.py::KnownTokens._count",
         "target == num_known",
         "True",
         "the second token of a run is not penalised for the first",
-        "tests/models/test_drafts.py::test_every_token_and_logprob_is_that_without_drafts",
+        "tests/models/test_draft_identity.py::test_drafts_change_no_token",
     ),
     "the_first_of_a_run_ends_the_answer": Fault(
         "serving/answers/jobs.py::JobRun._read_along",
