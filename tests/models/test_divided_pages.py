@@ -18,9 +18,10 @@ from tests.device_kinds import stand_in_alone
 from tests.models.families import followed, make
 from tests.models.mtp_layers import target_of
 from tests.models.rank_engines import Asked, Served, serve_all
-from tests.models.test_rank_identity import CPU, GUESSES, LONGER, NPU, Crowd, variant_of
+from tests.models.test_rank_identity import CPU, GUESSES, LONGER, Crowd, variant_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.usefixtures("forked_ranks")]
+NPU = ("device.kind=npu", "device.virtual=true", "device.virtual_fp32=true", "device.compile=false")
 
 
 def served(model: Any, path: Path, crowd: Crowd, ranks: int, *settings: str) -> Served:
@@ -37,7 +38,7 @@ def served(model: Any, path: Path, crowd: Crowd, ranks: int, *settings: str) -> 
 
 
 def test_four_ranks_that_divide_pages_answer_as_transformers_does(tmp_path: Path) -> None:
-    model, path = make(variant_of("deepseek_v3", on_npus=False), tmp_path)
+    model, path = make(variant_of("deepseek_v3"), tmp_path)
     happened = served(model, path, LONGER, 4, *CPU).happened
     assert happened["preemptions"] >= 2, "the pool was too large to force preemptions"
     assert happened["hit_tokens"] > 0, "no prefix was shared"
