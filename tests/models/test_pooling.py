@@ -136,3 +136,12 @@ def test_a_prompt_that_was_not_finished_has_no_embedding() -> None:
     engine.finish(request.id, "timeout")
     assert request.pooled is not None
     assert request.embedding is None
+
+
+def test_a_pooled_prompt_has_no_answer() -> None:
+    for fields, said in (
+        ({"pooling": "last"}, "max_tokens is 16; it must be 1 beside pooling"),
+        ({"pooling": "mean", "max_tokens": 1, "beam_width": 2}, "beam_width is 2; it must be left out"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            SamplingParams(**fields)
