@@ -18,7 +18,7 @@ from devices.ascend_limits import FRACTAL_NZ, product
 from devices.shapes import AttentionShape
 from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.pages import PageCopy
-from tests.attention.test_attention import ROWS, Bench, shape
+from tests.attention.test_attention import Bench, disturb, shape
 from tests.device_kinds import machine, stand_in_alone
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
@@ -55,18 +55,14 @@ def atb(**changes: Any) -> Any:
     return AtbAttention(sizes, "npu:0", product("310P", ""), takes_float32=True)
 
 
-@pytest.mark.parametrize("page_size", [64, 128])
-def test_mixed_spans_decodes_and_leavers(page_size: int) -> None:
-    bench = Bench(atb(page_size=page_size), seed=page_size)
-    bench.step({2: 5})
+def test_mixed_spans_decodes_and_leavers() -> None:
+    bench = Bench(atb(page_size=64))
     bench.step({0: 33, 2: 1, 4: 1})
-    bench.step({4: 1, 0: 1, 2: 1})
     bench.leave(0)
     bench.step({1: 130, 4: 20, 0: 3, 2: 1})
     bench.leave(1)
     bench.leave(4)
-    for _ in range(3):
-        bench.step(dict.fromkeys((5, 4, 2, 1, 0), 1))
+    bench.step(dict.fromkeys((5, 4, 2, 1, 0), 1))
 
 
 @pytest.mark.parametrize(
@@ -87,12 +83,8 @@ def test_heads_and_types(sizes: dict[str, Any]) -> None:
     bench.step({3: 1, 0: 1, 1: 1})
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_random_schedules(seed: int) -> None:
-    rng, bench = np.random.default_rng(seed), Bench(atb(), seed)
-    for _ in range(6):
-        rows = rng.permutation(ROWS)[: rng.integers(1, ROWS + 1)].tolist()
-        bench.step({row: int(rng.choice([1, 1, 1, rng.integers(2, 50)])) for row in rows})
+def test_random_schedules() -> None:
+    disturb(Bench(atb()), np.random.default_rng(0))
 
 
 def test_a_batch_beyond_what_a_call_takes_is_cut() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.reference import Attention, StaticDecodes
+from attention.reference import Attention
 from continuous_batching.batch import Batch
-from tests.attention.planned import planned
+from tests.attention.planned import eager, planned, replayed
 from tests.attention.test_attention import NOTHING, Bench, Pair, disturb, shape
 from tests.device_kinds import on_each, operators, stand_in_alone
 from tests.each_of import each_of
@@ -85,26 +86,20 @@ def test_a_captured_row_of_drafts_sees_what_it_sees_in_an_eager_step(width: int)
     attention = operators("npu", "fused", shape(page_size=32, windows=(None,), int8_pages=True))[1]
     bench, lens = ChannelBench(attention), {4: 37, 1: 70}
     bench.step(lens)
-    pages = bench.cache.of(0)
-    query = torch.randn(len(lens) * width, 4, 64, device="npu:0")
+    asked = torch.randn(len(lens) * width, 4, 64, device="npu:0"), bench.scales, *bench.cache.of(0)
     rows, stops = np.array(list(lens)), np.array(list(lens.values()))
     batch = Batch(rows, stops - width, stops, NOTHING, NOTHING, NOTHING)
-    metadata = planned(attention, batch, bench.page_table)
-    expected = attention.attend_by_channel(query, bench.scales, *pages, metadata, 0).cpu()
-    table = torch.from_numpy(bench.page_table[rows]).to("npu:0")
-    places = torch.zeros(len(query), dtype=torch.int32, device="npu:0")
-    captured = attention.plan_static(StaticDecodes(places, table, places))
-    graph = torch.npu.NPUGraph()
-    with torch.npu.graph(graph):
-        found = attention.attend_by_channel(query, bench.scales, *pages, captured, 0)
-    attention.replay(graph, [captured], stops.tolist())
-    torch.testing.assert_close(found.cpu(), expected)
+    expected, found = (
+        way(attention, batch, bench.page_table, lambda each: attention.attend_by_channel(*asked, each, 0))
+        for way in (eager, replayed)
+    )
+    torch.testing.assert_close(found.cpu(), expected.cpu())
 
 
 @pytest.mark.npu
 @stand_in_alone
-@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
-def test_sums_are_those_of_what_is_kept(is_captured: bool) -> None:
+@pytest.mark.parametrize("way", [eager, replayed])
+def test_sums_are_those_of_what_is_kept(way: Callable[..., tuple[Tensor, Tensor]]) -> None:
     """The logarithm of the sum of exponents of each query's scores, in double precision."""
     attention = operators("npu", "fused", shape(page_size=32, windows=(None,), int8_pages=True))[1]
     bench, lens = ChannelBench(attention), {4: 37, 1: 70}
@@ -113,17 +108,12 @@ def test_sums_are_those_of_what_is_kept(is_captured: bool) -> None:
     rows, stops = np.array(list(lens)), np.array(list(lens.values()))
     batch = Batch(rows, stops - 1, stops, NOTHING, NOTHING, NOTHING)
     asked = query.to("npu:0"), bench.scales, *bench.cache.of(0)
-    if is_captured:
-        table = torch.from_numpy(bench.page_table[rows]).to("npu:0")
-        places = torch.zeros(len(query), dtype=torch.int32, device="npu:0")
-        metadata = attention.plan_static(StaticDecodes(places, table, places))
-        graph = torch.npu.NPUGraph()
-        with torch.npu.graph(graph):
-            output, sums = attention.attend_with_sums_by_channel(*asked, metadata, 0)
-        attention.replay(graph, [metadata], stops.tolist())
-    else:
-        metadata = planned(attention, batch, bench.page_table)
-        output, sums = attention.attend_with_sums_by_channel(*asked, metadata, 0)
+    output, sums = way(
+        attention,
+        batch,
+        bench.page_table,
+        lambda metadata: attention.attend_with_sums_by_channel(*asked, metadata, 0),
+    )
     plain = attention.attend_by_channel(*asked, planned(attention, batch, bench.page_table), 0)
     torch.testing.assert_close(output.cpu(), plain.cpu())
     for row, found, heads in zip(rows.tolist(), sums.cpu().double(), query.double()):

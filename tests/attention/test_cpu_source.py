@@ -154,7 +154,7 @@ def test_more_rows_than_are_read_at_a_time_have_the_bits_of_one() -> None:
             "num_kv_heads": 2,
             "has_sinks": True,
         },
-        {"dtype": torch.float32, "num_heads": 30, "num_kv_heads": 2, "score_cap": 5.0, "first_key": 1},
+        {"dtype": torch.float32, "num_heads": 6, "num_kv_heads": 2, "score_cap": 5.0, "first_key": 1},
         {"dtype": torch.float32, "windows": (None, 600), "int8_pages": True},
         {"dtype": torch.bfloat16, "windows": (40, 600), "num_kv_heads": 1, "head_dim": 128, "first_key": 1},
         {"dtype": torch.bfloat16, "windows": (None, 40), "page_size": 128, "head_dim": 96, "score_cap": 5.0},

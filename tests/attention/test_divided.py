@@ -6,7 +6,6 @@ oracle of `test_attention.py`, in plain numbers and in int8.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,36 +27,7 @@ from recipes.machine import start
 from tests.attention.test_attention import Bench, Pair, disturb, shape
 from tests.attention.test_channel_scales import ChannelBench
 from tests.device_kinds import has_npu, section
-from tests.patience import PATIENCE_S
-
-
-class Meeting:
-    """Where threads wait for each other."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size)
-        self.brought: list[Tensor] = [torch.empty(0)] * size
-
-
-class Neighbour:
-    """One of the ranks that divide pages."""
-
-    def __init__(self, meeting: Meeting, rank: int, size: int) -> None:
-        self._meeting, self.rank, self.size = meeting, rank, size
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return self._met(x, lambda brought: torch.stack(brought))
-
-    def exchange(self, x: Tensor) -> Tensor:
-        return self._met(x, lambda brought: torch.stack([each[self.rank] for each in brought]))
-
-    def _met(self, x: Tensor, take: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        met = self._meeting
-        met.brought[self.rank] = x
-        met.barrier.wait(PATIENCE_S)
-        taken = take(met.brought)
-        met.barrier.wait(PATIENCE_S)
-        return taken
+from tests.models.test_random_shares import met
 
 
 class Ranks(Attention):
@@ -68,10 +38,8 @@ class Ranks(Attention):
         of_rank = replace(shape, num_heads=shape.num_heads // count)
         parts, whole = (made.operators(each)[1] for each in shapes_of(of_rank, count))
         super().__init__(shape, parts.device)
-        self.count, meeting = count, Meeting(count)
-        self.ranks = [
-            DividedAttention(of_rank, parts, whole, Neighbour(meeting, rank, count)) for rank in range(count)
-        ]
+        self.count = count
+        self.ranks = [DividedAttention(of_rank, parts, whole, each) for each in met(count)]
 
     def check(self) -> None:
         for each in self.ranks:

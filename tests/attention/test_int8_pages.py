@@ -13,7 +13,6 @@ from attention.int8_pages import packed, row_bytes, unpacked
 from attention.reference import Attention
 from devices.shapes import AttentionShape
 from kv_cache.device.storage import KVCache, LayerPages
-from kv_cache.pages import PageCopy
 from models.config import DecoderConfig
 from recipes.assembly.families import decoder_config
 
@@ -45,12 +44,6 @@ def test_a_head_of_zeros_stays_zero_and_what_is_not_finite_stays_so() -> None:
     assert not found[2, 1].isfinite().any()
     assert not found[1, 1].any()
     assert not found[2, 0].any()
-
-
-def test_the_largest_number_of_a_head_is_kept() -> None:
-    x = torch.randn(1000, 4, 16, generator=torch.Generator().manual_seed(1))
-    found, largest = unpacked(packed(x)), x.abs().argmax(-1, keepdim=True)
-    torch.testing.assert_close(found.gather(-1, largest), x.gather(-1, largest), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -85,43 +78,3 @@ def config_of(dtype: str, head_dim: int) -> DecoderConfig:
             "torch_dtype": dtype,
         }
     )
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_scales_go_with_their_pages(seed: int) -> None:
-    """Copies, swaps and resizes in any order, against a list of what each page holds."""
-    random, torch_random = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    heads, dim, size = (2, 3)[seed % 2], (12, 10)[seed // 2], 4
-    shape = AttentionShape(heads, heads, dim, size, 1.0, torch.float32, (None, None), int8_pages=True)
-    attention = Attention(shape)
-    cache = KVCache([LayerPages(attention.new_planes)] * 2, size, [24], [24])
-    nothing = torch.zeros(4, size, heads, row_bytes(dim), dtype=torch.int8)
-    held, rested = [nothing] * 24, [nothing] * 24
-    for page in range(24):
-        numbers = torch.randn(4, size, heads, dim, generator=torch_random) * 10.0 ** (page % 5)
-        held[page] = packed(numbers)
-        for tensor, part in zip(cache.tensors, held[page]):
-            tensor[page] = part
-    for _ in range(30):
-        pages, others = random.permutation(cache.num_pages[0]), random.permutation(24)
-        count = int(random.integers(1, cache.num_pages[0] // 2))
-        move = int(random.integers(4))
-        if move == 0:
-            cache.resize([int(random.integers(12, 25))])
-            held = (held + [nothing] * 24)[: cache.num_pages[0]]
-            continue
-        if move == 1:
-            copy, before, after = PageCopy(pages[:count], pages[-count:]), held, held
-        elif move == 2:
-            copy, before, after = PageCopy(pages[:count], others[:count], "to_host"), held, rested
-        else:
-            copy, before, after = PageCopy(others[:count], pages[:count], "from_host"), rested, held
-        cache.apply([copy])
-        for source, target in zip(copy.sources.tolist(), copy.targets.tolist()):
-            after[target] = before[source]
-    index = torch.arange(cache.num_pages[0] * size)
-    wanted = [unpacked(torch.stack(each)).flatten(0, 1) for each in zip(*held)]
-    for layer in range(2):
-        keys, values = attention.read(*cache.of(layer), index)
-        assert torch.equal(keys, wanted[2 * layer])
-        assert torch.equal(values, wanted[2 * layer + 1])

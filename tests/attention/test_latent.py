@@ -5,7 +5,7 @@ The oracle expands every latent to keys and values of each head, in float64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,82 +16,41 @@ from torch import Tensor
 from attention.int8_pages import packed, unpacked
 from attention.latent import LatentAttention
 from attention.reference import AttentionMetadata, StaticDecodes
-from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape, LatentShape
 from doctor.verify.npu.latent_questions import joins_latents
-from kv_cache.device.storage import KVCache, LayerPages
 from models.ops.reference import Ops
 from recipes.machine import Npu, start
-from tests.attention.planned import planned
-from tests.device_kinds import Kind, Way, has_npu, on_each, operators, section
+from tests.attention.test_attention import MOST_TOKENS, PAIRS, ROWS, Bench, Pair, Told
+from tests.device_kinds import has_npu, on_each, operators, section
+from tests.thorough import cases
 
-Pair = tuple[Kind, Way]
-
-NOTHING = np.empty(0, np.int64)
-ROWS, MOST_TOKENS, HEADS, PAGE = 5, 320, 4, 16
+HEADS, PAGE = 4, 16
 SMALL = AttentionShape(HEADS, 1, 32, PAGE, 0.2, torch.float32, (None, None), latent=LatentShape(16, 20, 24))
 PUBLISHED = replace(SMALL, head_dim=512, latent=LatentShape(64, 128, 128))  # all that fused attention takes
 
 
-@dataclass
-class Told:
-    """What one request has been given so far: [length, width] a layer."""
-
-    pages: list[int] = field(default_factory=list)
-    latents: list[Tensor] = field(default_factory=list)
-    rope_keys: list[Tensor] = field(default_factory=list)
-    length: int = 0
-
-
-class Bench:
-    """A cache full of NaN and requests in its rows; `step` runs spans and holds them to the oracle."""
+class LatentBench(Bench):
+    """A bench whose requests are told latents and rope keys, for keys and values."""
 
     def __init__(self, ops: Ops, attention: LatentAttention, seed: int = 0) -> None:
-        self.attention, self.shape, self.latent = attention, attention.shape, attention.latent
-        self.rng = np.random.default_rng(seed)
-        attention.check()
-        max_pages = -(-MOST_TOKENS // PAGE)
-        self.layers = range(len(self.shape.windows))
-        layers = [LayerPages(attention.new_planes)] * len(self.layers)
-        self.cache = KVCache(layers, PAGE, [1 + ROWS * max_pages])
-        for tensor in self.cache.tensors:
-            tensor[1:] = -1 if tensor.dtype == torch.int8 else torch.nan  # scales of four such bytes are NaN
-        self.free = [int(page) for page in 1 + self.rng.permutation(ROWS * max_pages)]
-        self.page_table = np.zeros((ROWS, max_pages), np.int32)
-        self.told = [Told(latents=[], rope_keys=[]) for _ in range(ROWS)]
+        super().__init__(attention, seed)
+        self.attention: Any = attention
+        self.latent = attention.latent
         self.ups = [
             (self.random(HEADS, self.latent.nope_dim, self.shape.head_dim) / 4,
              self.random(HEADS, self.shape.head_dim, self.latent.value_dim) / 4)
             for _ in self.layers
         ]  # fmt: skip
-        device = attention.device
-        self.packed = [ops.pack_up(*(each.to(device) for each in up)) for up in self.ups]
+        self.packed = [ops.pack_up(*(each.to(self.device) for each in up)) for up in self.ups]
 
     def random(self, *sizes: int) -> Tensor:
         return torch.from_numpy(self.rng.standard_normal(sizes)).to(self.shape.dtype)
-
-    def step(self, spans: dict[int, int]) -> None:
-        """Compute so many further tokens of each row, in the order given."""
-        starts = np.array([self.told[row].length for row in spans], np.int64)
-        stops = starts + np.array(list(spans.values()), np.int64)
-        for row, stop in zip(spans, stops.tolist()):
-            pages = self.told[row].pages
-            while len(pages) * PAGE < stop:
-                self.page_table[row, len(pages)] = self.free[-1]
-                pages.append(self.free.pop())
-        batch = Batch(np.array(list(spans), np.int64), starts, stops, NOTHING, NOTHING, NOTHING)
-        metadata = planned(self.attention, batch, self.page_table)
-        for layer in self.layers:
-            self._step_layer(layer, spans, metadata)
-        for row, stop in zip(spans, stops.tolist()):
-            self.told[row].length = stop
 
     def _step_layer(self, layer: int, spans: dict[int, int], metadata: object) -> None:
         total, rope_dim = sum(spans.values()), self.latent.rope_dim
         nope, rope = (self.random(total, HEADS, width) for width in (self.latent.nope_dim, rope_dim))
         latents, rope_keys = self.random(total, 1, self.shape.head_dim), self.random(total, 1, rope_dim)
-        pages = self.cache.of(layer)
-        device = self.attention.device
+        pages, device = self.cache.of(layer), self.device
         self.attention.write(latents.to(device), rope_keys.to(device), *pages, metadata)
         found = self.attention.attend_heads(
             nope.to(device), rope.to(device), self.packed[layer], *pages, metadata, layer
@@ -99,7 +58,7 @@ class Bench:
         first = 0
         for row, count in spans.items():
             rows, told = slice(first, first + count), self.told[row]
-            for kept, new in ((told.latents, latents), (told.rope_keys, rope_keys)):
+            for kept, new in ((told.keys, latents), (told.values, rope_keys)):
                 new = unpacked(packed(new)) if self.shape.int8_pages else new
                 if len(kept) <= layer:
                     kept.append(new[:0, 0])
@@ -112,7 +71,7 @@ class Bench:
 
     def expected(self, layer: int, nope: Tensor, rope: Tensor, told: Told) -> Tensor:
         """[t, H, V] of the last t positions of a request, with keys and values of each head."""
-        latents, rope_keys = told.latents[layer].double(), told.rope_keys[layer].double()
+        latents, rope_keys = told.keys[layer].double(), told.values[layer].double()
         up_keys, up_values = (each.double() for each in self.ups[layer])
         keys = torch.einsum("hnl,sl->shn", up_keys, latents)
         scores = torch.einsum("thn,shn->hts", nope.double(), keys)
@@ -124,14 +83,14 @@ class Bench:
         return torch.einsum("hts,shv->thv", weights, values)
 
 
-def bench(pair: Pair, seed: int = 0, int8_pages: bool = False) -> Bench:
+def bench(pair: Pair, seed: int = 0, int8_pages: bool = False) -> LatentBench:
     shape = PUBLISHED if pair == ("npu", "fused") else SMALL
     ops, attention = operators(*pair, replace(shape, int8_pages=int8_pages))
     assert isinstance(attention, LatentAttention)
-    return Bench(ops, attention, seed)
+    return LatentBench(ops, attention, seed)
 
 
-@pytest.fixture(params=on_each("reference", "fused"))
+@pytest.fixture(params=PAIRS)
 def pair(request: pytest.FixtureRequest) -> Pair:
     return request.param
 
@@ -146,7 +105,7 @@ def test_prompts_chunks_and_decodes_of_one_step(pair: Pair) -> None:
     made.step({2: 1})
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(cases(2, 20)))
 def test_random_steps(pair: Pair, seed: int) -> None:
     made = bench(pair, seed)
     for _ in range(6):
@@ -161,18 +120,6 @@ def test_int8_pages(pair: Pair) -> None:
     made = bench(pair, int8_pages=True)
     made.step({0: 150, 3: 1, 1: 33})
     made.step({0: 1, 3: 1, 1: 90})
-
-
-@pytest.mark.parametrize("num_tokens", [1, 40, 90, 400])
-def test_spans_are_expanded_where_that_takes_fewer_products(num_tokens: int) -> None:
-    """Of a prompt's own tokens, as many as the span has."""
-    attention, latent, width = LatentAttention(SMALL), SMALL.latent, SMALL.head_dim
-    assert latent is not None
-    pairs = num_tokens * num_tokens
-    absorbed = pairs * (2 * width + latent.rope_dim)
-    expanded = pairs * (latent.nope_dim + latent.rope_dim + latent.value_dim)
-    expanded += num_tokens * width * (latent.nope_dim + latent.value_dim)
-    assert attention.expands(num_tokens) == (expanded < absorbed)
 
 
 def test_pages_hold_a_latent_and_a_rope_key() -> None:
@@ -199,7 +146,7 @@ def test_one_launch_writes_what_the_parts_of_it_write(
         return inner(kv, *args, **kwargs)
 
     monkeypatch.setattr(torch_npu, "npu_kv_rmsnorm_rope_cache", watched)
-    made = Bench(ops, attention)
+    made = LatentBench(ops, attention)
     write_raw(made, num_tokens)
     is_long = num_tokens > len(made.cache.of(0)[0])
     assert (seen, is_long) == ([(1, 1, 300) if is_long else (3, 1, 1)], num_tokens == 300)
@@ -212,14 +159,14 @@ def test_one_launch_writes_what_the_parts_of_it_write(
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
 
 
-def raw(made: Bench, num_tokens: int = 3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def raw(made: LatentBench, num_tokens: int = 3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Latents and rope keys of some tokens, a norm, and angles."""
     angles = torch.arange(num_tokens)[:, None] * torch.linspace(0.1, 3, 32).repeat(2)
     made.rng = np.random.default_rng(8)
     return made.random(num_tokens, 576), made.random(512), angles.cos(), angles.sin()
 
 
-def write_raw(made: Bench, num_tokens: int = 3) -> None:
+def write_raw(made: LatentBench, num_tokens: int = 3) -> None:
     """Write them at the first places of page 1."""
     device = made.attention.device
     kv, norm, cos, sin = (each.to(device) for each in raw(made, num_tokens))

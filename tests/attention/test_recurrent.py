@@ -126,7 +126,7 @@ def test_a_state_that_is_lost_is_missed(kind: Kind) -> None:
 def test_cuts_on_the_grid_change_no_bit(kind: Kind, way: Recurrence, opening: list[int]) -> None:
     given, whole = drawn(kind), rows_of_states(2)
     read = one_by_one(way, given, opening, whole)
-    for seed in range(cases(5, 50)):
+    for seed in range(cases(3, 50)):
         states, cuts = rows_of_states(2), cuts_at(GRID, np.random.default_rng(seed))
         cuts = opening + [each for each in cuts if not opening or each > opening[0]]
         cut = one_by_one(way, given, cuts, states)
@@ -178,7 +178,7 @@ def test_a_span_leaves_states_where_it_is_cut(kind: Kind, way: Recurrence) -> No
 
 def test_requests_beside_each_other_get_what_they_get_alone(kind: Kind, way: Recurrence) -> None:
     """Prompts, rests of prompts, drafts and decodes in steps of all, over rows in any order."""
-    count, rng = 6, np.random.default_rng(5)
+    count, rng = 4, np.random.default_rng(5)
     given = [drawn(kind, seed) for seed in range(count)]
     alone, read_alone = rows_of_states(1 + count), []
     states, read = rows_of_states(1 + 2 * count), [[] for _ in range(count)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +17,11 @@ from attention.sparse import SparseAttention, SparseMetadata
 from continuous_batching.batch import Batch
 from devices.ascend_limits import product
 from devices.shapes import AttentionShape, IndexShape, LatentShape
+from models.parallel.group import Group
 from recipes.machine import Npu
 from tests.attention.planned import planned
 from tests.device_kinds import machine, operators, stand_in_alone
-from tests.patience import PATIENCE_S
+from tests.models.test_random_shares import met, together
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
@@ -182,20 +181,6 @@ def test_a_replay_reads_its_lengths_on_the_device(shape: AttentionShape, width: 
         assert bool(output.isfinite().all()), "a padding row reads the null page"
 
 
-class Member:
-    """Rank `rank` of `size` that are threads; what each sends meets at a barrier."""
-
-    def __init__(self, rank: int, size: int, meeting: threading.Barrier, sent: dict[int, Tensor]) -> None:
-        self.rank, self.size, self.meeting, self.sent = rank, size, meeting, sent
-
-    def exchange(self, x: Tensor) -> Tensor:
-        self.sent[self.rank] = x
-        self.meeting.wait(PATIENCE_S)
-        received = torch.stack([self.sent[rank][self.rank] for rank in range(self.size)])
-        self.meeting.wait(PATIENCE_S)
-        return received
-
-
 @pytest.mark.parametrize("shape", [SHAPE, IN_INT8], ids=["halves", "int8"])
 @pytest.mark.parametrize("number", [0, 1], ids=["plain", "fused"])
 def test_ranks_read_together_what_one_reads(number: int, shape: AttentionShape) -> None:
@@ -204,28 +189,23 @@ def test_ranks_read_together_what_one_reads(number: int, shape: AttentionShape) 
     spans = {0: 1, 1: 40, 2: 30}
     batch, parts = whole.batch(spans), whole.drawn(71)
     expected = whole.attend(number, parts, planned((whole.plain, whole.fused)[number], batch, whole.table))
-    meeting, sent = threading.Barrier(2), dict[int, Tensor]()
 
-    def attended(rank: int) -> Tensor:
+    def attended(group: Group) -> Tensor:
+        rank = group.rank
         bench, heads = halves[rank], slice(rank * HEADS // 2, (rank + 1) * HEADS // 2)
         attention = (bench.plain, bench.fused)[number]
-        attention.ranks = Member(rank, 2, meeting, sent)
+        attention.ranks = group
         bench.ups[number] = LatentUp(whole.ups[number].keys[heads], whole.ups[number].values[heads])
         metadata = planned(attention, batch, bench.table)
         own = attention.own_rows(metadata)
         assert own == (slice(0, 36), slice(36, 71))[rank]
         of_rank = {name: parts[name][own] for name in ("index_query", "weights")}
         of_rank |= {name: parts[name][:, heads] for name in ("nope", "rope")}
-        try:
-            return bench.attend(number, parts | of_rank, metadata).cpu()
-        except BaseException:
-            meeting.abort()
-            raise
+        return bench.attend(number, parts | of_rank, metadata).cpu()
 
-    with ThreadPoolExecutor(2) as threads:
-        near(torch.cat(list(threads.map(attended, range(2))), 1), expected.cpu())
+    near(torch.cat(together(2, attended), 1), expected.cpu())
     attention = (whole.plain, whole.fused)[number]
-    attention.ranks = Member(0, 8, meeting, sent)
+    attention.ranks = met(8)[0]
     assert attention.own_rows(planned(attention, batch, whole.table)) == slice(None), "there are few rows"
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from attention.latent import LatentAttention
-from attention.reference import Attention, StaticDecodes
+from attention.reference import Attention
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
 from kv_cache.device.storage import KVCache, LayerPages
-from tests.attention.planned import planned
+from tests.attention.planned import eager, planned, replayed
 from tests.attention.test_attention import NOTHING, shape
 from tests.attention.test_latent import PUBLISHED
 from tests.device_kinds import operators, stand_in_alone
@@ -25,12 +26,10 @@ LATENT = replace(PUBLISHED, windows=(None,))
 
 
 @pytest.mark.parametrize("sizes", [PLAIN, LATENT], ids=["heads", "latents"])
-@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
-def test_sums_are_those_of_the_definition(sizes: AttentionShape, is_captured: bool) -> None:
-    read_with_sums(sizes, is_captured)
-
-
-def read_with_sums(sizes: AttentionShape, is_captured: bool) -> None:
+@pytest.mark.parametrize("way", [eager, replayed])
+def test_sums_are_those_of_the_definition(
+    sizes: AttentionShape, way: Callable[..., tuple[Tensor, Tensor]]
+) -> None:
     """Read parts of several requests' keys, by an NPU and by the definition over the same pages."""
     fused, generator = operators("npu", "fused", sizes)[1], torch.Generator().manual_seed(5)
     plain: Attention = Attention(sizes) if sizes.latent is None else LatentAttention(sizes)
@@ -44,18 +43,6 @@ def read_with_sums(sizes: AttentionShape, is_captured: bool) -> None:
     batch = Batch(np.arange(3), stops - 1, stops, NOTHING, NOTHING, NOTHING)
     wanted = plain.attend_with_sums(query, *cache.of(0), planned(plain, batch, table), 0)
     sent = [each.to(fused.device) for each in (query, *cache.of(0))]
-
-    def read(metadata: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return fused.attend_with_sums(sent[0], sent[1], sent[2], metadata, 0)
-
-    if is_captured:
-        places = torch.zeros(3, dtype=torch.int32, device=fused.device)
-        static = fused.plan_static(StaticDecodes(places, torch.from_numpy(table).to(fused.device), places))
-        graph = torch.get_device_module("npu").NPUGraph()
-        with torch.get_device_module("npu").graph(graph):
-            found = read(static)
-        fused.replay(graph, [static], stops.tolist())
-    else:
-        found = read(planned(fused, batch, table))
+    found = way(fused, batch, table, lambda metadata: fused.attend_with_sums(*sent, metadata, 0))
     for one, other in zip(found, wanted):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-4)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from attention.reference import StaticDecodes
 from continuous_batching.batch import Batch
-from tests.attention.planned import planned
+from tests.attention.planned import eager, replayed
 from tests.attention.test_attention import NOTHING, Bench, disturb, shape
 from tests.device_kinds import operators, stand_in_alone
 
@@ -35,15 +34,11 @@ def test_a_captured_step_reads_what_an_eager_one_reads(width: int) -> None:
     query = torch.randn(len(lens) * width, 4, 256, device="npu:0")
     rows, stops = np.array(list(lens)), np.array(list(lens.values()))
     batch = Batch(rows, stops - width, stops, NOTHING, NOTHING, NOTHING)
-    expected = attention.attend(query, *pages, planned(attention, batch, bench.page_table), 0).cpu()
-    table = torch.from_numpy(bench.page_table[rows]).to("npu:0")
-    places = torch.zeros(len(query), dtype=torch.int32, device="npu:0")
-    captured = attention.plan_static(StaticDecodes(places, table, places))
-    graph = torch.npu.NPUGraph()
-    with torch.npu.graph(graph):
-        found = attention.attend(query, *pages, captured, 0)
-    attention.replay(graph, [captured], stops.tolist())
-    torch.testing.assert_close(found.cpu(), expected)
+    expected, found = (
+        way(attention, batch, bench.page_table, lambda metadata: attention.attend(query, *pages, metadata, 0))
+        for way in (eager, replayed)
+    )
+    torch.testing.assert_close(found.cpu(), expected.cpu())
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def served(model: Any, path: Path, crowd: Crowd, ranks: int, *settings: str) -> 
 
 @pytest.mark.skipif(not THOROUGH, reason="test_divided.py has what four ranks read")
 def test_four_ranks_that_divide_pages_answer_as_transformers_does(tmp_path: Path) -> None:
-    model, path = make(variant_of("deepseek_v3", on_npus=False), tmp_path)
+    model, path = make(variant_of("deepseek_v3"), tmp_path)
     happened = served(model, path, LONGER, 4, *CPU).happened
     assert happened["preemptions"] >= 2, "the pool was too large to force preemptions"
     assert happened["hit_tokens"] > 0, "no prefix was shared"

@@ -14,8 +14,8 @@ from tests.device_kinds import has_npu, settings
 
 NPU = [pytest.mark.npu, pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")]
 WAYS = {
-    "cpu": ["device.compile=false"],
-    "cpu, compiled": ["device.compile=true"],
+    "cpu": ["device.compile=false", "device.threads=1"],
+    "cpu, compiled": ["device.compile=true", "device.threads=1"],
     "npu": [*settings("npu"), "device.graphs=0"],
     "npu, captured": [*settings("npu"), "device.graphs=6"],
 }
@@ -53,29 +53,6 @@ def holds(answer: list[int], word: tuple[int, ...]) -> bool:
 MARKS = {"cpu": [], "cpu, compiled": [pytest.mark.slow], "npu": NPU, "npu, captured": NPU}
 
 
-@pytest.mark.parametrize("way", [pytest.param(each, marks=MARKS[each]) for each in WAYS])
-def test_masks_and_biases_hold(way: str) -> None:
-    few = ["cache.num_pages=64", "scheduler.num_slots=6", "scheduler.max_batch_tokens=48", "device.threads=1"]
-    few = [each for each in few if "threads" not in each or "cpu" in way]
-    engine = build(load(ROOT / "recipes/tiny/cpu.yaml", [*WAYS[way], *few])).engine
-    made = asked()
-    for request in made:
-        engine.add(request)
-    while engine.has_work:
-        engine.step()
-    assert [request.finish_reason for request in made] == ["length"] * 5, [each.error for each in made]
-    allowed, words, plain, both, liked = (request.answer.tolist() for request in made)
-    assert set(allowed) <= set(ALLOWED)
-    assert set(both) <= set(ALLOWED)
-    assert liked == [LIKED] * 12
-    assert DISLIKED in words, "its bias makes it the likeliest wherever no word ends with it"
-    assert DISLIKED in both
-    for word in WORDS:
-        assert not holds(words, word)
-        assert not holds(both, word)
-    assert set(plain).isdisjoint([LIKED, DISLIKED]), "what neighbours ask for does not reach it"
-
-
 class Staircase:
     """Lets nothing but 415, 416, ... come, and the end behind 419."""
 
@@ -107,19 +84,28 @@ class Staircase:
 
 
 @pytest.mark.parametrize("way", [pytest.param(each, marks=MARKS[each]) for each in WAYS])
-def test_masks_of_grammars_hold(way: str) -> None:
-    few = ["cache.num_pages=64", "scheduler.num_slots=6", "scheduler.max_batch_tokens=48", "device.threads=1"]
-    few = [each for each in few if "threads" not in each or "cpu" in way]
+def test_masks_biases_and_grammars_hold(way: str) -> None:
+    few = ["cache.num_pages=64", "scheduler.num_slots=6", "scheduler.max_batch_tokens=48"]
     engine = build(load(ROOT / "recipes/tiny/cpu.yaml", [*WAYS[way], *few])).engine
-    made = asked()
+    made, stairs = asked(), []
     for temperature in (0, 1.5):
         params = SamplingParams(max_tokens=12, temperature=temperature, grammar="a staircase", min_tokens=3)
-        made.append(
-            Request(f"stairs {temperature}", np.arange(3, 20), params, constraint=Constraint(Staircase))
-        )
-    for request in made:
+        prompt = np.arange(3, 20)
+        stairs.append(Request(f"stairs {temperature}", prompt, params, constraint=Constraint(Staircase)))
+    for request in (*made, *stairs):
         engine.add(request)
     while engine.has_work:
         engine.step()
-    assert [request.answer.tolist() for request in made[-2:]] == [[415, 416, 417, 418, 419, 2]] * 2
-    assert [request.finish_reason for request in made] == ["length"] * 5 + ["stop"] * 2
+    assert [request.finish_reason for request in made] == ["length"] * 5, [each.error for each in made]
+    allowed, words, plain, both, liked = (request.answer.tolist() for request in made)
+    assert set(allowed) <= set(ALLOWED)
+    assert set(both) <= set(ALLOWED)
+    assert liked == [LIKED] * 12
+    assert DISLIKED in words, "its bias makes it the likeliest wherever no word ends with it"
+    assert DISLIKED in both
+    for word in WORDS:
+        assert not holds(words, word)
+        assert not holds(both, word)
+    assert set(plain).isdisjoint([LIKED, DISLIKED]), "what neighbours ask for does not reach it"
+    assert [request.answer.tolist() for request in stairs] == [[415, 416, 417, 418, 419, 2]] * 2
+    assert [request.finish_reason for request in stairs] == ["stop"] * 2

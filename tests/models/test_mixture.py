@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from devices.shapes import AttentionShape
 from models.checkpoint import weights
-from models.checkpoint.files import SINGLE
 from models.config import DecoderConfig, MixtureConfig
 from models.decoder import Decoder
 from models.layers.mixture import Mixture
@@ -141,19 +138,6 @@ def mixtures(made: Decoder) -> list[Mixture]:
     return [layer.mlp for layer in made.layers if isinstance(layer.mlp, Mixture)]
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_experts_of_a_step_compute_a_row_alone_as_among_others(name: str, tmp_path: Path) -> None:
-    """To the rounding of products, whose order a number of rows may change on a CPU as in any linear."""
-    path = checkpoint(name, tmp_path)
-    x = torch.randn(33, 48, generator=torch.Generator().manual_seed(5))
-    plain, fast = mixtures(loaded(path)), mixtures(loaded(path, CpuOps))
-    for ours, theirs in zip(fast, plain, strict=True):
-        among = ours(x)
-        torch.testing.assert_close(among, theirs(x), rtol=1e-5, atol=1e-5)
-        alone = torch.cat([ours(x[token : token + 1]) for token in range(33)])
-        torch.testing.assert_close(among, alone, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("num_here", [EXPERTS, 3])
 @pytest.mark.parametrize("num_tokens", [1, 2, 40])
 def test_experts_whose_products_are_grouped_compute_what_each_does_alone(
@@ -245,28 +229,6 @@ def test_scales_of_experts_are_rounded_as_published_ones_are(tmp_path: Path) -> 
             assert {expert.gate_up.scale_dtype for expert in mixture.experts.values()} == {torch.float32}
 
 
-def test_layers_are_dense_where_the_configuration_says_so(tmp_path: Path) -> None:
-    made = loaded(checkpoint("qwen3_moe", tmp_path))
-    assert [isinstance(layer.mlp, Mixture) for layer in made.layers] == [True, False, True]
-
-
-def test_every_so_many_layers_have_experts_but_those_that_are_named_dense() -> None:
-    config = decoder_config(QWEN3_30B_A3B | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
-    assert [config.mixture_of(layer) is not None for layer in range(6)] == [0, 1, 0, 0, 0, 1]
-
-
-def test_an_expert_that_is_missing_and_a_tensor_of_all_experts_are_named(tmp_path: Path) -> None:
-    path = checkpoint("qwen3_moe", tmp_path)
-    tensors = load_file(path / SINGLE)
-    del tensors["model.layers.0.mlp.experts.7.up_proj.weight"]
-    tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(8, 48, 48)
-    save_file(tensors, path / SINGLE)
-    with pytest.raises(ValueError, match="weights in") as caught:
-        loaded(path)
-    assert "missing: model.layers.0.mlp.experts.7.up_proj.weight [24, 48]" in str(caught.value)
-    assert "surplus: model.layers.0.mlp.experts.gate_up_proj has no place" in str(caught.value)
-
-
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_all_weights_are_counted(name: str, tmp_path: Path) -> None:
     model, path = make(next(each for each in VARIANTS if each.name == name), tmp_path)
@@ -302,12 +264,6 @@ def test_experts_in_int8_are_the_same_stored_and_quantised_at_load(name: str, tm
         assert all(expert.down.is_int8 and expert.gate_up.is_int8 for expert in ours.experts.values())
         assert torch.equal(ours(x), theirs(x))
         assert 0 < (ours(x) - exact(x)).norm() / exact(x).norm() < 0.05
-
-
-def test_a_checkpoint_in_int8_says_that_its_routers_are_not(tmp_path: Path) -> None:
-    quantize(checkpoint("qwen3_moe", tmp_path), tmp_path / "int8")
-    ignored = json.loads((tmp_path / "int8" / "config.json").read_text())["quantization_config"]["ignore"]
-    assert ignored == ["lm_head", r"re:.*(\.gate|\.wg|shared_expert_gate)$"]
 
 
 @pytest.mark.parametrize(

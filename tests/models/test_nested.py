@@ -164,14 +164,19 @@ def renamed(folder: Path, before: str, after: str) -> None:
 BEFORE = "base_model.model."
 
 
-@pytest.mark.parametrize("made", [mistral3, gemma3])
 @pytest.mark.parametrize(
-    ("name", "pattern"),
+    ("made", "name", "pattern"),
     [
-        (f"{BEFORE}model.language_model.layers.", r"^model\.language_model\.layers\.1\.self_attn\.q_proj"),
-        (f"{BEFORE}language_model.model.layers.", r"^language_model\.model\.layers\.1\.self_attn\.q_proj"),
-        (f"{BEFORE}model.layers.", "^model.layers.1.self_attn.q_proj"),
-        (f"{BEFORE}layers.", "^layers.1.self_attn.q_proj"),
+        (
+            *(mistral3, f"{BEFORE}model.language_model.layers."),
+            r"^model\.language_model\.layers\.1\.self_attn\.q_proj",
+        ),
+        (
+            *(gemma3, f"{BEFORE}language_model.model.layers."),
+            r"^language_model\.model\.layers\.1\.self_attn\.q_proj",
+        ),
+        (gemma3, f"{BEFORE}model.layers.", "^model.layers.1.self_attn.q_proj"),
+        (mistral3, f"{BEFORE}layers.", "^layers.1.self_attn.q_proj"),
     ],
     ids=["nested", "nested, older", "text", "text without a head"],
 )

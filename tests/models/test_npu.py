@@ -22,7 +22,7 @@ from attention.reference import StaticDecodes
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from devices.ascend_limits import MOST_GATHERED, PRODUCTS, AscendProduct, product
+from devices.ascend_limits import MOST_GATHERED, AscendProduct, product
 from models.config import MixtureConfig
 from models.ops.operands import ExpertKind, Int4Weight, PairedInt4, StaticInt8, UnpackedLinear
 from models.ops.reference import Ops
@@ -32,7 +32,7 @@ from recipes.machine import Npu, start
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.attention import test_sparse_npu, test_sums
-from tests.attention.planned import planned
+from tests.attention.planned import eager, planned, replayed
 from tests.attention.test_atb import answering_as, atb
 from tests.attention.test_attention import NOTHING, Bench, shape
 from tests.attention.test_channel_scales import ChannelBench
@@ -120,16 +120,6 @@ def test_a_mixed_batch_is_one_call_a_layer(calls: Counter[str]) -> None:
     assert calls["npu_add_rms_norm"] == (2 * NUM_LAYERS - 1) * len(steps)
 
 
-def test_the_950_takes_decodes_and_longer_spans_apart(calls: Counter[str]) -> None:
-    attention = operators("npu", "fused", shape(windows=(None,)))[1]
-    attention.product = product("950", "")
-    bench = Bench(attention)
-    for spans, expected in (({0: 5, 2: 20}, 1), ({0: 1, 2: 1}, 1), ({0: 1, 2: 1, 1: 30, 3: 2}, 2)):
-        calls.clear()
-        bench.step(spans)
-        assert calls[FUSED_ATTENTION] == expected
-
-
 def test_captured_steps_give_the_same_tokens_and_ask_for_no_operator(
     calls: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,16 +161,6 @@ def test_a_type_that_a_product_has_not_is_refused_with_plain_attention_too(name:
     machine.operators(shape(dtype=torch.float16))
     with pytest.raises(ValueError, match=f"bfloat16; the {name} computes in float16 or float32: set model"):
         machine.operators(shape(dtype=torch.bfloat16))
-
-
-@pytest.mark.parametrize("name", [each.name for each in PRODUCTS if not each.has_int8])
-def test_int8_that_a_product_has_not_is_refused_with_plain_attention_too(name: str) -> None:
-    machine = start(section("npu", "reference"))
-    assert isinstance(machine, Npu)
-    machine.product = product(name, "")
-    ops, _ = machine.operators(shape(dtype=torch.float16))
-    with pytest.raises(ValueError, match=f"W8A8; the {name} takes no scale for each token, 910B, 910C do"):
-        ops.check_int8(torch.float16, {"int8"})
 
 
 @stand_in_alone
@@ -579,8 +559,8 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch, tmp_
         ops.rotary(heads, heads.clone(), angles, angles)
         on_an_npu()
         for sizes in (test_sums.PLAIN, test_sums.LATENT):
-            for is_captured in (False, True):
-                test_sums.read_with_sums(sizes, is_captured)
+            for way in (eager, replayed):
+                test_sums.test_sums_are_those_of_the_definition(sizes, way)
         for each in (test_sparse_npu.SHAPE, test_sparse_npu.IN_INT8):
             test_sparse_npu.test_steps_read_what_the_definition_reads(each)
             test_sparse_npu.test_a_replay_reads_its_lengths_on_the_device(each, 2)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from models.ops.cuda.ops import CudaOps
 from models.ops.reference import Ops
-from tests.attention.test_attention import shape
-from tests.device_kinds import machine, on_each, operators
+from tests.attention.test_attention import PAIRS, shape
+from tests.device_kinds import machine, operators
 from tests.each_of import each_of
 from tests.interpreter import DEVICE
 from tests.pairs import pairs
@@ -48,7 +48,7 @@ class There:
 KERNELS = [pytest.param(("kernels", way), id=f"kernels-{way}") for way in ("any", "batch_invariant")]
 
 
-@pytest.fixture(params=[*on_each("reference", "fused"), *KERNELS])
+@pytest.fixture(params=[*PAIRS, *KERNELS])
 def ops(request: pytest.FixtureRequest) -> There:
     kind, way = request.param
     if kind == "kernels":  # CUDA's kernels, in Triton's interpreter where there is no GPU

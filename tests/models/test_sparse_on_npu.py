@@ -25,16 +25,15 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, Way, section, settings, stand_in_alone
 from tests.models.families import followed, make
-from tests.models.modelslim_checkpoints import Types, quantised
 from tests.models.modelslim_checkpoints import checkpoint as checkpoint_of
+from tests.models.modelslim_checkpoints import quantised
 from tests.models.mtp_layers import target_of
 from tests.models.sparse_variants import SPARSE_VARIANTS
 from tests.models.tensor_rank import built, logits_of
 from tests.models.test_latent_prolog import PROLOG, SMALLEST, say_that_it_gains
-from tests.models.test_modelslim import everywhere, expected, glm_5, v32
+from tests.models.test_modelslim import everywhere, expected, glm_5
 from tests.models.test_random_shares import together
 from tests.models.variants import PUBLISHED_LATENT
-from tests.thorough import cases
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
@@ -68,10 +67,9 @@ def test_an_indexer_reads_the_queries_of_one_launch_before_attention(
     assert names.count(PROLOG) == names.count(INDEXER) > 0
 
 
-@pytest.mark.parametrize("graphs", cases([4], [0, 4]))  # steps with prompts are eager in both
-def test_tokens_are_those_of_transformers(graphs: int, checkpoint: tuple[Any, Path]) -> None:
+def test_tokens_are_those_of_transformers(checkpoint: tuple[Any, Path]) -> None:
     """Prompts of more and of fewer tokens than are read, in chunks, and the captured steps of decodes."""
-    names = serve_as_transformers(checkpoint, graphs)
+    names = serve_as_transformers(checkpoint, 4)
     assert 0 < names.count(INDEXER) <= names.count(ATTENTION)
 
 
@@ -92,30 +90,27 @@ def dividing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def calm(name: str, types: Types, root: Path) -> tuple[Any, Path]:
+def calm(name: str, root: Path) -> tuple[Any, Path]:
     """A checkpoint in W8A8 whose layers add little, so that bfloat16 hardly changes what is chosen."""
     variant = next(each for each in SPARSE_VARIANTS if each.name == name)
-    options = variant.options | RANKED | (OF_GLM if types is glm_5 else {}) | {"max_position_embeddings": 512}
+    options = variant.options | RANKED | OF_GLM | {"max_position_embeddings": 512}
     model, path = make(replace(variant, options=options, shard_size="5GB", saved_as=torch.bfloat16), root)
     with torch.no_grad():
         for each, weight in model.named_parameters():
             if each.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
                 weight *= 0.1
     model.bfloat16().save_pretrained(path)
-    return model.float(), quantised(model, path, types, norm_biases=True)
+    return model.float(), quantised(model, path, glm_5, norm_biases=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "types"), [("v32", v32), ("glm_5_shared", glm_5)])
-def test_w8a8_answers_by_its_arithmetic(
-    name: str, types: Types, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_w8a8_answers_by_its_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured, with a cache in int8, and over two ranks that divide the rows of prompts.
 
     Static products are in bfloat16 alone, so that answers are near, and far from those of all tokens read.
     """
     rows = dividing(monkeypatch)
-    model, path = calm(name, types, tmp_path)
+    model, path = calm("glm_5_shared", tmp_path)
     right = expected(model, path)
 
     def distance(logits: Tensor) -> float:
@@ -134,15 +129,14 @@ def test_w8a8_answers_by_its_arithmetic(
     assert max(distances) < 0.5 * everything, (distances, everything)
 
 
-@pytest.mark.parametrize("name", ["v32", pytest.param("glm_5_shared", marks=pytest.mark.slow)])
-def test_int8_answers_as_its_definition(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_answers_as_its_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager, captured, and over two ranks that divide the rows of prompts.
 
     A number that lies between two integers to the last bit may fall on either, as the order of a sum has it,
     which moves little of all answers; a cache in the model's type moves them more.
     """
     rows = dividing(monkeypatch)
-    path = checkpoint_of(name, tmp_path, everywhere("FLOAT"), **RANKED)[1]
+    path = checkpoint_of("v32", tmp_path, everywhere("FLOAT"), **RANKED)[1]
 
     def logits(group: Group, kind: Kind = "npu", graphs: bool = False, int8: bool = True) -> Tensor:
         way: Way | None = "fused" if kind == "npu" else None
@@ -157,9 +151,8 @@ def test_int8_answers_as_its_definition(name: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["v32", "glm_5_shared"])
-def test_a_layer_with_an_indexer_drafts_in_captured_steps(name: str, tmp_path: Path) -> None:
-    made = target_of(name, tmp_path, is_wide=True, index_head_dim=128)
+def test_a_layer_with_an_indexer_drafts_in_captured_steps(tmp_path: Path) -> None:
+    made = target_of("glm_5_shared", tmp_path, is_wide=True, index_head_dim=128)
     serve_as_transformers(made, 8, "speculation.kind=mtp", "speculation.max_tokens=2")
 
 

@@ -30,8 +30,8 @@ from tests.models.test_random_shares import drawn, logits_with, together
 from tests.models.test_shared_weights import Rank
 from tests.thorough import cases
 
-FAMILIES = ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "glm4_moe_groups", "deepseek_v2", "deepseek_v3")
-OPTIONS: dict[str, dict[str, Any]] = {"qwen2_moe": {"num_experts": 8}, "glm4_moe_groups": {}}
+FAMILIES = ("mixtral", "qwen2_moe", "glm4_moe_groups", "deepseek_v2")
+OPTIONS: dict[str, dict[str, Any]] = {"qwen2_moe": {"num_experts": 8}}
 
 
 def checkpoint(name: str, root: Path) -> tuple[Any, Path]:
@@ -82,7 +82,7 @@ def mixed(rng: random.Random, *, is_placed: bool) -> DecoderConfig:
     )
 
 
-@pytest.mark.parametrize("seed", range(cases(8, 200)))
+@pytest.mark.parametrize("seed", range(cases(5, 200)))
 def test_any_experts_anywhere_compute_what_one_rank_does(seed: int) -> None:
     rng = random.Random(seed)
     config = mixed(rng, is_placed=rng.random() < 0.7)

@@ -24,7 +24,7 @@ from tests.models.families import wide
 from tests.models.mtp_layers import target_beside
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.models.test_draft_model import Watched
-from tests.models.test_state_schedules import NUM_SLOTS, WAYS, WIDE, built, check, served
+from tests.models.test_state_schedules import NUM_SLOTS, WAYS, WIDE, built, check, requests, served
 
 DRAFTS = {"speculation.kind": "mtp", "speculation.adaptive": "fixed", "speculation.max_tokens": 3}
 
@@ -35,9 +35,6 @@ DRAFTS = {"speculation.kind": "mtp", "speculation.adaptive": "fixed", "speculati
         ("qwen3_5", WAYS["swapped"]),
         pytest.param(
             *("qwen3_5_moe", WAYS["overlapped"] | {"speculation.max_tokens": 7}), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            *("qwen3_next", WAYS["preempted"] | {"speculation.max_tokens": 1}), marks=pytest.mark.slow
         ),
     ],
 )
@@ -66,7 +63,7 @@ def test_ranks_share_the_layer_and_say_what_one_says(tmp_path: Path) -> None:
     one = built(path, DRAFTS | WAYS["overlapped"] | two)
     assert one.ranks is not None
     watched = Watched(one.engine)
-    answered = served(one.engine)
+    answered = served(one.engine, requests()[:6])
     one.engine.observer.close()
     check(model, answered)
     tokens = {each.id: each.tokens.tolist() for each in answered}
@@ -117,7 +114,7 @@ def test_captured_steps_check_the_drafts_of_rows_with_states(
     takes = graphs.takes
     graphs.takes = lambda batch: taken.append((takes(batch), batch.num_drafts)) or taken[-1][0]
     watched = Watched(one.engine)
-    answered = served(one.engine)
+    answered = served(one.engine, requests()[:6])
     check(model, answered)
     with_drafts = [is_taken for is_taken, num_drafts in taken if num_drafts]
     assert sum(with_drafts) > len(with_drafts) / 2, "drafts beside decodes alone are captured"

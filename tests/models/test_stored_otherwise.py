@@ -52,28 +52,6 @@ def linears(made: Decoder, layer: int) -> list[Linear]:
     return [made.layers[layer].attention.qkv, made.layers[layer].mlp.gate_up]
 
 
-@pytest.mark.parametrize("name", ["glm4", "phi3_part", "phi3"])
-def test_ranks_read_their_rows_of_each_linear(name: str, tmp_path: Path) -> None:
-    path = make(next(each for each in VARIANTS if each.name == name), tmp_path)[1]
-    config = config_in(path)
-    whole, *parts = (decoder(path, rank, size) for rank, size in ((0, 1), (0, 2), (1, 2)))
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    inner = config.intermediate_size
-    kv_part = kv_heads if config.num_kv_heads == 1 else kv_heads // 2  # one head is held by both
-    joined = (
-        ((heads, kv_heads, kv_heads), (heads // 2, kv_part, kv_part)),
-        ((inner, inner), (inner // 2, inner // 2)),
-    )
-    for at, (widths, sizes) in enumerate(joined):
-        expected = linears(whole, 1)[at].weight
-        own = [linears(part, 1)[at].weight for part in parts]
-        assert expected is not None
-        for number, rows in enumerate(expected.split(widths)):
-            is_shared = widths[number] == sizes[number]
-            held = [each.split(sizes)[number] for each in own]
-            assert torch.equal(held[0] if is_shared else torch.cat(held), rows)
-
-
 @pytest.mark.parametrize("name", ["glm4", "phi3"])
 def test_joined_linears_are_quantised_row_by_row_as_they_are_read(name: str, tmp_path: Path) -> None:
     path = make(next(each for each in VARIANTS if each.name == name), tmp_path)[1]

@@ -41,7 +41,6 @@ from tests.models.tensor_rank import built, collectives, first_logits_of, greedy
 from tests.models.test_quantization import stored_in_int8
 from tests.patience import PATIENCE_S
 from tests.serving.warm import start_session
-from tests.thorough import THOROUGH
 
 # Each family, and together: biases, norms of heads, windows, a tied head, a vocabulary that no number of
 # ranks divides, and fewer key-value heads than ranks
@@ -70,24 +69,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {},
     "hy_v3": {},
 }
-EVEN = {  # experts that two parts of the ranks can share
-    "qwen3_moe_window": {"num_experts": 6},
-    "qwen2_moe_sparse": {"num_experts": 6},
-    "mixtral_one": {"num_local_experts": 4},
-    "deepseek_v3_one_group": {"n_routed_experts": 6},
-    "hy_v3_types": {"num_experts": 6},
-    "ernie4_5_moe_interval": {"moe_num_experts": 6},
-    "minimax_m2_tied": {"num_local_experts": 6},
-    "hunyuan_moe_one": {"num_experts": 6},
-}
-if THOROUGH:  # three checkpoints of each family, and more
-    MODELS = {variant.name: {} for variant in VARIANTS} | EVEN | MODELS
-# Those whose whole experts are spread over two parts of the ranks
-SPREAD = {
-    f"{name}_spread": name
-    for name in MODELS
-    if "moe" in name or name.startswith(("mixtral", "deep", "gpt", "minimax", "hy_v3"))
-}
+# Those whose whole experts are spread over two parts of the ranks; test_spread_experts.py has more
+SPREAD = {f"{name}_spread": name for name in ("deepseek_v3", "gpt_oss", "minimax_m2")}
 # Those whose pages two neighbours divide: latents, and a key-value head of which both have copies
 BY_ALL = "deepseek_v3_divided"  # four ranks divide it, where there are four
 DIVIDED = {BY_ALL: "deepseek_v3", "qwen2_yarn_divided": "qwen2_yarn"}
@@ -104,10 +87,8 @@ CHOOSE = ("llama_biased", "qwen2_yarn", "deepseek_v3", "gemma2", "fused")
 # What four ranks compute otherwise than two: fewer heads of keys than ranks, and vocabularies, experts and
 # int8 that do not divide alike
 AMONG_FOUR = (
-    *("llama_biased", "qwen2_yarn", "gpt_oss_half", "deepseek_v2_spread", "phi3_part", "gemma2"),
-    *("minimax_m2_spread", "olmo3_full", "deepseek_v3_divided", "qwen2_yarn_divided"),
-    *("int8_at_load", "int8_stored", "int8_rows", "bfloat16", "fused"),
-    *("gemma2_rows", "gpt_oss_rows", "deepseek_v3_spread_rows"),
+    *("qwen2_yarn", "phi3_part", "olmo3_full", "deepseek_v3_spread", "deepseek_v3_divided"),
+    *("int8_at_load", "int8_rows", "gpt_oss_rows"),
 )
 AT_LOAD, STORED, BFLOAT16, FUSED = "int8_at_load", "int8_stored", "bfloat16", "fused"
 INT8_MODEL, INT8_ROWS = "llama_biased", "int8_rows"
@@ -126,10 +107,9 @@ SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 def each_of(names: Iterable[str], among_four: Iterable[str] = AMONG_FOUR) -> pytest.MarkDecorator:
     """Parametrised by the number of ranks and the name of a case; four ranks compute some, else all."""
-    of_two = [(2, name) for name in names]
-    of_four = [(4, name) for _, name in of_two if THOROUGH or name in among_four]
-    marked = [pytest.param(*each, marks=pytest.mark.slow) for each in of_four]
-    return pytest.mark.parametrize(("size", "name"), [*of_two, *marked])
+    names = [*names]
+    of_four = [pytest.param(4, name, marks=pytest.mark.slow) for name in names if name in among_four]
+    return pytest.mark.parametrize(("size", "name"), [*((2, name) for name in names), *of_four])
 
 
 def checkpoints(folder: Path) -> Cases:
@@ -154,7 +134,7 @@ def checkpoints(folder: Path) -> Cases:
     path = make(changed, folder)[1]
     stored_in_int8(path)
     cases |= {STORED: {"path": str(path)}}
-    return {name: case | {"chooses": THOROUGH or name in CHOOSE} for name, case in cases.items()}
+    return {name: case | {"chooses": name in CHOOSE} for name, case in cases.items()}
 
 
 def run_ranks(backend: Backend, size: int, folder: Path, cases: Cases) -> Found:
@@ -189,7 +169,7 @@ def found(cases: Cases, tmp_path_factory: pytest.TempPathFactory) -> Callable[[i
 
     @cache
     def of(size: int) -> Found:
-        some = {name: cases[name] for name in (cases if size == 2 or THOROUGH else AMONG_FOUR)}
+        some = {name: cases[name] for name in (cases if size == 2 else AMONG_FOUR)}
         some[BY_ALL] = some[BY_ALL] | {"contexts": size}
         return run_ranks("gloo", size, tmp_path_factory.mktemp("ranks"), some)
 
@@ -377,16 +357,15 @@ def test_ranks_in_int8_compute_what_one_computes(
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("size", SIZES)
 def test_ranks_in_bfloat16_are_as_near_to_float32_as_one_is(
-    size: int, cases: Cases, found: Callable[[int], Found]
+    cases: Cases, found: Callable[[int], Found]
 ) -> None:
     exact = first_logits_of(alone(cases[BFLOAT16] | {"dtype": "float32"}))
     whole = first_logits_of(alone(cases[BFLOAT16]))
-    assert (found(size)[BFLOAT16][0]["logits"] - exact).norm() <= 1.5 * (whole - exact).norm()
+    assert (found(2)[BFLOAT16][0]["logits"] - exact).norm() <= 1.5 * (whole - exact).norm()
 
 
-@each_of(MODELS | SPREAD if THOROUGH else CHOOSE)
+@each_of(CHOOSE)
 def test_ranks_draw_the_tokens_that_one_draws(
     size: int, name: str, cases: Cases, found: Callable[[int], Found]
 ) -> None:
@@ -396,7 +375,7 @@ def test_ranks_draw_the_tokens_that_one_draws(
     assert not any(other.numel() for other in others), "the leader alone chooses"
 
 
-@each_of(MODELS | SPREAD if THOROUGH else CHOOSE)
+@each_of(CHOOSE)
 def test_all_ranks_choose_the_best_tokens_of_one_without_joining_logits(
     size: int, name: str, cases: Cases, found: Callable[[int], Found]
 ) -> None:

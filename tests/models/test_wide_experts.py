@@ -96,15 +96,15 @@ def hold_to_definition(width: int, num_held: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.npu
 @pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("width", sorted({each.values[0] // each.values[1] for each in WIDTHS}))
-def test_experts_of_every_width_compute_what_a_cpu_defines(width: int, dtype: torch.dtype) -> None:
-    hold_to_definition(width, HELD, dtype)
-
-
-@pytest.mark.npu
-@pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")
-@pytest.mark.parametrize("width", [768, 14336])
-def test_a_rank_may_hold_one_expert(width: int) -> None:
-    """Whose list of counts has one element."""
-    hold_to_definition(width, 1, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("width", "num_held", "dtype"),
+    [
+        *((88, HELD, torch.float16), (768, HELD, torch.bfloat16), (MOST_GATED // 2, HELD, torch.float16)),
+        (MOST_GATED // 2 + 16, HELD, torch.bfloat16),
+        *((768, 1, torch.bfloat16), (7168, 1, torch.bfloat16)),  # a list of counts of one element
+    ],
+)
+def test_experts_of_every_width_compute_what_a_cpu_defines(
+    width: int, num_held: int, dtype: torch.dtype
+) -> None:
+    hold_to_definition(width, num_held, dtype)

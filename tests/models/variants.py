@@ -76,13 +76,6 @@ HALF = ["full_attention", "sliding_attention", "full_attention"]
 VARIANTS = [
     Variant("llama", "llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
     Variant(
-        "llama_linear_tied",
-        "llama",
-        {"tie_word_embeddings": True},
-        {"rope_type": "linear", "rope_theta": 2e3, "factor": 2.5},
-        old=True,
-    ),
-    Variant(
         "llama_dynamic",
         "llama",
         {"max_position_embeddings": 100},
@@ -95,7 +88,6 @@ VARIANTS = [
         {"max_position_embeddings": 64, "head_dim": 32},
         {"rope_type": "dynamic", "rope_theta": 3e3, "factor": 5.5},
     ),
-    Variant("llama_llama3", "llama", {"head_dim": 24, "num_attention_heads": 6}, LLAMA3, old=True),
     Variant(
         "llama_biased",
         "llama",
@@ -133,9 +125,6 @@ VARIANTS = [
         saved_as=torch.float16,
     ),
     Variant(
-        "mistral_tied", "mistral", {"sliding_window": 5, "tie_word_embeddings": True}, saved_as=torch.bfloat16
-    ),
-    Variant(
         "qwen2_window_from",
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1},
@@ -167,20 +156,6 @@ VARIANTS = [
         },
         yarn(attention_factor=1.3),
         shard_size="100KB",
-    ),
-    Variant(
-        "qwen3_dynamic_window",
-        "qwen3",
-        {
-            "head_dim": 24,
-            "max_position_embeddings": 128,
-            "use_sliding_window": True,
-            "sliding_window": 65,
-            "max_window_layers": 2,
-        },
-        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-        old=True,
-        saved_as=torch.bfloat16,
     ),
     Variant(
         "qwen3_moe",
@@ -231,12 +206,6 @@ VARIANTS = [
         {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 19, "rms_norm_eps": 1e-3},
         old=True,
         saved_as=torch.float16,
-    ),
-    Variant(
-        "mixtral_one",
-        "mixtral",
-        {"num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 20, "tie_word_embeddings": True},
-        shard_size="40KB",
     ),
     Variant("glm4", "glm4", {"head_dim": 16}, {**HALF_TURNED}),
     Variant(
@@ -326,19 +295,6 @@ VARIANTS = [
         saved_as=torch.bfloat16,
     ),
     Variant(
-        "qwen2_moe_dense",
-        "qwen2_moe",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 1,
-            "moe_intermediate_size": 40,
-            "shared_expert_intermediate_size": 16,
-            "mlp_only_layers": [0, 2],
-            "tie_word_embeddings": True,
-        },
-        shard_size="60KB",
-    ),
-    Variant(
         "glm4_moe",
         "glm4_moe",
         {
@@ -371,22 +327,6 @@ VARIANTS = [
         },
         yarn(partial_rotary_factor=0.25, attention_factor=1.3),
         saved_as=torch.bfloat16,
-    ),
-    Variant(
-        "glm4_moe_whole",
-        "glm4_moe",
-        {
-            "head_dim": 24,
-            "use_qk_norm": True,
-            "tie_word_embeddings": True,
-            "first_k_dense_replace": 0,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "num_mtp_layers": 0,
-        },
-        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
-        old=True,
     ),
     Variant(
         "deepseek_v2_lite",
