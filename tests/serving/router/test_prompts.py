@@ -12,7 +12,7 @@ from kv_cache.page_keys import page_keys, short_key
 from recipes.schema.adapters_section import AdaptersSection
 from recipes.schema.reader import load
 from serving.adapters import KnownAdapters
-from serving.api.api_keys import ANYBODY, ApiKeys, Rights
+from serving.api.api_keys import ANYBODY
 from serving.router.prompts import PART_BYTES, Prompts
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
@@ -115,16 +115,6 @@ def test_keys_of_an_adapter_are_its_own(tmp_path: Path) -> None:
     assert found.keys == [*map(short_key, page_keys(request.prompt, 16, request.cache_salt))]
     plain = routed(Prompts(TEXT, 16, known), {"prompt": STORY, "cache_salt": "s", "model": "tiny"})
     assert not {*plain.keys} & {*found.keys}
-
-
-def test_keys_of_others_are_others() -> None:
-    clients = ApiKeys({"one": Rights(), "two": Rights()})
-    prompts = Prompts(TEXT, 16)
-    one, two = (
-        routed(prompts, {"prompt": STORY}, client=clients.client(f"Bearer {key}")).keys
-        for key in ("one", "two")
-    )
-    assert not {*one} & {*two}
 
 
 def test_text_that_goes_on_begins_alike() -> None:
