@@ -115,7 +115,9 @@ class Pair:
         self.finished: list[Request] = []
 
     def close(self) -> None:
-        for each in (self.source, self.server, *self.ends_with):
+        self.source.close()
+        self.server.close()
+        for each in self.ends_with:
             each.close()
         self.decoder.after_layer = None
 

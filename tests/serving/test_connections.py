@@ -137,19 +137,6 @@ def test_too_much_behind_a_request_is_refused_in_its_turn(served: Served, behind
         assert b"may wait on one connection" in rest.rpartition(b"HTTP/1.1 ")[2]
 
 
-def test_a_refusal_stands_behind_an_answer_and_not_in_it(served: Served) -> None:
-    with served.five_checks(neighbours=0), connected(served) as client:
-        client.sendall(request(LONG | {"stream": True, "max_tokens": 120}))
-        told = client.recv(1 << 16)
-        assert told.startswith(b"HTTP/1.1 200 OK\r\n")
-        client.sendall(b"no HTTP\r\n\r\n")
-        while data := client.recv(1 << 16):
-            told += data
-        answer, _, refusal = told.partition(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        assert b"HTTP/1.1" not in answer[1:]
-        assert refusal.startswith(b"HTTP/1.1 400 ")
-
-
 def test_who_sends_only_a_head_holds_a_place_for_a_while_alone(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

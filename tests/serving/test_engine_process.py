@@ -79,16 +79,6 @@ def test_no_message_is_missed_while_others_are_sent(run: Run, tmp_path: Path) ->
     run(talk())
 
 
-def test_a_folder_that_is_gone_already_is_hidden() -> None:
-    async def hide() -> None:
-        engine = EngineProcess([])
-        engine.hide()
-        engine.hide()
-        await engine.end()
-
-    asyncio.run(hide())
-
-
 class Unkillable:
     """A process that the system keeps after its kill, as one within a driver that hangs."""
 
