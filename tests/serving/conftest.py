@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 import sentencepiece
+import zmq
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -160,6 +161,20 @@ def shared() -> Iterator[Server]:
     server = started((TINY, "server.max_requests=64", "--log-requests", *origin))
     yield server
     assert server.close() == 0
+
+
+Sockets = tuple[zmq.Socket[bytes], zmq.Socket[bytes]]
+
+
+@pytest.fixture
+def sockets() -> Iterator[Sockets]:
+    """An engine's end of the socket between it and its server, and the server's."""
+    context = zmq.Context()
+    ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    ours.bind("inproc://engine")
+    theirs.connect("inproc://engine")
+    yield ours, theirs
+    context.destroy(linger=0)
 
 
 @pytest.fixture(scope="module")

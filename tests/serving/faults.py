@@ -57,9 +57,8 @@ class Served:
         self._server.should_exit = True
         self._thread.join(PATIENCE_S)
         self._patch.undo()
-        gc.unfreeze()
         gc.collect()
-        gc.freeze()  # what the run has imported stays frozen, as it was before
+        gc.freeze()
         assert not self._thread.is_alive(), "the server does not end"
 
     def _run(self) -> None:

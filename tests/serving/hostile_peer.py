@@ -40,16 +40,15 @@ def framed_body(body: Any, num_bytes: int = 0) -> bytes:
 
 
 class AnswersPeer:
-    """Dials the engine of prompts of a pair, or another at some port, as one that answers does."""
+    """Dials the engine of prompts of a pair, as one that answers does, and ends with it."""
 
-    def __init__(self, where: Pair | int, *, greets: bool = True, window_bytes: int = 1 << 14) -> None:
-        pair = where if isinstance(where, Pair) else None
-        port = where if isinstance(where, int) else where.server.port
-        self.sock = socket.create_connection(("127.0.0.1", port))
+    def __init__(self, pair: Pair, *, greets: bool = True, window_bytes: int = 1 << 14) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", pair.server.port))
+        pair.ends_with.append(self)
         self.heard: list[Any] = []
         self.is_closed = False
         self._data = b""
-        if greets and pair is not None:
+        if greets:
             layout = cache_of(pair.prompts).layout
             self.say(Hello(VERSION, "the model", device.PAGE_SIZE, layout, "tcp", b"", window_bytes))
 

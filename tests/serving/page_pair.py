@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,6 +35,12 @@ Between = Callable[[int], int]  # maps the port of the engine of prompts to the 
 def cache_of(engine: Engine) -> KVCache:
     cache: KVCache = engine.runner.cache  # type: ignore[attr-defined]  # a ModelRunner's
     return cache
+
+
+class Closeable(Protocol):
+    """What a pair ends with itself: peers that dial it, and what lies between its engines."""
+
+    def close(self) -> None: ...
 
 
 class Pair:
@@ -105,11 +111,14 @@ class Pair:
         self.sending = PageExchange(one, self.sends, None)
         self.fetching = PageExchange(other, None, self.fetches)
         self.is_stopped = False  # the engine of prompts makes no more steps
+        self.ends_with: list[Closeable] = [between] if isinstance(between, Listener) else []
         self.finished: list[Request] = []
 
     def close(self) -> None:
         self.source.close()
         self.server.close()
+        for each in self.ends_with:
+            each.close()
         self.decoder.after_layer = None
 
     def ask(self, requests: Sequence[Request]) -> None:

@@ -38,7 +38,6 @@ class Server:
         limits: dict[int, int] | None = None,  # limits of the system, by resource.RLIMIT_...
         port: int = 0,
         verb: str = "scripts.serve",  # or another that listens, which knows no recipe's keys then
-        is_fresh: bool = False,  # started as a user does, with no imports done before it
     ) -> None:
         options = [*(arguments or (TINY,))]
         if verb == "scripts.serve" and not any(each.startswith("server.spare_engine=") for each in options):
@@ -51,7 +50,7 @@ class Server:
         command = [verb, *options, "--port", str(port)]
         variables = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
         self.process: subprocess.Popen[str] | warm.Process
-        if is_fresh or not warm.is_possible():
+        if not warm.is_possible():
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *command],
                 cwd=ROOT,

@@ -61,12 +61,17 @@ def models() -> dict[str, Any]:
 
 
 def expected(name: str, prompt: str) -> list[int]:
+    return told_by(models()[name], prompt)
+
+
+@cache
+def told_by(model: Any, prompt: str) -> list[int]:
     text = Text.load(WEIGHTS)
     assert text is not None
     tokens, found = text.encode(prompt), []
     with torch.inference_mode():
         for _ in range(NUM_NEW):
-            logits = models()[name](torch.tensor([tokens + found])).logits
+            logits = model(torch.tensor([tokens + found])).logits
             found.append(int(logits[0, -1].argmax()))
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -196,18 +195,3 @@ def test_a_container_of_eight_npus_has_what_the_doctor_asks_for() -> None:
     assert f"--shm-size {server['shm_size']}" in CONTAINER
     assert float(server["stop_grace_period"].removesuffix("s")) > ServerSection().drain_s
     assert mounts["/models"].startswith("${MODELS:?")
-
-
-def test_the_unit_is_one_that_systemd_reads(tmp_path: Path) -> None:
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("no systemd here")
-    text = (FOLDER / "continuous-batching.service").read_text(encoding="utf-8")
-    assert float(re.findall(r"TimeoutStopSec=(\d+)", text)[0]) > ServerSection().drain_s
-    unit = tmp_path / "continuous-batching.service"
-    unit.write_text(text.replace("/opt/continuous-batching", str(ROOT)), encoding="utf-8")
-    told = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", unit],
-        capture_output=True,
-        text=True,
-    )
-    assert "continuous-batching.service" not in told.stderr

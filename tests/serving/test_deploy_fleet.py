@@ -100,29 +100,6 @@ def test_a_fleet_of_kubernetes_finds_its_replicas(monkeypatch: pytest.MonkeyPatc
     assert (entry["selector"], entry["ports"][0]["port"]) == ({"app": ROUTER}, options.port)
 
 
-def test_only_the_router_reaches_the_events_of_pages() -> None:
-    found = by_kind("fleet.yaml")
-    policy = found["NetworkPolicy", REPLICA]["spec"]
-    assert policy["podSelector"]["matchLabels"] == {"app": REPLICA}
-    everybody = [each["ports"] for each in policy["ingress"] if "from" not in each]
-    assert everybody == [[{"port": "http", "protocol": "TCP"}]]
-    (router,) = [each["from"] for each in policy["ingress"] if "from" in each]
-    assert router == [{"podSelector": {"matchLabels": {"app": ROUTER}}}]
-
-
-def test_drained_nodes_leave_a_fleet() -> None:
-    found = by_kind("fleet.yaml")
-    for name, kind in ((REPLICA, "StatefulSet"), (ROUTER, "Deployment")):
-        budget = found["PodDisruptionBudget", name]["spec"]
-        assert (
-            budget["selector"]["matchLabels"] == found[kind, name]["spec"]["template"]["metadata"]["labels"]
-        )
-        least = found["HorizontalPodAutoscaler", REPLICA]["spec"]["minReplicas"]
-        count = found[kind, name]["spec"].get("replicas", least)
-        assert count - budget.get("maxUnavailable", count - budget.get("minAvailable", 0)) >= 1
-        assert count - budget.get("minAvailable", 0) >= 1, "or no node could ever be drained"
-
-
 def test_the_autoscaler_asks_for_a_metric_that_there_is() -> None:
     """In the same numbers as `scripts.on_ray`, through a rule of prometheus-adapter's."""
     found = by_kind("fleet.yaml")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
-import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
@@ -13,10 +11,10 @@ import pytest
 import uvloop
 import zmq
 
-from recipes.schema.recipe import ROOT
 from serving.engine import process
 from serving.engine.process import EngineLost, EngineProcess, EngineSocket
 from tests.patience import PATIENCE_S
+from tests.serving.warm import CODE, completed
 
 LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 Run = Callable[[Coroutine[None, None, None]], None]
@@ -81,16 +79,6 @@ def test_no_message_is_missed_while_others_are_sent(run: Run, tmp_path: Path) ->
     run(talk())
 
 
-def test_a_folder_that_is_gone_already_is_hidden() -> None:
-    async def hide() -> None:
-        engine = EngineProcess([])
-        engine.hide()
-        engine.hide()
-        await engine.end()
-
-    asyncio.run(hide())
-
-
 class Unkillable:
     """A process that the system keeps after its kill, as one within a driver that hangs."""
 
@@ -141,8 +129,6 @@ def test_an_engine_that_fails_does_not_wait_for_what_its_threads_read() -> None:
         "main.main = fail\n"
         "main.run(['a step'])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", brief], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    done = completed(CODE, brief)
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("RuntimeError: a step is broken")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
-import random
 import signal
 import threading
 import time
@@ -17,10 +15,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from serving.async_llm import ServerLimits
 from serving.engine import process, supervisor
 from tests.serving import broken_engine
-from tests.serving.broken_engine import ALWAYS, NAN, ONCE
+from tests.serving.broken_engine import NAN, ONCE
 from tests.serving.faults import PROMPTS, Served, ask, events
 from tests.thorough import cases
 
@@ -46,46 +43,6 @@ def served(folder: Path) -> Iterator[Served]:
         patch.setenv("BREAK", str(folder))
         with Served(*SMALL) as served:
             yield served
-
-
-async def leave(session: aiohttp.ClientSession, url: str, draw: random.Random) -> None:
-    """Ask, and go away: after a time, whatever came of it by then, or after some tokens of a stream."""
-    prompt = [draw.randrange(300, 700) for _ in range(draw.choice((4, 40, 400)))]
-    body = LONG | {"prompt": prompt, "stream": draw.random() < 0.7, "n": draw.choice((1, 1, 1, 3))}
-    reads = body["stream"] and draw.random() < 0.5
-    after_s, num_events = None if reads else draw.uniform(0, 0.3), draw.randrange(8)
-
-    async def ask(num_events: int) -> None:
-        async with session.post(f"{url}/v1/completions", json=body) as response:
-            assert response.status == 200, await response.text()
-            async for _ in events(response):
-                num_events -= 1
-                if num_events < 0:
-                    response.close()
-                    return
-
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(ask(num_events), after_s)
-
-
-async def leave_often(url: str, number: int, seed: int = 0) -> None:
-    draw = random.Random(seed)
-    at_once = asyncio.Semaphore(48)
-
-    async def one(session: aiohttp.ClientSession) -> None:
-        async with at_once:
-            await leave(session, url, draw)
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await asyncio.gather(*(one(session) for _ in range(number)))
-
-
-@pytest.mark.parametrize("number", cases((60,), (60, 1000)))
-def test_who_goes_away_leaves_nothing_behind(served: Served, number: int) -> None:
-    aborted = served.llm.stats.aborts["disconnect"]
-    with served.five_checks():
-        asyncio.run(leave_often(served.url, number))
-    assert served.llm.stats.aborts["disconnect"] > aborted + number / 4  # a third of them has read tokens
 
 
 @contextlib.contextmanager
@@ -172,22 +129,6 @@ def test_a_spare_that_still_imports_serves_next(served: Served) -> None:
         assert engine.pid == spare
 
 
-def test_an_asked_abort_is_told_to_the_reader(served: Served) -> None:
-    async def run() -> None:
-        async with aiohttp.ClientSession() as session:
-            body = LONG | {"prompt": "One day", "stream": True}
-            response = await session.post(f"{served.url}/v1/completions", json=body)
-            stream = events(response)
-            name = (await anext(stream))["id"]
-            async with session.post(f"{served.url}/abort/{name}") as aborted:
-                assert await aborted.json() == {"id": name, "aborted": 1}
-            *_, last = [event async for event in stream]
-            assert last["error"]["message"] == "the request was aborted"
-
-    with served.five_checks():
-        asyncio.run(run())
-
-
 def test_a_tokenizer_that_fails_fails_its_request_alone(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,53 +195,4 @@ def test_a_step_that_raises_ends_the_engine(served: Served) -> None:
             assert (await ask(session, served.url, prompt=[300, ONCE, 301])).is_whole
 
     with served.five_checks(survives=False):
-        asyncio.run(run())
-
-
-@pytest.mark.slow
-def test_an_engine_that_always_fails_is_started_ever_more_rarely(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
-    sleep = asyncio.sleep
-
-    async def pause(seconds: float) -> None:
-        if asyncio.current_task() is served.llm.engine._life:
-            pauses.append(seconds)
-            seconds = 0
-        await sleep(seconds)
-
-    async def run() -> None:
-        async with aiohttp.ClientSession() as session:
-            for _ in range(3):
-                await asyncio.to_thread(served.call, served.llm.ready())
-                told = await ask(session, served.url, prompt=[300, ALWAYS, 301], stream=False)
-                assert told.status == 503
-
-    with served.five_checks(survives=False, neighbours=0):
-        assert (served.one(prompt="1+1=")).is_whole
-        monkeypatch.setattr(supervisor.asyncio, "sleep", pause)
-        asyncio.run(run())
-    assert pauses == [0.0, 1.0, 3.0]  # it had worked, until it first failed
-
-
-def test_ten_times_too_many_are_told_to_come_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = served.llm
-    few = dataclasses.replace(llm.recipe.server, max_requests=12)
-    monkeypatch.setattr(llm, "limits", ServerLimits(few, llm.stats.rejected))
-
-    async def run() -> None:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            body = LONG | {"prompt": "One day", "max_tokens": 60}
-            asked = [session.post(f"{served.url}/v1/completions", json=body) for _ in range(120)]
-            responses = await asyncio.gather(*asked)
-            told = [await each.json() for each in responses]
-        accepted = [each for each, response in zip(told, responses) if response.status == 200]
-        assert 12 <= len(accepted) < 120
-        assert {each["usage"]["completion_tokens"] for each in accepted} == {60}
-        refused = [each for each in responses if each.status != 200]
-        assert {each.status for each in refused} == {429}
-        assert all(int(each.headers["retry-after"]) >= 1 for each in refused)
-
-    with served.five_checks(neighbours=0):
         asyncio.run(run())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -36,6 +35,7 @@ from serving.engine.messages import (
 from serving.engine.worker import Worker
 from tests.models.test_live_memory import TINY_WEIGHTS, changed
 from tests.patience import PATIENCE_S
+from tests.serving.conftest import Sockets
 from tests.serving.server import TINY
 
 NUM_TOKENS = 12
@@ -112,15 +112,8 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def driven() -> Iterator[Driven]:
-    context = zmq.Context()
-    sockets = [context.socket(zmq.PAIR) for _ in range(2)]
-    sockets[0].bind("inproc://engine")
-    sockets[1].connect("inproc://engine")
-    yield Driven(build(load(TINY, ["device.threads=1", "scheduler.num_slots=2"])), *sockets)
-    for each in sockets:
-        each.close()
-    context.term()
+def driven(sockets: Sockets) -> Driven:
+    return Driven(build(load(TINY, ["device.threads=1", "scheduler.num_slots=2"])), *sockets)
 
 
 def right(driven: Driven, new: Path) -> tuple[list[int], list[int]]:

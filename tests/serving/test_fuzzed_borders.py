@@ -144,7 +144,6 @@ def test_an_engine_of_answers_survives_what_engines_of_prompts_say(monkeypatch: 
     pair.settle()
     assert not pair.answers.scheduler.counters.arrived_pages
     pair.close()
-    liar.close()
 
 
 def test_no_mutated_proof_is_one() -> None:

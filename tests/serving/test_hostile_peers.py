@@ -129,8 +129,6 @@ def test_one_engine_has_so_many_prompts_computed_and_is_told_so(monkeypatch: pyt
     pair.until(lambda: other.listen() and isinstance(other.heard[-1], AllSent))
     refused = {each.number for each in peer.heard if isinstance(each, NotSent)}
     assert refused == {3, 4}
-    for each in (peer, other):
-        each.close()
     pair.settle()
     assert not pair.sends._num_of
     pair.close()
@@ -161,16 +159,12 @@ def test_who_says_no_hello_is_dropped_in_time_and_takes_no_place(monkeypatch: py
     third = AnswersPeer(pair)
     pair.until(third.listen)
     assert [type(each.heard[0]) for each in (second, third)] == [Welcome, Unfit]
-    for each in (*silent, second, third):
-        each.close()
     pair.close()
     monkeypatch.setattr(connection, "GREETING_S", 0.1)
     pair = Pair()
     silent = [AnswersPeer(pair, greets=False) for _ in range(2)]
     silent[1].say(framed(Hello(VERSION, "the model", 1, [], "tcp", b"", 1))[:20])
     pair.until(lambda: all(each.listen() for each in silent))
-    for each in silent:
-        each.close()
     pair.close()
 
 
@@ -183,8 +177,6 @@ def test_a_message_that_was_begun_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     pair.until(peer.listen)
     assert peer.is_closed
     assert not patient.listen(), "between messages there is time"
-    for each in (peer, patient):
-        each.close()
     pair.close()
 
 
@@ -199,7 +191,6 @@ def test_a_drip_is_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
         return peer.listen() and peer.is_closed
 
     pair.until(has_ended)
-    peer.close()
     pair.close()
 
 
@@ -212,7 +203,6 @@ def test_bytes_that_are_there_came_in_time_however_late_this_side_is(monkeypatch
     pair.until(peer.listen)
     assert isinstance(peer.heard[-1], NotSent)
     assert not pair.server.num_faults
-    peer.close()
     pair.close()
 
 
@@ -255,8 +245,6 @@ def test_what_is_only_announced_takes_no_memory_of_others() -> None:
     pair.until(honest.listen)
     assert isinstance(honest.heard[-1], NotSent)
     assert not any(each.listen() for each in liars), "no liar had to be ended for it"
-    for each in (*liars, honest):
-        each.close()
     pair.close()
 
 
@@ -297,8 +285,6 @@ def test_a_flood_of_short_messages_waits_in_its_own_memory(monkeypatch: pytest.M
         assert asked.message is not None
         numbers.append(asked.message.number)
     assert len(numbers) < 2**17 // 2**10 + 2
-    for each in (flood, honest):
-        each.close()
     pair.close()
 
 
@@ -310,7 +296,6 @@ def test_a_host_that_vanished_keeps_no_place() -> None:
     sock = link.connection._socket
     assert sock is not None
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-    peer.close()
     pair.close()
 
 
@@ -347,7 +332,6 @@ def test_a_connection_without_threads_is_ended(monkeypatch: pytest.MonkeyPatch) 
     assert pair.serve(prompts(1)) == alone(prompts(1))
     assert pair.answers.scheduler.counters.missed_pages
     pair.close()
-    silent.close()
 
 
 def part_of(wish: PagesWanted, **changes: Any) -> bytes:
@@ -362,7 +346,7 @@ def device_layer_bytes() -> int:
     return int(device.make("fused").runner.cache.layer_bytes[0])
 
 
-HUGE = cases((-1, -(2**63), 2**31, 2**64 - 1), (-1, -5, -(2**40), -(2**63), 2**31, 2**63, 2**64 - 1))
+HUGE = cases((-1, 2**31, 2**64 - 1), (-1, -5, -(2**40), -(2**63), 2**31, 2**63, 2**64 - 1))
 LIES = {
     **{f"layer {each}": lambda wish, each=each: part_of(wish, layer=each) for each in (*HUGE, 2, 99)},
     **{f"first {each}": lambda wish, each=each: part_of(wish, first_page=each) for each in (*HUGE, 1)},
@@ -396,7 +380,6 @@ def test_a_lie_of_an_engine_of_prompts_is_a_miss(lie: str, caplog: pytest.LogCap
     assert not any("\n" in each.getMessage() or len(each.getMessage()) > 1200 for each in caplog.records)
     pair.settle()
     pair.close()
-    liar.close()
 
 
 def hangs(wish: PagesWanted) -> Frame:
@@ -425,7 +408,6 @@ def test_who_stalls_is_a_miss_once_and_then_left_alone(way: str, monkeypatch: py
     monkeypatch.setattr(pair.source, "_not_before_s", 0.0)  # the pause is over
     assert pair.fetching.begin(1, others[0])
     pair.close()
-    liar.close()
 
 
 def test_who_was_late_once_and_answers_others_is_asked_on() -> None:

@@ -13,7 +13,6 @@ import aiohttp
 import pytest
 
 from serving.api.streamed import COMMENT, DONE, KeepAlive, StreamedResponse
-from tests.lazy import openai
 from tests.patience import PATIENCE_S
 from tests.serving.faults import Served, ask, events
 
@@ -100,42 +99,6 @@ def test_a_stream_that_waits_says_so_and_is_the_same_stream(served: Served, path
     served.settle(before)
 
 
-def test_a_stream_that_stands_still_between_tokens_says_so(served: Served) -> None:
-    async def run() -> None:
-        async with client(served) as session, session.post("/v1/completions", json=LONG) as response:
-            first = await response.content.readuntil(b"\n\n")
-            while first.startswith(b":"):
-                first = await response.content.readuntil(b"\n\n")
-            with stopped_engine(served):
-                number = 0
-                while number < 3:  # what was under way before comes first
-                    line = await response.content.readuntil(b"\n\n")
-                    number = number + 1 if line == COMMENT else 0
-            assert (await anext(events(response)))["choices"][0]["finish_reason"] is None, "it goes on"
-
-    before = served.held()
-    asyncio.run(run())
-    served.settle(before)
-
-
-def test_openais_client_sees_nothing_of_comments(served: Served) -> None:
-    hello: Any = {"messages": [{"role": "user", "content": "Hello"}], "model": "tiny", "temperature": 0}
-
-    async def run() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as sdk:
-            whole = (await sdk.chat.completions.create(**hello)).choices[0].message.content
-            async with client(served) as session:
-                with stopped_engine(served) as go_on:
-                    stream = await sdk.chat.completions.create(stream=True, **hello)
-                    async with session.post("/v1/completions", json=LONG | {"max_tokens": 1}) as other:
-                        await comments(other, 4)  # and as many in the client's stream, which was there before
-                    go_on()
-                    pieces = [each.choices[0].delta.content or "" async for each in stream]
-            assert "".join(pieces) == whole
-
-    asyncio.run(run())
-
-
 def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(served: Served) -> None:
     aborted = served.llm.stats.aborts["disconnect"]
 
@@ -203,18 +166,6 @@ def test_a_stream_whose_engine_is_lost_ends_with_an_error_event(served: Served) 
 
     asyncio.run(run())
     served.settle()
-
-
-def test_without_comments_the_head_comes_at_once_all_the_same(silent: Served) -> None:
-    async def run() -> None:
-        async with client(silent) as session, session.post("/v1/completions", json=LONG) as holder:
-            name = (await anext(events(holder)))["id"]
-            async with session.post("/v1/completions", json=LONG | {"max_tokens": 2}) as response:
-                async with session.post(f"/abort/{name}") as aborted:
-                    assert aborted.status == 200, "it still had the only slot"
-                assert COMMENT not in await response.read()
-
-    asyncio.run(run())
 
 
 class Sent:

@@ -29,9 +29,7 @@ FORM = {
     "properties": {"secret": {"type": "string", "minLength": 800}},
     "required": ["secret"],
 }
-TOOL, OTHER = (
-    {"type": "function", "function": {"name": name, "parameters": FORM}} for name in ("secret", "other")
-)
+TOOL = {"type": "function", "function": {"name": "secret", "parameters": FORM}}
 LONG = {"prompt": "One day", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
 
@@ -90,11 +88,10 @@ def test_what_lies_where_is_told_while_a_request_runs(shared: Server) -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": FORM}}},
             {"form": "json by response_format"},
         ),
-        ({"tools": [TOOL, OTHER], "chat_template_kwargs": {}}, {"tools": 2}),
         ({"tools": [TOOL], "tool_choice": "required"}, {"form": "lark by tools", "tools": 1}),
         ({"tools": [TOOL], "tool_choice": "none"}, {}),
     ],
-    ids=["schema", "tools", "required tools", "no tools"],
+    ids=["schema", "required tools", "no tools"],
 )
 def test_it_tells_what_kind_of_answer_is_asked_for(
     agent: Server, fields: dict[str, Any], shown: dict[str, Any]

@@ -19,11 +19,9 @@ import pytest
 
 from serving.engine.messages import Ready, Starting, decode_from_engine
 from serving.engine.process import EngineProcess
-from tests.device_kinds import stand_in_alone
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
-from tests.thorough import THOROUGH, cases
-from tests.virtual_npu.test_hccl import left_behind
+from tests.thorough import cases
 
 pytestmark = pytest.mark.in_order
 
@@ -69,17 +67,6 @@ def is_child_of(pid: int, parent: int) -> bool:
     except OSError:
         return False
     return f"PPid:\t{parent}\n" in status
-
-
-def captures(server: Server, since: int) -> bool:
-    """Whether an engine that is started is seen while it captures steps, once it does or has done so."""
-    until_s = time.monotonic() + PATIENCE_S
-    while "capturing graphs" not in httpx.get(f"{server.url}/health", timeout=PATIENCE_S).text:
-        if any("graphs: decodes" in line for line in server.log[since:]):
-            return False
-        assert time.monotonic() < until_s, server.log[-5:]
-        time.sleep(0.02)
-    return True
 
 
 def wait_for_end(pid: int) -> None:
@@ -240,29 +227,3 @@ def test_a_rank_that_has_waited_follows_an_engine_that_is_begun_later() -> None:
         wait_for_end(waiting[0])
 
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
-
-
-@pytest.mark.skipif(not THOROUGH, reason="THOROUGH=1 asks for it: an engine of a CPU is lost in the same way")
-@pytest.mark.slow
-@pytest.mark.npu
-@stand_in_alone
-@pytest.mark.parametrize("_", range(cases(1, 20)))
-def test_a_rank_that_ends_while_steps_are_captured_is_followed_by_another(_: int) -> None:
-    options = ("device.virtual=true", "server.step_timeout_s=300", "device.graphs=32")
-    server = Server("recipes/tiny/npu.yaml", TENSOR, *options).ready()
-    before = left_behind()
-    try:
-        while True:
-            since, engine = len(server.log), server.engine_pid
-            os.kill(engine, signal.SIGKILL)
-            if captures(server, since):
-                break
-            server.wait_for(r"ready .*process", since)  # it had captured all before it was seen to
-        (follower,) = ranks_of(server, but=engine)
-        os.kill(follower, signal.SIGKILL)
-        server.wait_for(rf"rank 1 \(process {follower} on .*\) has ended", since)
-        server.wait_for(r"ready .*process", since)
-        assert ask(server) == "19"
-    finally:
-        assert server.close() == 0
-    assert left_behind() <= before

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +25,7 @@ from recipes.schema.recipe_error import RecipeError
 from recipes.schema.server_section import ServerSection
 from serving.engine.page_exchange import transports_of
 from tests.patience import PATIENCE_S
-from tests.ports import free_port
-from tests.serving import warm
 from tests.serving.page_pair import Pair, alone, prompts
-from tests.serving.test_rank_pages import RankEngine
 
 HERE = "127.0.0.1"
 # In a process of its own: exposes a window, says where it is, and lives until it is ended
@@ -129,36 +126,6 @@ def test_answers_are_those_of_an_engine_alone(transport: Mooncake) -> None:
     pair.settle()
     pair.close()
     until(lambda: open_sockets() <= before)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("transport")
-def test_two_ranks_and_one_have_prompts_computed_by_each_other() -> None:
-    """Only the leaders have windows; the other rank's part passes through them."""
-    if not warm.is_possible():
-        pytest.skip("no process can be forked beside this one")
-    keys = (
-        *("server.page_transport=mooncake", f"server.mooncake_host={HERE}", "server.pages_open=true"),
-        "server.page_wait_s=300",
-    )
-    one, two = (f"tcp://{HERE}:{free_port()}" for _ in range(2))
-    with ExitStack() as opened:
-        engines = {
-            one: RankEngine("parallel.tensor=1", one, [two], *keys),
-            two: RankEngine("parallel.tensor=2", two, [one], *keys),
-        }
-        for engine in engines.values():
-            opened.callback(engine.kill)
-        for engine in engines.values():
-            assert engine.said(), "it did not begin"
-        for request, (source, target) in zip(prompts(2, shared=0), ((one, two), (two, one))):
-            engines[target].begin(request.id, request.prompt.tolist(), source)
-            found = engines[target].said()
-            assert found["answer"] == alone([request])[0]
-            whole = (len(request.prompt) - 1) // 8 * 8
-            assert (found["cached"], found["missed"], found["held"]) == (whole, 0, 0)
-        for engine in engines.values():
-            assert engine.close() == 0
 
 
 def test_what_is_no_window_is_refused(transport: Mooncake) -> None:

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ import httpx
 import pytest
 
 from tests.patience import PATIENCE_S
-from tests.serving.server import TINY, Server, started
+from tests.serving.server import TINY, Server
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
@@ -283,35 +282,6 @@ def painted(page: Page, selector: str) -> int:
         return new Set(new Uint32Array(data.buffer)).size; }""",
         selector,
     )
-
-
-def test_it_names_the_model_and_draws_256_slots_in_little_room(opens: Opens) -> None:
-    server = started((TINY, "scheduler.num_slots=256", "cache.num_pages=32768", "server.drain_s=0"))
-    body = {"prompt": "One day", "n": 128} | ENDLESS
-
-    def ask(seed: int) -> None:
-        httpx.post(f"{server.url}/v1/completions", json=body | {"seed": seed}, timeout=PATIENCE_S)
-
-    with ThreadPoolExecutor() as pool:
-        try:
-            asked = [pool.submit(ask, seed) for seed in (1, 2)]
-            page = opens(server.url)
-            page.locator("#running").filter(has_text="256 of 256").wait_for()
-            page.locator("#slots canvas[aria-label='256 of 256 slots are taken']").wait_for()
-            size = "canvas => [canvas.height, canvas.clientHeight]"
-            assert page.locator("#slots canvas").evaluate(size) == [256, 256]
-            assert painted(page, "#slots canvas") > 5
-            assert painted(page, "#map canvas") > 1
-            assert page.locator("#slots .scale span").all_text_contents() == ["0", "128", "255"]
-            assert page.text_content("#title") == page.title() == "tiny"
-            device = httpx.get(f"{server.url}/server_info", timeout=PATIENCE_S).json()["device"]
-            assert page.text_content("#machine") == f"on {device}, 256 slots, 32,767 pages of 16 tokens"
-            page.locator("#own summary").click()
-            assert page.locator("#own li").count() == 33, "32, and how many more"
-            page.close()
-        finally:
-            server.close()
-    assert not [each.exception() for each in asked if each.exception()]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

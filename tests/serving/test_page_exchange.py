@@ -139,7 +139,6 @@ def frames() -> dict[str, int]:
     pair.settle()
     assert pair.answers.scheduler.counters.arrived_pages
     pair.close()
-    way.close()
     return way.counts
 
 
@@ -165,7 +164,6 @@ def test_a_transfer_that_fails_at_any_message_is_a_miss(monkeypatch: pytest.Monk
                 num_missed += counters.missed_pages > 0
                 pair.settle()
                 pair.close()
-                way.close()
     assert num_missed >= 3 * (counts["prompts"] - 1)
 
 
@@ -179,7 +177,6 @@ def test_after_a_cut_the_next_prompt_is_fetched_again(monkeypatch: pytest.Monkey
     assert pair.serve([second]) == alone([second])
     assert pair.answers.scheduler.counters.arrived_pages
     pair.close()
-    way.close()
 
 
 class Faulty(Tcp):
@@ -284,38 +281,6 @@ def test_who_reads_nothing_holds_pages_no_longer_than_it_is_waited_for(
     pair.fetching.take = fetching
     pair.until(lambda: not len(pair.fetches) and not pair.answers.has_work)
     assert [each.answer.tolist() for each in requests] == alone(requests)
-    assert pair.answers.scheduler.counters.missed_pages
-    pair.settle()
-    pair.close()
-
-
-def test_pages_are_held_until_there_is_room_to_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_exchange, "MOST_UNSENT_BYTES", 1)
-    pair = Pair(most_part_bytes=1)
-    (request,) = prompts(1, longest=61)
-    pair.ask([request])
-    pair.until(lambda: pair.prompts.leased_pages("pages-1") is not None)
-    held = pair.prompts.leased_pages("pages-1").pages
-    pair.prompts.scheduler.tables.evict(pair.prompts.scheduler.prefix.num_idle)
-    assert set(held.tolist()) <= set(pair.prompts.scheduler.prefix.pages.tolist())
-    pair.until(lambda: not len(pair.fetches) and not pair.answers.has_work)
-    assert [request.answer.tolist()] == alone([request])
-    assert request.num_cached_tokens == (len(request.prompt) - 1) // 8 * 8
-    pair.settle()
-    pair.close()
-
-
-def test_pages_that_had_to_give_way_are_computed_where_they_are_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(page_exchange, "MOST_UNSENT_BYTES", 1)
-    pair = Pair(most_part_bytes=1)
-    (request,) = prompts(1, longest=61)
-    pair.ask([request])
-    pair.until(lambda: pair.prompts.leased_pages("pages-1") is not None)
-    assert pair.prompts.scheduler.lifecycle.held.give_way()
-    pair.until(lambda: not len(pair.fetches) and not pair.answers.has_work)
-    assert [request.answer.tolist()] == alone([request])
     assert pair.answers.scheduler.counters.missed_pages
     pair.settle()
     pair.close()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import zmq
 
 from continuous_batching.request import Request, SamplingParams
 from kv_cache import page_keys as page_keys_module
@@ -24,6 +22,7 @@ from serving.async_llm import AsyncLLM
 from serving.engine.facts import facts_of
 from serving.engine.messages import Add, encode
 from serving.engine.worker import Worker
+from tests.serving.conftest import Sockets
 from tests.serving.server import TINY
 
 SETTINGS = ["scheduler.num_slots=2", "device.threads=1", "device.compile=false"]
@@ -33,11 +32,9 @@ PROMPT = np.arange(300, 400, dtype=np.int32)
 class Served:
     """An engine behind a socket, and how many hashes it has made."""
 
-    def __init__(self, built: BuiltEngine, context: zmq.Context[Any]) -> None:
+    def __init__(self, built: BuiltEngine, sockets: Sockets) -> None:
         self.engine = built.engine
-        self._theirs, ours = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        self._theirs.bind("inproc://engine")
-        ours.connect("inproc://engine")
+        ours, self._theirs = sockets
         self.facts = facts_of(built, prefix_sharing=True)
         self._worker = Worker(self.engine, ours, self.facts)
         self._num_added = 0
@@ -60,11 +57,8 @@ class Served:
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
-    recipe = load(TINY, SETTINGS)
-    context: zmq.Context[Any] = zmq.Context()
-    yield Served(build(recipe), context)
-    context.destroy(linger=0)
+def served(sockets: Sockets) -> Served:
+    return Served(build(load(TINY, SETTINGS)), sockets)
 
 
 @pytest.fixture

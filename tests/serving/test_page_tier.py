@@ -68,24 +68,6 @@ def kill(server: Server, num_written: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_was_killed_finds_its_pages_in_a_folder(tmp_path: Path) -> None:
-    tier = "kind: disk", f"path: {tmp_path}"
-    server = served(*tier)
-    texts, found = asked(server)
-    assert found == 0
-    kill(server, FINDABLE // PAGE_SIZE)
-    server = served(*tier)
-    try:
-        again, found = asked(server)
-        assert again == texts
-        assert found >= 0.9 * FINDABLE
-        until(lambda: counted(server, "found") == found // PAGE_SIZE)
-        assert counted(server, "refused") == counted(server, "dropped") == 0
-    finally:
-        server.close()
-
-
-@pytest.mark.slow
 @pytest.mark.in_order
 @pytest.mark.parametrize(
     ("ranks", "identities"),

@@ -11,13 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.routing.splitting import PROMPT_REPLICA_HEADER
 from kv_cache.page_keys import page_salt
 from models.checkpoint.adapter_files import look_at
 from recipes.assembly.engine import BuiltEngine, build
@@ -30,12 +28,7 @@ from tests.models.families import VOCABULARY, make
 from tests.models.test_adapters import adapted
 from tests.models.test_draft_model import OTHER, TARGET
 from tests.models.test_eagle3 import LLAMA
-from tests.patience import PATIENCE_S
-from tests.ports import free_port
 from tests.serving.page_pair import HERE, Pair, cache_of
-from tests.serving.router.under_fire import figure, wait
-from tests.serving.server import TINY, Server
-from tests.serving.test_adapters import models
 
 PAGE, MOST = 16, 3
 ROOM = "adapters.most=2", "adapters.rank=8"
@@ -124,18 +117,6 @@ def test_what_a_drafter_keeps_of_a_prompt_comes_with_its_pages(kind: str, tmp_pa
     pair.close()
 
 
-def test_engines_with_other_drafters_exchange_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path, keys = drafting("draft", tmp_path)
-    pair = Pair(built=(engine(path, **keys), engine(path, **keys)), drafts=("draft a", "draft b"))
-    pair.serve(requests(1))
-    assert "speculation.kind, with its weights, is draft a at the engine of prompts" in caplog.text
-    assert pair.answers.scheduler.counters.arrived_pages == 0
-    pair.settle()
-    pair.close()
-
-
 @pytest.fixture
 def adapters(tmp_path: Path) -> tuple[Path, list[Path]]:
     """A model and three adapters of it."""
@@ -204,42 +185,3 @@ def test_a_place_that_gets_another_adapter_computes_no_more_for_others(
     assert pair.answers.scheduler.counters.arrived_pages == 0
     pair.settle()
     pair.close()
-
-
-@pytest.mark.slow
-def test_servers_with_the_adapter_in_other_places_send_its_pages(tmp_path: Path) -> None:
-    """One loads it while it serves, behind another; for the other it is the first of the recipe."""
-    for seed, name in enumerate(("one", "two")):
-        adapted(models()["tiny"], tmp_path / name, seed, r=2 + seed)
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
-    keys = (TINY, *ROOM, "model.dtype=float32", "server.spare_engine=false")
-    prompts = Server(
-        *(*keys, f"server.pages_at={endpoint}", f"adapters.root={tmp_path}"),
-        f"adapters.folders={{two: {tmp_path / 'two'}}}",
-    )
-    answers = Server(
-        *keys, f"server.prompt_replicas=[{endpoint}]", f"adapters.folders={{one: {tmp_path / 'one'}}}"
-    )
-    prompt = "One day, a little fox went to the river and saw a big fish. " * 3
-    body = {"model": "one", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-
-    def ask(server: Server, **headers: str) -> Any:
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["text"]
-
-    try:
-        prompts.ready()
-        loaded = {"lora_name": "one", "lora_path": "one"}
-        url = f"{prompts.url}/v1/load_lora_adapter"
-        assert httpx.post(url, json=loaded, timeout=PATIENCE_S).status_code == 200
-        answers.ready()
-        text = ask(answers, **{PROMPT_REPLICA_HEADER: endpoint})
-        wait(lambda: figure(answers, "cb_arrived_pages_total") > 0)
-        assert figure(answers, "cb_missed_pages_total") == 0
-        assert text == ask(prompts)
-    finally:
-        for each in (prompts, answers):
-            each.process.terminate()
-        for each in (prompts, answers):
-            each.close()

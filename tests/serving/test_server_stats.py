@@ -66,16 +66,6 @@ def test_times_for_the_next_sample_are_bounded() -> None:
     assert stats.recent_times() == ([], [])
 
 
-def test_every_interval_between_tokens_is_counted() -> None:
-    stats = ServerStats()
-    for _ in range(2500):
-        stats.next_token(0.004)
-        stats.stepped(StepTimes(0.004, 0.004, 1, 1, 0))
-    assert samples(stats)["cb_inter_token_latency_seconds_count", ""] == 2500
-    assert samples(stats)["cb_inter_token_latency_seconds_bucket", "0.005"] == 2500
-    assert samples(stats)["vllm:generation_tokens_total", ""] == 2500
-
-
 def test_what_was_counted_outlives_the_engine_that_counted_it() -> None:
     stats = ServerStats()
     stats.ready(FACTS, 1.5)
@@ -91,15 +81,6 @@ def test_what_was_counted_outlives_the_engine_that_counted_it() -> None:
     assert found["cb_kv_page_leak_total", ""] == 1
     assert found["cb_engine_restarts_total", ""] == 1
     assert found["cb_engine_up", ""] == 1
-
-
-def test_rows_whose_masks_came_late_are_told() -> None:
-    stats = ServerStats()
-    stats.ready(FACTS, 1)
-    stats.beat(beat(Counters(late_masks=3)))
-    assert samples(stats)["cb_grammar_late_masks_total", ""] == 3
-    stats.beat(beat(Counters(late_masks=8)))
-    assert samples(stats)["cb_grammar_late_masks_total", ""] == 8
 
 
 def test_the_most_chosen_expert_is_told_by_layer_until_the_engine_ends() -> None:

@@ -9,8 +9,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,9 +21,10 @@ import pytest
 from borders.framing import CutShort
 from continuous_batching.recording.format import read_entries
 from tests.patience import PATIENCE_S
+from tests.ports import free_port
 from tests.serving.faults import Told, ask
 from tests.serving.server import TINY, Server
-from tests.test_imports import ROOT
+from tests.serving.warm import start_session
 from tests.thorough import cases
 
 HALF = (
@@ -145,31 +144,16 @@ def test_a_full_disk_ends_a_recording_and_nothing_else(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_log_that_cannot_be_written_stops_nothing() -> None:
-    with open("/dev/full", "w") as full:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "scripts.serve",
-                TINY,
-                "server.spare_engine=false",
-                "--log-requests",
-                "--port",
-                "0",
-            ],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stderr=full,
-            stdout=full,
-        )
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    options = (TINY, "server.spare_engine=false", "--log-requests", "--port", str(port))
+    with open("/dev/full", "wb") as full:
+        process = start_session("scripts.serve", options, os.environ | {"OMP_NUM_THREADS": "1"}, full)
     try:
-        until_s = time.monotonic() + PATIENCE_S
-        while (port := port_of(process.pid)) is None:
-            assert time.monotonic() < until_s, "it never listens"
-            time.sleep(0.05)
-        url = f"http://127.0.0.1:{port}"
-        while httpx.get(f"{url}/ready", timeout=PATIENCE_S).status_code != 200:
+        until_s, status = time.monotonic() + PATIENCE_S, 0
+        while status != 200:
             assert time.monotonic() < until_s, "it never becomes ready"
+            with contextlib.suppress(httpx.ConnectError):  # it does not listen yet
+                status = httpx.get(f"{url}/ready", timeout=PATIENCE_S).status_code
             time.sleep(0.05)
         told = httpx.post(f"{url}/v1/completions", json={"prompt": "1+1="}, timeout=PATIENCE_S)
         assert told.status_code == 200
@@ -177,16 +161,3 @@ def test_a_log_that_cannot_be_written_stops_nothing() -> None:
         assert process.wait(PATIENCE_S) == 0
     finally:
         process.kill()
-
-
-def port_of(pid: int) -> int | None:
-    """Where a process listens, as the system knows it: its log says it to nobody."""
-    held = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it was closed since
-            held.add(os.readlink(descriptor))
-    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == "0A" and f"socket:[{fields[9]}]" in held:
-            return int(fields[1].partition(":")[2], 16)
-    return None

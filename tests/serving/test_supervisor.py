@@ -75,17 +75,26 @@ class Loading(Short):
         raise EngineLost("it ended")
 
 
-def test_what_a_start_does_is_told_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def keeper_of(
+    *lives: Short,
+    heard: Callable[[FromEngine], None] = lambda message: None,
+    lost: Callable[[str], None] = lambda reason: None,
+) -> Supervisor:
+    """A supervisor without a spare whose engines live these lives, the last of them again and again."""
+    keeper, left = Supervisor(lambda life: [], ServerSection(spare_engine=False), heard, lost), [*lives]
+
+    async def following() -> Short:
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    keeper._next = following  # no process is started
+    return keeper
+
+
+def test_what_a_start_does_is_told_until_it_ends() -> None:
     async def stages() -> None:
         heard: list[FromEngine] = []
-        limits = ServerSection(spare_engine=False)
-        keeper = Supervisor(lambda life: [], limits, heard.append, lambda reason: None)
         engine = Loading()
-
-        async def following() -> Loading:
-            return engine
-
-        monkeypatch.setattr(keeper, "_next", following)
+        keeper = keeper_of(engine, heard=heard.append)
         keeper.start()
         while keeper.stage.get("doing", "importing").startswith("importing"):
             await asyncio.sleep(0)
@@ -124,17 +133,11 @@ class Full(Broken):
 
 
 def test_what_no_engine_says_is_the_end_of_that_engine_and_clients_see_no_path(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def lives(engine: Short) -> str:
         lost = list[str]()
-        limits = ServerSection(spare_engine=False)
-        keeper = Supervisor(lambda life: [], limits, lambda message: None, lost.append)
-
-        async def following() -> Short:
-            return engine
-
-        monkeypatch.setattr(keeper, "_next", following)
+        keeper = keeper_of(engine, lost=lost.append)
         keeper.start()
         await keeper.until(lambda: keeper.state == "lost")
         await keeper.close()
@@ -165,19 +168,12 @@ class Beating(Short):
 
 def test_an_engine_is_told_what_the_one_before_it_has_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     async def lives() -> None:
-        limits = ServerSection(spare_engine=False)
-        keeper = Supervisor(lambda life: [], limits, lambda message: None, lambda reason: None)
         engines = [Beating(), Loading()]
-        left = list(engines)
-
-        async def following() -> Short:
-            return left.pop(0)
-
-        monkeypatch.setattr(keeper, "_next", following)
+        keeper = keeper_of(*engines)
         monkeypatch.setattr(supervisor, "_LONGEST_PAUSE_S", 0.0)
         keeper.start()
         await keeper.until(lambda: keeper.state == "lost")
-        while left or not keeper.stage:
+        while not (hasattr(engines[1], "learned") and keeper.stage):
             await asyncio.sleep(0)
         assert [each.learned for each in engines] == ["", "1"]
         await keeper.close()
@@ -187,11 +183,7 @@ def test_an_engine_is_told_what_the_one_before_it_has_learned(monkeypatch: pytes
 
 def test_who_asks_while_an_engine_is_lost_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async def states() -> list[tuple[str, bool]]:
-        seen = []
-        keeper = Supervisor(lambda life: [], ServerSection(), lambda message: None, lambda reason: None)
-
-        async def engine() -> Short:
-            return Short()
+        seen, keeper = [], keeper_of(Short())
 
         async def slow_to_end() -> None:
             try:
@@ -200,7 +192,6 @@ def test_who_asks_while_an_engine_is_lost_is_told(monkeypatch: pytest.MonkeyPatc
                 for _ in range(10):
                     await asyncio.sleep(0)
 
-        monkeypatch.setattr(keeper, "_next", engine)
         monkeypatch.setattr(keeper, "_keep_spare", slow_to_end)
         keeper.start()
         while keeper.state not in ("lost", "dead"):
@@ -307,7 +298,7 @@ def test_an_engine_that_was_ready_for_long_is_followed_at_once(monkeypatch: pyte
     async def pauses() -> list[float]:
         now_s, lives_s, found = 1000.0, [1.0, 1.0, 60.0, 1.0], []
         monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now_s))
-        keeper = Supervisor(lambda life: [], ServerSection(), lambda message: None, lambda reason: None)
+        keeper = keeper_of(Short())
 
         async def ends(engine: object, born_s: float) -> None:
             nonlocal now_s
@@ -315,11 +306,7 @@ def test_an_engine_that_was_ready_for_long_is_followed_at_once(monkeypatch: pyte
             now_s += lives_s[len(found)]
             raise EngineLost("it ended")
 
-        async def engine() -> Short:
-            return Short()
-
         monkeypatch.setattr(keeper, "_attend", ends)
-        monkeypatch.setattr(keeper, "_next", engine)
         for _ in lives_s:
             await keeper._live_once()
             found.append(keeper._pause_s)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
 import numpy as np
 import pytest
 
 from continuous_batching.request import Request, SamplingParams
 from serving.answers.answers import AnswerStream
-from serving.api.access import AccessControl, BodyMemory
-from serving.api.api_keys import ApiKeys
 from serving.engine.messages import ExpertTable, SampleEnd
-from serving.metrics.server_stats import TRACE_HEADERS
 from serving.text.tokenizer import TextOptions
 
 trace = pytest.importorskip("opentelemetry.sdk.trace")
@@ -21,8 +15,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
 
 from serving.metrics.traces import Traces  # noqa: E402
-
-PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @pytest.fixture
@@ -124,38 +116,6 @@ def test_what_does_not_end_well_says_how(traces: Traces, exporter: InMemorySpanE
     assert kinds == ["queue_full", "abort", "engine_lost", "engine_lost"]
     assert all(not span.status.is_ok for span in spans)
     assert spans[0].name == "text_completion tiny"
-
-
-@pytest.mark.parametrize("given", [PARENT, "nonsense", None])
-def test_a_client_s_span_is_the_parent(
-    traces: Traces, exporter: InMemorySpanExporter, given: str | None
-) -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        answer = asked(0)
-        traces.added(answer)
-        end(traces, answer, 0)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    async def ask() -> None:
-        TRACE_HEADERS.set({"traceparent": PARENT})  # another request's, which must not count
-        headers = [] if given is None else [(b"traceparent", given.encode())]
-        scope = {"type": "http", "method": "GET", "path": "/x", "raw_path": b"/x", "headers": headers}
-
-        async def ignore(*_: Any) -> dict[str, Any]:
-            return {"type": "http.request", "body": b""}
-
-        memory = BodyMemory(1000)
-        guarded = AccessControl(app, ApiKeys({}), 1000, memory, lambda _: None, is_local=False)
-        await guarded(scope, ignore, ignore)
-
-    asyncio.run(ask())
-    (span,) = exporter.get_finished_spans()
-    if given == PARENT:
-        assert span.parent is not None
-        assert f"{span.parent.trace_id:032x}-{span.parent.span_id:016x}" == PARENT[3:-3]
-    else:
-        assert span.parent is None
 
 
 def test_an_endpoint_must_be_a_url() -> None:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import subprocess
-import sys
 import threading
 from collections import deque
 from pathlib import Path
 
 import numpy as np
 import pytest
-import zmq
 
 from borders.refusal import BadRequest
 from continuous_batching.inspection import Recount
 from continuous_batching.request import Request, SamplingParams
-from recipes.assembly.engine import build
+from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.reader import load
 from serving.engine.facts import facts_of
 from serving.engine.messages import (
@@ -34,11 +31,13 @@ from serving.engine.messages import (
 from serving.engine.worker import Worker
 from tests.patience import PATIENCE_S
 from tests.serving import page_pair
+from tests.serving.conftest import Sockets
 from tests.serving.server import TINY
-from tests.test_imports import ROOT
+from tests.serving.warm import CODE, start_speaking
 
 ENGINE = """
 import gc, sys
+gc.unfreeze()  # what the process froze that this one is a fork of
 from serving.engine import main, worker
 
 def tell(self):
@@ -50,6 +49,7 @@ main.main(sys.argv[1:])
 """
 SERVER = """
 import gc, sys
+gc.unfreeze()  # what the process froze that this one is a fork of
 from scripts import serve
 from serving import server
 
@@ -65,33 +65,29 @@ serve.main([sys.argv[2], "--port", "0"])
 @pytest.mark.parametrize("process", [ENGINE, SERVER], ids=["engine", "server"])
 def test_what_is_loaded_is_not_looked_through_again(process: str, tmp_path: Path) -> None:
     """Garbage is looked for while clients wait: among what came since, not among all that stays."""
-    command = [sys.executable, "-c", process, f"ipc://{tmp_path}/socket", TINY]
-    read, write = os.pipe()  # an engine begins when it reads a byte, and ends with its parent
-    try:
-        os.write(write, BEGIN + b"\n")
-        run = subprocess.run(
-            command, cwd=ROOT, stdin=read, capture_output=True, text=True, timeout=PATIENCE_S
-        )
-    finally:
-        os.close(read)
-        os.close(write)
-    assert run.returncode == 0, run.stderr
-    frozen, others = map(int, run.stdout.split())
+    command = [process, f"ipc://{tmp_path}/socket", TINY]
+    run = start_speaking(CODE, command, os.environ | {"OMP_NUM_THREADS": "1"})
+    assert run.stdin is not None
+    assert run.stdout is not None
+    with run.stdin, run.stdout:  # an engine begins when it reads a byte, and ends with its parent
+        run.stdin.write(BEGIN + b"\n")
+        run.stdin.flush()
+        frozen, others = map(int, run.stdout.readline().split())
+        assert run.wait(PATIENCE_S) == 0
     assert frozen > 50_000
     assert others < frozen / 20
 
 
+def worker_of(built: BuiltEngine, sockets: Sockets) -> Worker:
+    return Worker(built.engine, sockets[0], facts_of(built, prefix_sharing=True))
+
+
 @pytest.mark.parametrize("overlap", ["false", "true"])
-def test_pages_are_free_within_two_steps(overlap: str) -> None:
+def test_pages_are_free_within_two_steps(overlap: str, sockets: Sockets) -> None:
     """Of requests that wait, that are in their prompt, and that have tokens."""
     settings = ["scheduler.num_slots=2", "scheduler.max_batch_tokens=32", f"scheduler.overlap={overlap}"]
     built = build(load(TINY, settings))
-    engine = built.engine
-    context = zmq.Context()
-    ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-    theirs.bind("inproc://engine")
-    ours.connect("inproc://engine")
-    worker = Worker(engine, ours, facts_of(built, prefix_sharing=True))
+    engine, worker, theirs = built.engine, worker_of(built, sockets), sockets[1]
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     for stream, num_tokens in enumerate((8, 300, 8)):
         prompt = np.arange(300, 300 + num_tokens, dtype=np.int32).tobytes()
@@ -115,18 +111,16 @@ def test_pages_are_free_within_two_steps(overlap: str) -> None:
     assert not len(slots.busy)
     assert not engine.has_work
     assert pool.num_held == prefix.num_idle
-    context.destroy(linger=0)
 
 
-def test_no_more_pages_are_shared_than_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_pages_are_shared_than_are_in_use(monkeypatch: pytest.MonkeyPatch, sockets: Sockets) -> None:
     """Pages are recounted now and then, and read in each beat."""
     told: list[Beat] = []
     built = build(load(TINY, ["scheduler.num_slots=2"]))
-    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        worker = Worker(built.engine, socket, facts_of(built, prefix_sharing=True))
-        monkeypatch.setattr(worker, "_send", told.append)
-        monkeypatch.setattr(worker, "_recount", lambda now_s: Recount(shared_pages=5, wrong_pages=0))
-        worker._beat()
+    worker = worker_of(built, sockets)
+    monkeypatch.setattr(worker, "_send", told.append)
+    monkeypatch.setattr(worker, "_recount", lambda now_s: Recount(shared_pages=5, wrong_pages=0))
+    worker._beat()
     assert [(each.gauges.held_pages, each.shared_pages) for each in told] == [(0, 0)]
 
 
@@ -139,40 +133,38 @@ def test_a_refusal_comes_over_the_socket_as_it_was() -> None:
     assert str(sent.error()) == str(bad)
 
 
-def test_an_id_that_is_being_served_is_refused_and_the_engine_goes_on() -> None:
+def test_an_id_that_is_being_served_is_refused_and_the_engine_goes_on(sockets: Sockets) -> None:
     built = build(load(TINY, ["scheduler.num_slots=2"]))
-    with zmq.Context() as context, context.socket(zmq.PAIR) as theirs, context.socket(zmq.PAIR) as ours:
-        theirs.bind("inproc://engine")
-        ours.connect("inproc://engine")
-        worker = Worker(built.engine, ours, facts_of(built, prefix_sharing=True))
-        prompt = np.arange(300, 308, dtype=np.int32).tobytes()
-        for stream in range(2):
-            params = SamplingParams(max_tokens=4)
-            theirs.send(encode(Add(stream, ["same"], prompt, b"", params, [None], "", "", 0, None, 0.0)))
-        worker._take(1000)
-        accepted, refused = (decode_from_engine(theirs.recv()) for _ in range(2))
-        assert accepted == AddAccepted(0)
-        assert isinstance(refused, AddRefused)
-        assert (refused.stream, refused.field) == (1, "id")
-        assert built.engine.step() is not None
+    worker, theirs = worker_of(built, sockets), sockets[1]
+    prompt = np.arange(300, 308, dtype=np.int32).tobytes()
+    for stream in range(2):
+        params = SamplingParams(max_tokens=4)
+        theirs.send(encode(Add(stream, ["same"], prompt, b"", params, [None], "", "", 0, None, 0.0)))
+    worker._take(1000)
+    accepted, refused = (decode_from_engine(theirs.recv()) for _ in range(2))
+    assert accepted == AddAccepted(0)
+    assert isinstance(refused, AddRefused)
+    assert (refused.stream, refused.field) == (1, "id")
+    assert built.engine.step() is not None
 
 
-def test_what_waits_for_another_engines_pages_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_for_another_engines_pages_is_told(
+    monkeypatch: pytest.MonkeyPatch, sockets: Sockets
+) -> None:
     """A router that polls would forget it, and send more there. Tokens by hand: what is behind full pages."""
     told: list[Beat] = []  # and of no request that it is accepted, since none is in the queue
-    facts, pair = facts_of(build(load(TINY)), prefix_sharing=True), page_pair.Pair(num_slots=4)
-    requests = page_pair.prompts(3)
-    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        worker = Worker(pair.answers, socket, facts, pages=pair.fetching)
-        monkeypatch.setattr(worker, "_send", told.append)
-        for stream, request in enumerate(requests):
-            worker._enqueue(stream, request)
-        assert len(pair.fetches) == 3
-        assert not len(pair.answers.scheduler.waiting)
-        worker._beat()
-        pair.until(lambda: len(pair.fetches) == 0 and not pair.answers.has_work)
-        worker._beat_s = -np.inf
-        worker._beat()
+    pair, requests = page_pair.Pair(num_slots=4), page_pair.prompts(3)
+    facts = facts_of(build(load(TINY)), prefix_sharing=True)
+    worker = Worker(pair.answers, sockets[0], facts, pages=pair.fetching)
+    monkeypatch.setattr(worker, "_send", told.append)
+    for stream, request in enumerate(requests):
+        worker._enqueue(stream, request)
+    assert len(pair.fetches) == 3
+    assert not len(pair.answers.scheduler.waiting)
+    worker._beat()
+    pair.until(lambda: len(pair.fetches) == 0 and not pair.answers.has_work)
+    worker._beat_s = -np.inf
+    worker._beat()
     pair.close()
     waiting, after = (each.gauges for each in told)
     assert waiting.waiting_requests == 3
@@ -180,22 +172,19 @@ def test_what_waits_for_another_engines_pages_is_told(monkeypatch: pytest.Monkey
     assert (after.waiting_requests, after.queued_tokens) == (0, 0)
 
 
-def test_what_waits_for_its_grammar_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_for_its_grammar_is_told(monkeypatch: pytest.MonkeyPatch, sockets: Sockets) -> None:
     told: list[Beat] = []
     built = build(load(TINY, ["scheduler.num_slots=2"]))
-    with zmq.Context() as context, context.socket(zmq.PAIR) as theirs, context.socket(zmq.PAIR) as ours:
-        theirs.bind("inproc://engine")
-        ours.connect("inproc://engine")
-        worker = Worker(built.engine, ours, facts_of(built, prefix_sharing=True))
-        may_end = threading.Event()
-        monkeypatch.setattr(worker._grammars.grammars, "constrain", lambda leader: may_end.wait(PATIENCE_S))
-        monkeypatch.setattr(worker, "_send", told.append)
-        params = SamplingParams(max_tokens=4, grammar="held back below")
-        prompt = np.arange(300, 320, dtype=np.int32).tobytes()
-        theirs.send(encode(Add(0, ["0"], prompt, b"", params, [None], "", "", 0, None, 0.0)))
-        worker._take(1000)
-        worker._beat()
-        may_end.set()
+    worker, theirs = worker_of(built, sockets), sockets[1]
+    may_end = threading.Event()
+    monkeypatch.setattr(worker._grammars.grammars, "constrain", lambda leader: may_end.wait(PATIENCE_S))
+    monkeypatch.setattr(worker, "_send", told.append)
+    params = SamplingParams(max_tokens=4, grammar="held back below")
+    prompt = np.arange(300, 320, dtype=np.int32).tobytes()
+    theirs.send(encode(Add(0, ["0"], prompt, b"", params, [None], "", "", 0, None, 0.0)))
+    worker._take(1000)
+    worker._beat()
+    may_end.set()
     (found,) = (each.gauges for each in told)
     assert (found.waiting_requests, found.queued_tokens) == (1, 20)
 
@@ -207,15 +196,11 @@ def num_kept() -> int:
     return len(gc.get_objects()) + sum(sizes)
 
 
-def test_an_engine_keeps_nothing_of_requests_that_have_ended() -> None:
+def test_an_engine_keeps_nothing_of_requests_that_have_ended(sockets: Sockets) -> None:
     """With samples, ends from outside, refusals and log-probabilities; one entry a request would show."""
     settings = ["scheduler.num_slots=8", "cache.num_pages=64", "device.threads=1"]
     built = build(load(TINY, settings))
-    context = zmq.Context()
-    ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-    theirs.bind("inproc://engine")
-    ours.connect("inproc://engine")
-    worker = Worker(built.engine, ours, facts_of(built, prefix_sharing=True))
+    engine, worker, theirs = built.engine, worker_of(built, sockets), sockets[1]
     random, streams = np.random.default_rng(1), itertools.count()
 
     def serve(count: int) -> None:
@@ -230,7 +215,7 @@ def test_an_engine_keeps_nothing_of_requests_that_have_ended() -> None:
             if number % 5 == 0:
                 worker._handle(Finish(samples[0], "abort"))
         while worker._has_work:
-            step = built.engine.step()
+            step = engine.step()
             if step is not None:
                 worker._after(step)
         while theirs.poll(0):
@@ -240,6 +225,3 @@ def test_an_engine_keeps_nothing_of_requests_that_have_ended() -> None:
     before = num_kept()
     serve(120)
     assert num_kept() - before < 60
-    for each in (ours, theirs):
-        each.close()
-    context.term()

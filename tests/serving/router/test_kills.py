@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import aiohttp
@@ -14,16 +13,16 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
+from tests.serving.router.resumed import Outcome, session
 from tests.serving.router.under_fire import (
     NUM_CLIENTS,
-    PROMPTS,
     Tally,
-    ask,
     expected,
     figure,
     fire,
     fleet,
     router,
+    send,
     wait,
     wait_ready,
 )
@@ -49,30 +48,37 @@ def replicas() -> Iterator[list[Server]]:
 
 
 @pytest.fixture(scope="module")
-def whole(replicas: list[Server]) -> dict[str, str]:
+def whole(replicas: list[Server]) -> list[Outcome]:
     return expected(replicas[0].url)
 
 
 def check(tally: Tally, runs: int) -> None:
     print(f"{runs} runs: {dict(tally.outcomes)}, told within {max(tally.told_s, default=0):.2f} s")
     assert not tally.wrong, tally.wrong[:3]
-    assert sum(tally.outcomes.values()) == runs * NUM_CLIENTS
+    assert tally.outcomes.total() == runs * NUM_CLIENTS
     if THOROUGH:
         assert max(tally.told_s, default=0.0) < TOLD_S
 
 
-def test_a_replica_is_killed(replicas: list[Server], whole: dict[str, str]) -> None:
-    """What had begun is told, all else is answered by the other replica, once."""
+@pytest.mark.parametrize("what", ["replica", "engine"])
+def test_a_replica_or_its_engine_is_killed(what: str, replicas: list[Server], whole: list[Outcome]) -> None:
+    """What had begun is told, and all else is answered by the other replica, once."""
     front, tally = router(replicas), Tally()
     for run in range(RUNS):
-        victim = run % 2
-        other, before = replicas[1 - victim], tally.outcomes["whole"]
-        answered = figure(other, "vllm:request_success_total")
-        fire(front.url, whole, replicas[victim].process.kill, tally, after=3 + 20 * run % 160)
-        assert figure(other, "vllm:request_success_total") - answered <= tally.outcomes["whole"] - before
-        port = replicas[victim].port
-        replicas[victim].wait()
-        replicas[victim] = Server(TINY, port=port).ready()
+        number = run % 2
+        victim, other, before = replicas[number], replicas[1 - number], tally.outcomes["whole"]
+        answered, since, pid = figure(other, "vllm:request_success_total"), len(victim.log), victim.engine_pid
+
+        def kill(victim: Server = victim, pid: int = pid) -> None:
+            os.kill(victim.process.pid if what == "replica" else pid, signal.SIGKILL)
+
+        fire(front.url, whole, kill, tally, after=3 + 20 * run % 160)
+        if what == "replica":
+            assert figure(other, "vllm:request_success_total") - answered <= tally.outcomes["whole"] - before
+            victim.wait()
+            replicas[number] = Server(TINY, port=victim.port).ready()
+        else:
+            victim.wait_for(r"ready .*process \d+", since)
         wait_ready(front.url, 2)
     check(tally, RUNS)
     assert tally.outcomes["whole"] > 0
@@ -81,23 +87,7 @@ def test_a_replica_is_killed(replicas: list[Server], whole: dict[str, str]) -> N
     front.close()
 
 
-def test_an_engine_is_killed(replicas: list[Server], whole: dict[str, str]) -> None:
-    """Its server tells those that it had, and the router sends on those that had not begun."""
-    front, tally = router(replicas), Tally()
-    for run in range(RUNS):
-        victim = replicas[run % 2]
-        since = len(victim.log)
-        pid = victim.engine_pid
-        fire(front.url, whole, lambda pid=pid: os.kill(pid, signal.SIGKILL), tally, after=3 + 20 * run % 160)
-        victim.wait_for(r"ready .*process \d+", since)
-        wait_ready(front.url, 2)
-    check(tally, RUNS)
-    assert tally.outcomes["whole"] > 0
-    assert tally.outcomes["broken"] == 0
-    front.close()
-
-
-def test_a_router_is_killed(replicas: list[Server], whole: dict[str, str]) -> None:
+def test_a_router_is_killed(replicas: list[Server], whole: list[Outcome]) -> None:
     """Its clients see that their connections break, and the replicas give their slots back."""
     tally = Tally()
     aborted = sum(figure(each, "cb_aborts_total") for each in replicas)
@@ -113,42 +103,37 @@ def test_a_router_is_killed(replicas: list[Server], whole: dict[str, str]) -> No
     wait(lambda: sum(figure(each, "cb_aborts_total") for each in replicas) > aborted)
 
 
-def test_all_replicas_are_restarted_in_turn(replicas: list[Server], whole: dict[str, str]) -> None:
+def test_all_replicas_are_restarted_in_turn(replicas: list[Server], whole: list[Outcome]) -> None:
     """Drained, stopped, started and resumed, while clients go on asking: nobody sees anything of it."""
     front, is_over, tally = router(replicas), False, Tally()
 
     async def client(http: aiohttp.ClientSession, number: int) -> None:
         while not is_over:
-            prompt = PROMPTS[number % len(PROMPTS)]
-            found = await ask(http, front.url, prompt, is_stream=number % 2 == 0)
-            outcome = "wrong" if found.text != whole[prompt] else found.outcome
-            tally.outcomes[outcome] += 1
+            await send(http, front.url, number, whole, tally)
             await asyncio.sleep(0.1)
 
     def restart_all() -> None:
         nonlocal is_over
         try:
             for number, old in enumerate(replicas):
-                seen = sum(tally.outcomes.values())
+                seen = tally.outcomes.total()
                 httpx.post(f"{front.url}/fleet/drain?{old.url}", timeout=PATIENCE_S).raise_for_status()
                 wait(lambda number=number: fleet(front.url)["replicas"][number]["open"] == 0)
                 assert old.close() == 0
                 replicas[number] = Server(TINY, port=old.port).ready()
                 wait_ready(front.url, len(replicas))
                 httpx.post(f"{front.url}/fleet/resume?{old.url}", timeout=PATIENCE_S).raise_for_status()
-                wait(lambda seen=seen: sum(tally.outcomes.values()) > seen + 8)
+                wait(lambda seen=seen: tally.outcomes.total() > seen + 8)
         finally:
             is_over = True
 
     async def run() -> None:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as http:
+        async with session() as http:
             clients = [asyncio.ensure_future(client(http, number)) for number in range(4)]
             await asyncio.to_thread(restart_all)
             await asyncio.gather(*clients)
 
-    began_s = time.monotonic()
     asyncio.run(run())
-    print(f"{dict(tally.outcomes)} in {time.monotonic() - began_s:.0f} s")
     assert {*tally.outcomes} == {"whole"}
     assert all(each["sent"] for each in fleet(front.url)["replicas"])
     front.close()

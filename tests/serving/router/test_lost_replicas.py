@@ -176,15 +176,9 @@ def test_other_servers_streams_are_known_to_be_whole() -> None:
     run(test)
 
 
-ODD_INFO = [
-    b"<html>", b"[]", b'{"recipe": []}', b'{"recipe": {"cache": {"events": 3}}}', b"\xff",
-    b'{"recipe": {"cache": {"events": "tcp://no port"}}, "page_size": 16}',
-    b'{"recipe": {"cache": {"events": "tcp://a b:1"}}, "page_size": 16}',
-    b'{"recipe": {"cache": {"events": "tcp://127.0.0.1:9"}}, "page_size": 8}',
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("info", ODD_INFO)
+@pytest.mark.parametrize(
+    "info", [b"<html>", b'{"recipe": {"cache": {"events": "tcp://127.0.0.1:9"}}, "page_size": 8}']
+)
 def test_a_server_that_says_odd_things_of_itself_is_sent_requests(
     info: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

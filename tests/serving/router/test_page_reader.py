@@ -82,30 +82,6 @@ def test_an_engine_in_the_place_of_another_is_known_from_its_beginning(tmp_path:
     run(test)
 
 
-@pytest.mark.parametrize(
-    "batch", [b"no event", b"\x91" * 200_000, b"\x93\xcb" + b"\0" * 8 + b"\x91" * 200_000]
-)
-def test_who_publishes_something_else_is_judged_by_what_was_sent(batch: bytes, tmp_path: Path) -> None:
-    async def test() -> None:
-        context = zmq.Context()
-        live = context.socket(zmq.PUB)
-        live.bind(f"ipc://{tmp_path}/events")
-        routing = Routing(1, tells=False)
-        reader = PageReader(f"ipc://{tmp_path}/events", "127.0.0.1", 0, routing)
-        reader.start()
-        assert routing.tells[0]
-
-        def gives_up() -> bool:
-            live.send_multipart([b"", b"\0" * 8, batch])
-            return not routing.tells[0]
-
-        await until(gives_up)
-        reader.close()
-        context.destroy(linger=0)
-
-    run(test)
-
-
 def test_a_router_expects_no_more_of_a_replica_than_its_windows_allow(tmp_path: Path) -> None:
     async def test() -> None:
         engine, routing = Engine(tmp_path, 16, windows=(6,)), Routing(1)

@@ -12,7 +12,7 @@ from kv_cache.page_keys import page_keys, short_key
 from recipes.schema.adapters_section import AdaptersSection
 from recipes.schema.reader import load
 from serving.adapters import KnownAdapters
-from serving.api.api_keys import ANYBODY, ApiKeys, Rights
+from serving.api.api_keys import ANYBODY
 from serving.router.prompts import PART_BYTES, Prompts
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
@@ -47,59 +47,33 @@ def test_keys_are_the_engines(body: dict[str, Any]) -> None:
     assert (found.num_tokens, found.tokens_a_key) == (request.num_prompt_tokens, 16)
 
 
-def test_a_response_has_the_keys_of_the_chat_that_it_is() -> None:
-    tool = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+def test_responses_and_messages_have_the_keys_of_the_chat_that_they_are() -> None:
+    function = {"name": "look", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    chat = {
+        "messages": [{"role": "system", "content": "Be kind."}, *CHAT],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "none",
+    }
     response = {
         "input": [{"role": "user", "content": [{"type": "input_text", "text": STORY}]}],
         "instructions": "Be kind.",
-        "tools": [tool],
+        "tools": [{"type": "function", **function}],
         "tool_choice": "none",
     }
-    chat = {
-        "messages": [{"role": "system", "content": "Be kind."}, *CHAT],
-        "tools": [{"type": "function", "function": {name: tool[name] for name in ("name", "parameters")}}],
-        "tool_choice": "none",
-    }
-    prompts = Prompts(TEXT, 16)
-    found = routed(prompts, response)
-    assert found == routed(prompts, chat)
-    assert (found.tokens_a_key, len(found.keys) >= 3) == (16, True)
-
-
-def test_a_message_has_the_keys_of_the_chat_that_it_is() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
-    call = {"type": "tool_use", "id": "c", "name": "look", "input": {"a": "b"}}
     message = {
-        "model": "tiny",
         "max_tokens": 5,
-        "temperature": 0.5,
         "system": [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}],
-        "messages": [
-            *CHAT,
-            {"role": "assistant", "content": [call]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "d"}]},
-        ],
-        "tools": [{"name": "look", "input_schema": schema}],
+        "messages": CHAT,
+        "tools": [{"name": "look", "input_schema": function["parameters"]}],
         "tool_choice": {"type": "none"},
     }
-    function = {"name": "look", "arguments": '{"a": "b"}'}
-    chat = {
-        "model": "tiny",
-        "messages": [
-            {"role": "system", "content": "Be kind."},
-            *CHAT,
-            {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}]},
-            {"role": "tool", "tool_call_id": "c", "content": "d"},
-        ],
-        "tools": [{"type": "function", "function": {"name": "look", "parameters": schema}}],
-        "tool_choice": "none",
-        "reasoning_effort": "none",
-    }
-    prompts, data = Prompts(TEXT, 16), json.dumps(message).encode()
-    found = prompts.read(data, prompts.asked(data), ANYBODY, is_message=True)
-    assert found == routed(prompts, chat)
-    assert (found.tokens_a_key, len(found.keys) >= 3) == (16, True)
-    wrong = json.dumps(message | {"thread": {}}).encode()
+    prompts = Prompts(TEXT, 16)
+    for body, more in ((response, {}), (message, {"reasoning_effort": "none"})):
+        data = json.dumps(body | {"model": "tiny"}).encode()
+        found = prompts.read(data, prompts.asked(data), ANYBODY, is_message=body is message)
+        assert found == routed(prompts, chat | more | {"model": "tiny"})
+        assert (found.tokens_a_key, len(found.keys) >= 3) == (16, True)
+    wrong = json.dumps(message | {"model": "tiny", "thread": {}}).encode()
     assert prompts.read(wrong, prompts.asked(wrong), ANYBODY, is_message=True).tokens_a_key != 16
 
 
@@ -115,16 +89,6 @@ def test_keys_of_an_adapter_are_its_own(tmp_path: Path) -> None:
     assert found.keys == [*map(short_key, page_keys(request.prompt, 16, request.cache_salt))]
     plain = routed(Prompts(TEXT, 16, known), {"prompt": STORY, "cache_salt": "s", "model": "tiny"})
     assert not {*plain.keys} & {*found.keys}
-
-
-def test_keys_of_others_are_others() -> None:
-    clients = ApiKeys({"one": Rights(), "two": Rights()})
-    prompts = Prompts(TEXT, 16)
-    one, two = (
-        routed(prompts, {"prompt": STORY}, client=clients.client(f"Bearer {key}")).keys
-        for key in ("one", "two")
-    )
-    assert not {*one} & {*two}
 
 
 def test_text_that_goes_on_begins_alike() -> None:

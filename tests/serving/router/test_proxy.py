@@ -379,6 +379,37 @@ def test_where_requests_went_is_told_with_what_spoke_for_it() -> None:
     run(test)
 
 
+ENDED, UNKNOWN, REFUSED = whole(200, b'{"aborted":1}'), whole(404, b"{}"), whole(401, b'{"key":0}')
+
+
+@pytest.mark.parametrize(
+    ("scripts", "status"),
+    [
+        ((UNKNOWN, ENDED, UNKNOWN), 200),
+        ((None, ENDED), 200),
+        ((UNKNOWN, UNKNOWN), 404),
+        ((UNKNOWN, None), 404),
+        ((UNKNOWN, REFUSED), 401),
+        ((REFUSED, UNKNOWN), 401),
+        ((None, None), 503),
+    ],
+)
+def test_an_abort_is_answered_by_the_replica_that_has_the_request(
+    scripts: tuple[Script | None, ...], status: int
+) -> None:
+    """Where none has it, the client is told why."""
+
+    async def test() -> None:
+        async with Fleet(*scripts) as fleet:
+            found, body = await fleet.ask("/abort/cmpl-1")
+            assert (found, status != 200 or json.loads(body) == {"aborted": 1}) == (status, True)
+            for stub in filter(None, fleet.stubs):
+                assert all(each.startswith(b"POST /abort/cmpl-1 HTTP/1.1") for each in stub.heads)
+            assert not any(each.num_sent for each in fleet.replicas), "it counts as no request"
+
+    run(test)
+
+
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
 
 

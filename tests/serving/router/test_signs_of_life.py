@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 
@@ -13,7 +12,6 @@ from tests.serving.router.test_proxy import (
     EVENTS,
     WHOLE,
     Fleet,
-    Script,
     chunk,
     error_of,
     hang,
@@ -225,26 +223,3 @@ def test_what_refuses_no_request_is_an_answer(event: bytes) -> None:
     assert not refuses(event)
     for refusal in (LOST_ENGINE, FAILED, OVERLOADED):
         assert refuses(refusal + event)
-
-
-def test_an_answer_that_is_no_stream_is_never_interrupted() -> None:
-    goes_on = asyncio.Event()
-
-    def slow(body: bytes) -> Script:
-        async def script(writer: asyncio.StreamWriter) -> None:
-            head = b"HTTP/1.1 400 X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-            writer.write(head % len(body))
-            await goes_on.wait()
-            writer.write(body)
-
-        return script
-
-    async def test() -> None:
-        body = json.dumps({"error": {"message": "no"}}).encode()
-        async with Fleet(slow(body)) as fleet:
-            asking = asyncio.ensure_future(fleet.ask())
-            await until(lambda: fleet.replicas[0].num_open == 1)
-            goes_on.set()
-            assert await asking == (400, body)
-
-    run(test)

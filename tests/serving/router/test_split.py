@@ -53,15 +53,6 @@ def test_prompts_for_an_adapter_are_computed_by_who_lists_it() -> None:
     run(test)
 
 
-def test_a_client_does_not_say_who_computes_its_prompt() -> None:
-    async def test() -> None:
-        async with Fleet(stream(*WHOLE)) as fleet:
-            await fleet.ask()
-            assert HEADER not in fleet.stubs[0].heads[0]
-
-    run(test)
-
-
 def test_while_no_answer_has_begun_the_prompt_counts_where_it_is_computed() -> None:
     async def test() -> None:
         async with Fleet(hang, hang) as fleet:
