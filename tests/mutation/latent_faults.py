@@ -26,13 +26,6 @@ FAULTS = {
         "keys and values are read from the rows of queries",
         "tests/models/test_stored_otherwise.py::test_a_prompt_scores_as_in_transformers",
     ),
-    "queries_without_positions": Fault(
-        "attention/latent.py::LatentAttention.attend_heads",
-        "rope[rows]",
-        "0 * rope[rows]",
-        "a decode does not know where its tokens stand",
-        "tests/attention/test_latent.py::test_prompts_chunks_and_decodes_of_one_step",
-    ),
     "rows_of_short_spans_as_in_the_step": Fault(
         "attention/latent.py::LatentAttention._split",
         "np.cumsum(lens[is_short]) - lens[is_short]",
@@ -53,20 +46,6 @@ FAULTS = {
         "seen > stop",
         "a prompt's token reads tokens that come after it",
         "tests/attention/test_sparse.py::test_chosen_tokens_alone_are_read",
-    ),
-    "index_keys_without_a_bias": Fault(
-        "models/layers/indexer.py::Indexer.write",
-        "self.key_norm_bias",
-        "None",
-        "other tokens are chosen than by the published model",
-        "tests/models/test_sparse_decoder.py::test_a_prompt_scores_as_in_transformers",
-    ),
-    "index_pairs_as_halves": Fault(
-        "models/layers/indexer.py::Indexer.order",
-        "torch.cat((pairs[::2], pairs[1::2], rest))",
-        "rows",
-        "GLM-5's index heads are turned in other pairs than they were trained in",
-        "tests/models/test_sparse_decoder.py::test_a_prompt_scores_as_in_transformers",
     ),
     "pairs_of_keys_not_moved": Fault(
         "models/layers/latent.py::LatentSelfAttention._write",
@@ -96,25 +75,11 @@ FAULTS = {
         "weights have the scales of other blocks",
         "tests/models/test_block_scales.py::test_a_scale_belongs_to_its_block",
     ),
-    "up_projection_stored_in_int8": Fault(
-        "recipes/assembly/int8_checkpoint.py::quantize",
-        "ignore.append(UP_PROJECTIONS)",
-        "pass",
-        "latents are expanded by rounded weights, for nothing",
-        "tests/models/test_block_scales.py::test_it_can_be_stored_in_int8",
-    ),
     "correction_in_the_weights": Fault(
         "models/ops/reference.py::Ops.route",
         "scores.gather(-1, chosen)",
         "ranked.gather(-1, chosen)",
         "what balances the experts also weighs them",
-        "tests/models/test_deepseek.py::test_experts_are_chosen_and_weighed_as_in_transformers",
-    ),
-    "uncorrected_on_the_npu": Fault(
-        "models/ops/npu/ops.py::NpuOps.route",
-        "bias=correction",
-        "bias=None",
-        "an NPU chooses other experts than a CPU",
         "tests/models/test_deepseek.py::test_experts_are_chosen_and_weighed_as_in_transformers",
     ),
     "default_eps_of_the_cache_write": Fault(
@@ -150,13 +115,6 @@ FAULTS = {
         "npu_mla_prolog_v3 takes sines first, all other operators cosines",
         "tests/models/test_latent_prolog.py::test_tokens_are_those_of_transformers",
     ),
-    "keys_of_a_span_before_its_own": Fault(
-        "attention/npu/sparse_attention.py::FusedSparseAttention.plan",
-        "self._lengths(ends, batch.stops, table)",
-        "self._lengths(ends, np.maximum(batch.starts, batch.stops - batch.starts), table)",
-        "on an NPU a query chooses as if its own tokens had not been written",
-        "tests/attention/test_sparse_npu.py::test_steps_read_what_the_definition_reads",
-    ),
     "rows_of_a_rank_see_the_whole_span": Fault(
         "attention/npu/sparse_attention.py::FusedSparseAttention.plan",
         "(batch.stops - (ends - cut))[has]",
@@ -170,26 +128,5 @@ FAULTS = {
         "keys[: len(metadata.write_index)]",
         "index queries are turned and keys are not, so that others are chosen",
         "tests/attention/test_sparse.py::test_chosen_tokens_alone_are_read",
-    ),
-    "a_rank_keeps_the_heads_of_another": Fault(
-        "attention/sparse.py::RowPart.to_rows",
-        "self.ranks.exchange(sent).transpose(0, 1)",
-        "self.ranks.exchange(sent).transpose(0, 1).flip(1)",
-        "each rank's results come from the queries of other heads",
-        "tests/attention/test_sparse_npu.py::test_ranks_read_together_what_one_reads",
-    ),
-    "padding_rows_of_one_key": Fault(
-        "attention/npu/sparse_attention.py::FusedSparseAttention.plan_static",
-        "kv_lens[width - 1 :: width].clamp_min(width)",
-        "kv_lens[width - 1 :: width].contiguous()",
-        "the first queries of a padding row see no key, and what the operators then do is not known",
-        "tests/attention/test_sparse_npu.py::test_a_replay_reads_its_lengths_on_the_device",
-    ),
-    "long_spans_of_wide_values_expanded": Fault(
-        "attention/npu/sparse_attention.py::FusedSparseAttention._reads_all",
-        "is_short or self.latent.nope_dim == self.latent.value_dim == LATENT_HEAD",
-        "True",
-        "GLM-5's prompts go to fused attention, which takes no heads of 192 and 256",
-        "tests/attention/test_sparse_npu.py::test_steps_read_what_the_definition_reads",
     ),
 }

@@ -54,13 +54,6 @@ FAULTS = {
         "a key sees the batches of another",
         "tests/serving/test_batch_store.py::test_what_others_keep_is_not_found",
     ),
-    "batch_takes_every_slot": Fault(
-        "serving/api/batch_runner.py::Batches._room",
-        "min",
-        "max",
-        "batches fill the engine, and clients wait behind them",
-        "tests/serving/test_batch_runner.py::test_so_many_lines_run_at_a_time_and_below_all_others",
-    ),
     "batch_answer_of_a_lost_engine": Fault(
         "serving/api/batch_runner.py::Batches._answer",
         "status not in (Overloaded.status, Unavailable.status)",
@@ -95,13 +88,6 @@ FAULTS = {
         "self._turn is None or True",
         "thoughts, text and calls of one turn become messages of several",
         "tests/serving/test_response_items.py::test_items_become_the_messages_of_their_turns",
-    ),
-    "score_of_the_other_answer": Fault(
-        "serving/api/scores.py::AskedJudge.scores",
-        "logprobs[:, 1] - logprobs[:, 0]",
-        "logprobs[:, 0] - logprobs[:, 1]",
-        "what the model says no to scores high",
-        "tests/serving/test_scores.py::test_control_tokens_in_a_document_are_text",
     ),
     "documents_may_hold_marks": Fault(
         "serving/api/scores.py::Question.fields",
@@ -151,19 +137,5 @@ FAULTS = {
         'self.error = f"logits processor {name} raised {type(error).__name__}: {error}"\nraise',
         "one request's processor ends the engine, and with it all others",
         "tests/serving/test_own_processors.py::test_what_fails_ends_its_request_alone",
-    ),
-    "learned_is_lost": Fault(
-        "serving/engine/supervisor.py::Supervisor._listen",
-        "self._learned = message.learned",
-        "self._learned = ''",
-        "an engine that takes a lost one's place measures its threads anew, for seconds on busy cores",
-        "tests/serving/test_supervisor.py::test_an_engine_is_told_what_the_one_before_it_has_learned",
-    ),
-    "learned_spinning_is_kept": Fault(
-        "devices/cpu_threads.py::Threads.__init__",
-        "self.candidates[1:]",
-        "self.candidates",
-        "an engine begins with spinning threads that nothing watches",
-        "tests/devices/test_cpu_threads.py::test_what_an_engine_learned_of_other_threads_is_not_taken",
     ),
 }
