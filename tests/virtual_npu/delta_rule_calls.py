@@ -97,11 +97,8 @@ _BOTH = [
     Wrong("given", put(actual_seq_lengths=None), "actual_seq_lengths", "None"),
     Wrong("dtype", to("value", Tensor.half), "value", "float16"),
     Wrong("dtype", to("beta", Tensor.float), "beta", "float32"),
-    Wrong("dtype", to("g", Tensor.bfloat16), "g", "bfloat16"),
-    Wrong("dtype", to("actual_seq_lengths", Tensor.long), "actual_seq_lengths", "int64"),
     Wrong("axes", to("query", lambda query: query[0]), "query", "bfloat16 ("),
     Wrong("axes", cut("key"), "query", "tokens of"),
-    Wrong("axes", cut("beta"), "beta", "tokens of"),
     Wrong("heads", _of_some_heads, "value", "4 heads over 3"),
     Wrong("contiguous", to("value", strided), "value", "strided"),
     Wrong(

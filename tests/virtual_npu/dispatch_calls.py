@@ -94,7 +94,6 @@ COMBINE = [
     ),
     Wrong("returned", cut("expand_x"), "expand_x", "rows"),
     Wrong("returned", cut("ep_send_counts"), "ep_send_counts", " for "),
-    Wrong("returned", to("assist_info_for_combine", Tensor.long), "assist_info_for_combine", "int64"),
     Wrong("weights", to("expert_scales", Tensor.half), "expert_scales", "float16"),
     Wrong("weights", to("expert_scales", strided), "expert_scales", "strided"),
     Wrong(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -141,39 +139,6 @@ def test_pinned_memory_goes_to_and_fro():
     torch.npu.synchronize()
     assert back.is_pinned()
     assert torch.equal(back, pinned)
-
-
-def test_events_tell_time_and_streams_keep_order():
-    start, stop = (torch.npu.Event(enable_timing=True) for _ in range(2))
-    other = torch.npu.Stream()
-    start.record()
-    with torch.npu.stream(other):
-        x = torch.ones(4, device="npu")
-        stop.record()
-    torch.npu.current_stream().wait_stream(other)
-    stop.synchronize()
-    assert stop.query()
-    assert start.elapsed_time(stop) >= 0
-    assert x.sum().item() == 4
-
-
-def test_kernels_run_in_every_thread_and_mode():
-    found = []
-
-    def work() -> None:
-        with torch.inference_mode():
-            found.append((torch.ones(3, device="npu") * 2).tolist())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [[2.0] * 3]
-
-
-def test_gradients_flow():
-    weight = torch.nn.Parameter(torch.ones(3, device="npu"))
-    (weight * weight).sum().backward()
-    assert weight.grad.tolist() == [2.0] * 3
 
 
 def test_a_function_answers_an_operator_of_torch_npu(device):

@@ -1,4 +1,7 @@
-"""A value at a limit is right, and one that is a step past it is refused."""
+"""A value at a limit is right, and one that is a step past it is refused.
+
+Those whose wrong value stands in the tables of wrong calls are not repeated.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +24,6 @@ BF16 = torch.bfloat16
 
 def attention(**options: Any) -> dict[str, Any]:
     return paged(np.random.default_rng(0), BF16, **({"lens": [(2, 5)]} | options))[0]
-
-
-def many_keys(count: int) -> dict[str, Any]:
-    pages, cache = -(-count // 1024), torch.zeros(2, 1024, 64, dtype=BF16)
-    table = torch.ones(1, pages, dtype=torch.int32)
-    return attention(lens=[(1, 5)], heads=(1, 1), page_size=1024) | {
-        "key": cache,
-        "value": cache,
-        "block_table": table,
-        "actual_seq_kvlen": [count],
-    }
-
-
-def many_sequences(count: int) -> dict[str, Any]:
-    ends = list(range(1, count + 1))
-    return attention(lens=[(1, 1)]) | {
-        "query": torch.zeros(count, 4, 64, dtype=BF16),
-        "block_table": torch.ones(count, 1, dtype=torch.int32),
-        "actual_seq_qlen": ends,
-        "actual_seq_kvlen": [1] * count,
-        **dict.fromkeys(("key", "value"), torch.zeros(2, 16, 128, dtype=BF16)),
-    }
 
 
 def rows(dim: int = 64, size: int = 128, queries: int = 2) -> dict[str, Any]:
@@ -71,10 +52,6 @@ def multiplied(dim: int = 64, heads: int = 2) -> dict[str, Any]:
     return {"input": torch.zeros(3, heads, dim), "r1": angles, "r2": angles}
 
 
-def sampled(k: int) -> dict[str, Any]:
-    return {"logits": torch.zeros(1, 2000), "k": torch.tensor([k], dtype=torch.int32)}
-
-
 def normed(width: int) -> dict[str, Any]:
     return {"input": torch.ones(2, width).half(), "gamma": torch.ones(width).half()}
 
@@ -82,15 +59,6 @@ def normed(width: int) -> dict[str, Any]:
 def product(inner: int, columns: int) -> dict[str, Any]:
     x1, x2 = torch.ones(1, inner, dtype=torch.int8), torch.ones(inner, columns, dtype=torch.int8)
     return {"x1": x1, "x2": x2, "scale": torch.ones(1), "output_dtype": torch.bfloat16}
-
-
-def written(slot: int) -> dict[str, Any]:
-    key, cache = torch.ones(1, 2, 32), torch.zeros(4, 16, 2, 32)
-    slots = torch.tensor([slot])
-    return {"key": key, "value": key, "key_cache": cache, "value_cache": cache.clone()} | {
-        "slot_mapping": slots,
-        "cache_mode": "Norm",
-    }
 
 
 def decoded(dim: int, size: int) -> dict[str, Any]:
@@ -111,24 +79,16 @@ def decoded(dim: int, size: int) -> dict[str, Any]:
 Case = tuple[str, str, Callable[..., dict[str, Any]], dict[str, Any], dict[str, Any]]
 CASES: list[Case] = [
     ("page-size", FIA, attention, {"page_size": 1024}, {"page_size": 1040}),
-    ("page-size", FIA, attention, {"page_size": 16}, {"page_size": 8}),
     ("page-size", FIA, rows, {"size": 512}, {"size": 640}),
-    ("page-size", FIA, rows, {"size": 128}, {"size": 64}),
     ("page-size", FIA, rows, {"size": 16, "queries": 1}, {"size": 8, "queries": 1}),
     ("head-dim", FIA, rows, {"dim": 512}, {"dim": 528}),
     ("head-dim", FIA, attention, {"dim": 128}, {"dim": 144}),
     ("heads", FIA, attention, {"heads": (64, 1)}, {"heads": (65, 1)}),
     ("heads", FIA, attention, {"heads": (256, 4)}, {"heads": (260, 5)}),
-    ("query-lens", FIA, many_sequences, {"count": 4096}, {"count": 4097}),
-    ("most-keys", FIA, many_keys, {"count": 262144}, {"count": 262145}),
-    ("blind-rows", FIA, attention, {"lens": [(9, 9)]}, {"lens": [(9, 8)]}),
     ("buffer", "npu_apply_rotary_pos_emb", turned, {"heads": 76}, {"heads": 77}),
     ("sizes", "npu_rotary_mul", multiplied, {"dim": 894}, {"dim": 896}),
     ("angles", "npu_rotary_mul", multiplied, {"heads": 999}, {"heads": 1000}),
-    ("k-range", "npu_top_k_top_p", sampled, {"k": 1024}, {"k": 1025}),
     ("sides", "npu_quant_matmul", product, {"inner": 65535, "columns": 1}, {"inner": 65536, "columns": 1}),
-    ("slots-in-range", "npu_scatter_pa_kv_cache", written, {"slot": 63}, {"slot": 64}),
-    ("slots-in-range", "npu_scatter_pa_kv_cache", written, {"slot": 0}, {"slot": -1}),
 ]
 ON_310P: list[Case] = [
     ("row", "npu_rms_norm", normed, {"width": 16}, {"width": 15}),

@@ -16,8 +16,8 @@ def test_every_operator_has_right_calls() -> None:
 
 @each_of("name", RIGHT)
 def test_right_calls_pass(name: str) -> None:
-    """10 of each operator; with --thorough 200 of each, which are 8,800 in all."""
+    """6 of each operator; with --thorough 200 of each, which are 8,800 in all."""
     called = operator(name)
-    for seed in range(cases(10, 200)):
+    for seed in range(cases(6, 200)):
         arguments, conditions = RIGHT[name](np.random.default_rng([seed, len(name)]))
         called(conditions, **arguments)

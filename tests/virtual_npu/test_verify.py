@@ -47,7 +47,7 @@ def scaled(operator: str, arguments: Mapping[str, Any]) -> Any:
 
 @each_of("product, operator", CASES)
 def test_the_contract_lets_an_engines_calls_through(product: Product, operator: str) -> None:
-    verdict = verify(operator, partial(by_reference, product=product), "cpu", cases(4, 60), 0, product)
+    verdict = verify(operator, partial(by_reference, product=product), "cpu", cases(2, 60), 0, product)
     assert verdict.is_right, verdict.first_fault
     assert verdict.worst == 0
 
@@ -140,15 +140,6 @@ def test_a_product_is_asked_for_what_it_has() -> None:
             if isinstance(each, torch.Tensor) and each.is_floating_point()
         }
         assert floats <= {torch.float16}
-
-
-def test_a_wrong_result_of_a_310p_shows() -> None:
-    def forgetful(operator: str, arguments: Mapping[str, Any]) -> None:
-        by_reference(operator, arguments, P310)
-        arguments["out"][-1] = 0
-
-    for operator in ("_npu_paged_attention", "_npu_paged_attention_splitfuse_v2"):
-        assert verify(operator, forgetful, "cpu", 2, 0, P310).num_right == 0
 
 
 def test_a_device_says_which_product_it_is() -> None:

@@ -190,7 +190,6 @@ ATTENTION = [
     Wrong("dtype", to("key", Tensor.char), "key", "int8 "),
     Wrong("modelled", put(pse_shift=torch.zeros(1, 4, 36, 40)), "pse_shift", "float32 (1, 4, 36, 40)"),
     Wrong("dtype", to("query", Tensor.float), "query", "float32"),
-    Wrong("dtype", to("key", Tensor.half), "key", "float16"),
     Wrong("axes", to("query", lambda query: query[None]), "query", "(1, 36, 4, 64)"),
     Wrong("axes", to("key", lambda key: key.flatten(1)), "key", "(65, 128)", "keys"),
     Wrong("heads", put(num_key_value_heads=3), "num_query_heads", "4 over num_key_value_heads 3"),
