@@ -54,13 +54,6 @@ FAULTS = {
         "drafts follow from a prompt that the draft model has not read",
         "tests/continuous_batching/test_draft_model.py::test_rows_lack_tokens_while_they_have_no_drafts_and_catch_up",
     ),
-    "lag_lost_in_a_swap": Fault(
-        "continuous_batching/paging/slot_lifecycle.py::SlotLifecycle._swap_in",
-        "slots.draft_lag[row] = swapped.draft_lag",
-        "",
-        "a request that comes back counts as read by the draft model where it is not",
-        "tests/continuous_batching/test_draft_model.py::test_rows_lack_tokens_while_they_have_no_drafts_and_catch_up",
-    ),
     "draft_fed_at_the_place_behind": Fault(
         "models/drafting/drafter.py::Drafter.run",
         "known + ahead - 1",

@@ -54,13 +54,6 @@ FAULTS = {
         "a page is sent without its last tokens",
         "tests/serving/test_page_exchange.py::test_what_is_in_the_pages_is_what_the_other_engine_has_in_them",
     ),
-    "end_without_a_count": Fault(
-        "serving/engine/page_exchange.py::PageFetches._hear",
-        "min(fetch.next_page) == fetch.num_pages and num_bytes == fetch.num_bytes",
-        "num_bytes",
-        "pages are found of which the last part was lost",
-        "tests/serving/test_hostile_peers.py::test_a_lie_of_an_engine_of_prompts_is_a_miss",
-    ),
     "bytes_believed": Fault(
         "kv_cache/exchange/prompt_source.py::_Life._check",
         "zlib.crc32(self.connection.part(part).data) != part.check",
@@ -81,13 +74,6 @@ FAULTS = {
         "stop = self.num_bytes\nif start + count > stop: ...",
         "bytes are put over others that were not taken out yet",
         "tests/kv_cache/test_exchange.py::test_a_ring_never_gives_out_what_is_taken_and_gives_out_all_that_is_free",
-    ),
-    "priority_of_a_peer_unbounded": Fault(
-        "kv_cache/exchange/messages.py::PagesWanted",
-        "Annotated[int, Meta(ge=-LAST_ID, le=LAST_ID)]",
-        "int",
-        "one message of another engine ends this one",
-        "tests/serving/test_hostile_peers.py::test_a_wish_that_is_none_is_refused_and_the_engine_goes_on",
     ),
     "proof_of_either_side": Fault(
         "borders/shared_secret.py::_proof",
@@ -116,13 +102,6 @@ FAULTS = {
         "salt",
         "a client's own salt, if long, is no name that engines may tell each other",
         "tests/serving/test_page_keys.py::test_no_salt_of_a_request_is_that_of_an_adapter",
-    ),
-    "base_model_for_an_adapter": Fault(
-        "serving/engine/page_exchange.py::PageSends._begin",
-        "0 if number is None else number",
-        "0",
-        "an adapter's prompt is computed with the base model",
-        "tests/serving/test_pages_beside.py::test_an_adapter_is_the_one_of_the_same_files_whatever_its_place",
     ),
     "adapter_replaced_beneath": Fault(
         "serving/engine/worker.py::AdapterLoads._settle",

@@ -26,13 +26,6 @@ FAULTS = {
         "rows go back to other tokens",
         "tests/models/test_mixture.py::test_a_token_gets_the_weighted_sum_of_its_experts",
     ),
-    "rows_of_experts_not_quantised": Fault(
-        "models/ops/npu/grouped.py::mixture",
-        "1 if is_int8 else -1",
-        "-1",
-        "rows of the model's type meet weights in int8",
-        "tests/models/test_mixture.py::test_joined_experts_in_int8_compute_what_each_does_alone",
-    ),
     "width_of_a_half_bounded": Fault(
         "devices/ascend_limits.py::fuses_gate",
         "2 * inner_size",
@@ -54,13 +47,6 @@ FAULTS = {
         "an expert's int8 weights hang on those of others",
         "tests/models/test_spread_experts.py::test_spread_experts_in_int8_have_the_weights_of_one_rank",
     ),
-    "placements_compared_by_their_path": Fault(
-        "recipes/cluster/rank_process.py::common",
-        'sections["parallel"]["placement"] = digest',
-        "assert digest",
-        "two machines take two placements, and some experts are nowhere",
-        "tests/scripts/test_place.py::test_ranks_compare_what_the_file_says_and_not_where_it_lies",
-    ),
     "padding_counted": Fault(
         "models/step/graphs.py::DecodeGraphs._step",
         "write_index >= self.slots.page_size",
@@ -81,12 +67,5 @@ FAULTS = {
         "rows.chunk(len(places))[turn]",
         "as all other checkpoints have them that join the two",
         "tests/models/test_gpt_oss.py::test_experts_in_mxfp4_score_as_in_transformers",
-    ),
-    "gate_without_its_limit": Fault(
-        "models/ops/reference.py::Ops.clamped_swiglu",
-        "gate.clamp(max=limit)",
-        "gate",
-        "no published weight shows it in a short answer",
-        "tests/models/test_gpt_oss.py::test_the_gate_is_clamped_as_in_transformers",
     ),
 }

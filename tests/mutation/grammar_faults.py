@@ -12,13 +12,6 @@ FAULTS = {
         'vLLM #44006: "failed to advance FSM", for drafts that were refused have advanced it',
         "tests/continuous_batching/test_constraints.py::test_every_place_of_a_run_has_the_mask_that_it_has_alone",
     ),
-    "state_outlives_its_row": Fault(
-        "continuous_batching/constraints.py::Constraint._at",
-        "self._matcher is None or len(answer) < self._num_consumed",
-        "self._matcher is None",
-        "an answer that is shorter than before is taken for one that goes on",
-        "tests/continuous_batching/test_constraints.py::test_a_request_that_comes_back_is_where_it_was",
-    ),
     "failed_grammar_lets_all_come": Fault(
         "continuous_batching/constraints.py::Constraint.masks",
         "if self._has_failed(matcher):\n    return [NOTHING] * num_places",
@@ -151,12 +144,5 @@ FAULTS = {
         "said == form.begin",
         "vLLM #53284: where the template opens the block, thoughts are shown as the answer",
         "tests/serving/test_tools.py::test_what_the_prompt_opened_is_thought",
-    ),
-    "a_call_to_nobody_is_made": Fault(
-        "serving/tools/channels.py::ChannelParser._in_head",
-        "not to.startswith(prefix) or self._name not in self._names",
-        "not to.startswith(prefix)",
-        "clients are told to call a function that they do not have",
-        "tests/serving/test_channels.py::test_a_call_is_found_as_models_and_templates_write_it",
     ),
 }

@@ -40,13 +40,6 @@ FAULTS = {
         "what the head said takes the place of the target's feature at the end of a page",
         "tests/models/test_features.py::test_what_a_head_says_stands_at_ends_of_spans_alone",
     ),
-    "features_stay_behind": Fault(
-        "kv_cache/device/storage.py::KVCache.of_group",
-        "each.group == group",
-        "each.group == group and len(self.of(layer)) > 1",
-        "a page that is copied, swapped or moved leaves its features",
-        "tests/kv_cache/test_storage.py::test_each_group_of_layers_has_pages_of_its_own",
-    ),
     "draft_tokens_taken_for_the_targets": Fault(
         "models/drafting/drafter.py::Greedy.best",
         "tokens = tokens + self._offsets[tokens]",

@@ -47,20 +47,6 @@ FAULTS = {
         "a prompt's token reads tokens that come after it",
         "tests/attention/test_sparse.py::test_chosen_tokens_alone_are_read",
     ),
-    "pairs_of_keys_not_moved": Fault(
-        "models/layers/latent.py::LatentSelfAttention._write",
-        "torch.cat((pairs[:, ::2], pairs[:, 1::2]), -1)",
-        "pairs",
-        "keys are turned by the angles of other pairs than queries",
-        "tests/models/test_deepseek.py::test_a_prompt_scores_as_in_transformers",
-    ),
-    "heads_of_queries_cut_by_latents": Fault(
-        "models/parallel/share.py::Share.slices",
-        "config.query_dim",
-        "config.head_dim",
-        "a rank reads rows of other heads",
-        "tests/models/test_deepseek.py::test_ranks_have_heads_of_their_own_and_all_latents",
-    ),
     "rows_in_the_order_of_the_checkpoint": Fault(
         "models/checkpoint/destination.py::Destination.fill",
         "tensor = tensor[self.order]",

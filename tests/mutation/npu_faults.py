@@ -40,13 +40,6 @@ FAULTS = {
         "the cache lies as on a 910B, whose operators it is not read by",
         "tests/attention/test_atb.py::test_the_cache_keeps_its_format_through_all_that_is_done_to_pages",
     ),
-    "lengths_of_queries_sent": Fault(
-        "attention/npu/atb_attention.py::AtbAttention.plan",
-        "torch.from_numpy(lens[spans])",
-        "to_device(lens[spans], self.device)",
-        "ascend-transformer-boost reads them on the host: its hostData is null",
-        "tests/attention/test_atb.py::test_mixed_spans_decodes_and_leavers",
-    ),
     "gate_and_up_exchanged": Fault(
         "models/ops/npu/ops.py::NpuOps.mlp_int8",
         "activate_left=True",
@@ -109,13 +102,6 @@ FAULTS = {
         "npu.is_jit_compile_false()",
         "a 310P captures what it compiles when it is called",
         "tests/virtual_npu/test_aclop.py::test_before_the_910b_nothing_is_captured_online_and_no_sum_takes_tiles",
-    ),
-    "nan_that_the_maximum_lost": Fault(
-        "models/ops/npu/ops.py::PlainNpuOps.greedy",
-        "is_finite & ~logits.isnan().any(-1)",
-        "is_finite",
-        "a row of NaN gives a token, where the device's maximum does not keep it",
-        "tests/doctor/test_probes.py::test_a_maximum_that_loses_nan_is_found_and_followed",
     ),
     "tiles_of_every_weight": Fault(
         "models/ops/npu/ops.py::NpuOps.pack",

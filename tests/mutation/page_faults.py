@@ -47,13 +47,6 @@ FAULTS = {
         "tenants can find out by timing what others asked",
         "tests/kv_cache/test_prefix_cache.py::test_keys_are_chained_from_the_salt_and_cover_full_pages_only",
     ),
-    "key_of_a_partial_page": Fault(
-        "kv_cache/page_keys.py::page_keys",
-        "len(tokens) // page_size",
-        "-(-len(tokens) // page_size)",
-        "a page that will still be written is shared",
-        "tests/kv_cache/test_prefix_cache.py::test_keys_are_chained_from_the_salt_and_cover_full_pages_only",
-    ),
     "values_not_copied": Fault(
         "kv_cache/device/storage.py::KVCache.copy",
         "self.of_group(group)[0]",

@@ -92,14 +92,6 @@ FAULTS = {
         "tests/continuous_batching/test_agreement.py"
         "::test_answers_that_are_late_lost_or_out_of_order_settle_within_the_bound",
     ),
-    "used_by_the_leader_alone": Fault(
-        "continuous_batching/recording/follower.py::Follower.told",
-        "self._works[topic].decide(name, is_agreed)",
-        "pass",
-        "an adapter is in the leader's place for it, and in no other rank's",
-        "tests/continuous_batching/test_agreement.py"
-        "::test_what_all_ranks_have_made_is_used_between_the_same_steps_and_the_rest_is_dropped",
-    ),
     "weights_of_some_ranks": Fault(
         "serving/engine/fence.py::Fence._have_read",
         "self._decide(WEIGHTS, settled.name, is_agreed=False)",

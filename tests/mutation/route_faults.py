@@ -41,26 +41,12 @@ FAULTS = {
         "a server that drains behind a closed door has its answers cut",
         "tests/serving/router/test_lost_replicas.py::test_who_drains_behind_a_closed_door_ends_its_answers",
     ),
-    "lost_asked_again": Fault(
-        "serving/router/upstream.py::Upstream.ask",
-        "not answer.is_used or answer.is_given_up",
-        "not answer.is_used",
-        "a request waits for ever at a server that stands still and is known to be lost",
-        "tests/serving/router/test_lost_replicas.py::test_who_stands_still_is_not_asked_again",
-    ),
     "posted_twice": Fault(
         "serving/router/proxy.py::Proxy._send_on",
         "is_once and lost.may_be_done",
         "False",
         "a batch is run at two replicas",
         "tests/serving/router/test_lost_replicas.py::test_a_file_is_not_posted_twice",
-    ),
-    "goes_on_without_its_last_tokens": Fault(
-        "serving/router/resuming.py::KnownAnswer.grow",
-        "self._tokens.extend(tokens)",
-        "self._tokens.extend(tokens[:-1])",
-        "an answer that goes on says again what its client has",
-        "tests/serving/router/test_resuming.py::test_a_stream_goes_on_with_what_its_client_has",
     ),
     "goes_on_with_other_weights": Fault(
         "serving/router/proxy.py::Proxy._next",
@@ -110,13 +96,6 @@ FAULTS = {
         "range(0)",
         "roles, thoughts and numbers of events begin again in the middle of a stream",
         "tests/serving/test_continuations.py::test_an_answer_goes_on_byte_for_byte_from_any_token",
-    ),
-    "known_tokens_unchecked": Fault(
-        "continuous_batching/scheduling/validation.py::_check_tokens",
-        "request.known",
-        "prompt",
-        "a token beyond the vocabulary ends the engine",
-        "tests/serving/test_known_tokens.py::test_what_cannot_go_on_is_refused",
     ),
     "asks_again_while_one_starts": Fault(
         "continuous_batching/routing/scaling.py::decide",

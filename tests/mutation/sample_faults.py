@@ -33,13 +33,6 @@ FAULTS = {
         "what is found in the cache is not computed, and nothing is told of it",
         "tests/models/test_prompt_logprobs.py::test_each_device_tells_what_transformers_finds",
     ),
-    "recomputed_positions_told_again": Fault(
-        "models/sampling/prompt_outputs.py::scored_of",
-        "np.maximum(batch.starts, known)",
-        "batch.starts",
-        "where fewer pages are found than were computed, some positions come twice",
-        "tests/models/test_prompt_logprobs.py::test_who_leads_in_place_of_one_that_gave_up_tells_the_rest",
-    ),
     "embedding_of_a_neighbour": Fault(
         "models/sampling/prompt_outputs.py::pooled_of",
         "(np.cumsum(lens) - batch.stops)[spans]",

@@ -33,13 +33,6 @@ FAULTS = {
         "an abort during a swap leaks host pages",
         "tests/continuous_batching/test_slot_lifecycle.py::test_a_swapped_request_that_is_aborted_leaves_nothing_behind",
     ),
-    "victim_stays_in_the_batch": Fault(
-        "continuous_batching/scheduling/preemption.py::Preemption.make_room",
-        "~np.isin(rows, self._beam_searches.rows_of(victim))",
-        "rows >= 0",
-        "a request is computed in the row that it was just thrown out of",
-        "tests/continuous_batching/test_scheduler.py::test_the_youngest_is_preempted_and_resumes_where_its_pages_are_found",
-    ),
     "oldest_preempted": Fault(
         "continuous_batching/scheduling/preemption.py::Preemption.make_room",
         "self.victim(slots, others)",
@@ -130,13 +123,6 @@ FAULTS = {
         "budget",
         "a step exceeds its budget by its decodes",
         "tests/continuous_batching/test_policies.py::test_orca_computes_whole_prompts_beside_all_decodes",
-    ),
-    "nobody_ages": Fault(
-        "continuous_batching/queueing.py::Aged.__call__",
-        "request.arrival_s - self.priority_s * request.priority",
-        "-self.priority_s * request.priority",
-        "who has waited for hours is overtaken for ever",
-        "tests/continuous_batching/test_ordering.py::test_who_has_aged_cannot_be_preempted_any_more",
     ),
     "turns_saved_up": Fault(
         "continuous_batching/queueing.py::FairShare.join",

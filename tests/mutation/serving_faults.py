@@ -75,13 +75,6 @@ FAULTS = {
         "an item is never done when another follows, and OpenAI's client waits for it",
         "tests/serving/test_response_items.py::test_every_way_to_cut_an_answer_gives_the_same_response",
     ),
-    "cut_answer_is_complete": Fault(
-        "serving/api/responses.py::_status",
-        'delta.finish_reason == "stop"',
-        "delta.finish_reason",
-        "a client takes half an answer for a whole one",
-        "tests/serving/test_response_items.py::test_every_way_to_cut_an_answer_gives_the_same_response",
-    ),
     "calls_forget_their_thoughts": Fault(
         "serving/api/responses_input.py::_Turns._open_message",
         "self._turn is None",
@@ -123,13 +116,6 @@ FAULTS = {
         "adapter.name",
         "an adapter that is loaded again with other files finds the pages of the old one",
         "tests/serving/test_adapters.py::test_what_cannot_be_loaded_is_refused_and_the_rest_goes_on",
-    ),
-    "adapter_asked_for_before_it_is_there": Fault(
-        "serving/adapters.py::ServedAdapters.begin",
-        "each.is_there = False",
-        "",
-        "a new engine answers for an adapter that it is still reading",
-        "tests/serving/test_adapters.py::test_an_adapter_is_not_asked_for_before_a_new_engine_has_it",
     ),
     "processor_fails_for_all": Fault(
         "continuous_batching/own_processors.py::OwnProcessors.changed",

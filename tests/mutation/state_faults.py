@@ -25,13 +25,6 @@ FAULTS = {
         "a new request goes on from what another has left in its row",
         AS_TRANSFORMERS,
     ),
-    "state_left_where_it_was_read": Fault(
-        "attention/recurrent.py::Recurrence.advance",
-        "states[span.target] = state.to(states.dtype)",
-        "states[span.source] = state.to(states.dtype)",
-        "a shared state is written, and the request's own is not",
-        f"{RULE}::test_a_span_leaves_states_where_it_is_cut",
-    ),
     "pieces_from_where_a_span_starts": Fault(
         "attention/recurrent.py::StateSpan.pieces",
         "min(self.stop, at // GRID * GRID + GRID)",
@@ -87,20 +80,6 @@ FAULTS = {
         "0",
         "the plan fills the memory of the states with pages",
         "tests/recipes/test_state_plans.py::test_each_slot_has_a_state_beside_the_cache",
-    ),
-    "state_of_a_hit_written_without_a_copy": Fault(
-        "kv_cache/states.py::StateGroup.missing",
-        "self.pool.holders[pages] > 1",
-        "self.pool.holders[pages] < 0",
-        "a row writes to the state that others go on from",
-        STORM,
-    ),
-    "hit_not_cut_back_to_a_state": Fault(
-        "kv_cache/states.py::StateGroup.resumable",
-        "beside != 0 if rests else beside > 0",
-        "beside == beside",
-        "a prompt goes on behind pages of which nobody left a state",
-        f"{SCHEDULES}::test_hits_go_as_far_as_states_lie",
     ),
     "state_kept_one_block_late": Fault(
         "continuous_batching/paging/checkpoints.py::Checkpoints._cuts_of",
@@ -192,13 +171,6 @@ FAULTS = {
         "pass",
         "a conversation keeps a state for each of its turns, and others lose theirs",
         f"{SCHEDULES}::test_a_conversation_that_goes_on_lets_others_keep_their_states",
-    ),
-    "running_answers_evicted_first": Fault(
-        "kv_cache/states.py::StateGroup.evict",
-        "len(self._idle) if self.answers_return else 0",
-        "0",
-        "the state that a conversation goes on from next gives way to those of ended ones",
-        f"{SCHEDULES}::test_where_answers_return_the_state_of_a_running_one_is_evicted_last",
     ),
     "pages_evicted_before_what_continues_them": Fault(
         "kv_cache/prefix_cache.py::PrefixCache._lone",

@@ -68,27 +68,6 @@ FAULTS = {
         "pages fill the host's memory where the disk is slow",
         "tests/kv_cache/test_page_tier.py::test_what_does_not_fit_into_the_queue_is_dropped_and_counted",
     ),
-    "wrong_pages_stay_in_the_tier": Fault(
-        "continuous_batching/paging/prefix_matching.py::PrefixMatching.forget",
-        'self._tables.copy(PageCopy(EMPTY, EMPTY, "off_tier", wrong))',
-        "pass",
-        "what failed is found again in the tier, and fails again",
-        "tests/continuous_batching/test_tier.py::test_nothing_of_a_request_that_failed_stays_in_the_tier",
-    ),
-    "given_up_and_taken_in": Fault(
-        "continuous_batching/engine.py::Engine._take_in",
-        "if self.scheduler.waiting.find(request.id) is request: ...",
-        "...",
-        "pages arrive for who has gone, or for another of its name",
-        "tests/continuous_batching/test_tier_schedules.py::test_every_schedule_gives_the_same_tokens_with_a_tier_that_several_engines_share",
-    ),
-    "layers_in_another_order": Fault(
-        "kv_cache/device/page_bytes.py::PageBytes.write_host",
-        "zip(tensors, sizes)",
-        "zip(tensors[::-1], sizes)",
-        "a page's values come back as its keys",
-        "tests/kv_cache/test_page_bytes.py::test_pages_go_to_bytes_and_to_the_host_and_back",
-    ),
     "any_weights": Fault(
         "recipes/assembly/page_tier.py::digest_of_weights.read",
         '"own": own',

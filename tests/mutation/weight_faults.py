@@ -33,13 +33,6 @@ FAULTS = {
         "neighbouring outputs of experts in 4 bits change places",
         "tests/models/test_modelslim.py::test_an_engine_gives_the_tokens_that_the_arithmetic_gives",
     ),
-    "one_input_scale_for_all": Fault(
-        "models/ops/operands.py::StaticInt8.parts",
-        "{stop, *(each for each in alike if first < each < stop)}",
-        "{stop}",
-        "gate and up are multiplied with rows that are quantised for the gate",
-        "tests/models/test_modelslim.py::test_answers_are_those_of_the_arithmetic",
-    ),
     "offset_of_a_weight_unseen": Fault(
         "models/checkpoint/modelslim.py::Unused.take",
         "self.must_be_zero and bool(tensor.any())",
@@ -93,13 +86,6 @@ FAULTS = {
         'name.endswith("layernorm.weight")',
         "norms of heads and the last one are about 0, not about 1",
         "tests/models/test_stored_otherwise.py::test_a_prompt_scores_as_in_transformers",
-    ),
-    "gelu_lost_in_int8": Fault(
-        "models/layers/mlp.py::MLP.joins_int8",
-        "self.is_swiglu and self.gate_up.takes_int8 and self.down.takes_int8",
-        "self.gate_up.takes_int8 and self.down.takes_int8",
-        "the operator that joins gate and rounding knows no other gate",
-        "tests/models/test_gemma3.py::test_in_int8_it_is_gated_by_the_same_function",
     ),
     "narrowed_unlooked": Fault(
         "models/ops/cpu/products.py::narrowed",

@@ -68,13 +68,6 @@ FAULTS = {
         "pages leak with every entry that is evicted",
         STORM,
     ),
-    "window_table_not_compacted": Fault(
-        "kv_cache/groups.py::PageGroup.compact",
-        "self.table[rows, :width] = target_of[self.table[rows, :width]]",
-        "",
-        "rows name the pages that their window had before it was moved",
-        STORM,
-    ),
     "window_of_two_groups_cut_apart": Fault(
         "continuous_batching/paging/page_tables.py::PageTables.resumable",
         "np.logical_and.reduce(able)",

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.virtual_npu.right_mixture_calls import Arguments, pick
+from tests.virtual_npu.calls import Arguments, pick
 from tests.virtual_npu.wrong import Change, Wrong, cut, put, spoil, strided, to
 from virtual_npu.contract import Conditions
 from virtual_npu.simulated_products import A2, A3
@@ -49,16 +49,6 @@ def recurrent(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
         "gk": pick(rng, None, -torch.rand(tokens, heads, key_width)),
     }
     return made, Conditions(product=pick(rng, A2, A3))
-
-
-def chunk(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    """Spans of prompts, with or without decays."""
-    lens = rng.integers(1, 40, int(rng.integers(1, 4))).tolist()
-    made = _shared(rng, lens, 128, 128)
-    state = torch.randn(len(lens), made["value"].shape[1], 128, 128).bfloat16()
-    return made | {"initial_state": state, "g": pick(rng, made["g"], None)}, Conditions(
-        product=pick(rng, A2, A3)
-    )
 
 
 def _more_heads(count: int) -> Arguments:

@@ -18,7 +18,7 @@ from virtual_npu.contract import Conditions
 from virtual_npu.operators import operator as contract_of
 from virtual_npu.sample_calls import MAKERS, makers, sample_call
 from virtual_npu.simulated_products import A1, A2, P310, PRODUCTS, Product
-from virtual_npu.verify import PACKER, in_words, main, on_device, product_of, verify
+from virtual_npu.verify import PACKER, in_words, main, product_of, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,14 +29,6 @@ CASES = [(product, operator) for product in PRODUCTS.values() for operator in ma
 
 def by_reference(operator: str, arguments: Mapping[str, Any], product: Product = A2) -> Any:
     return contract_of(operator)(Conditions(product=product), **arguments)
-
-
-@pytest.mark.npu
-@pytest.mark.usefixtures("device")
-@each_of("operator", MAKERS)
-def test_a_device_computes_what_the_contract_says(operator: str) -> None:
-    verdict = verify(operator, on_device, "npu:0", 2, seed=0)
-    assert verdict.is_right, verdict.first_fault
 
 
 def scaled(operator: str, arguments: Mapping[str, Any]) -> Any:
@@ -152,7 +144,7 @@ def test_a_device_says_which_product_it_is() -> None:
 @pytest.mark.npu
 @pytest.mark.usefixtures("device")
 def test_the_command_tells_every_operator(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--virtual", "--calls", "1", "--seed", "3", "--json"]) == 0
+    assert main(["--virtual", "--calls", "2", "--seed", "3", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [each["operator"] for each in told] == list(MAKERS)
-    assert all(each["num_right"] == each["num_calls"] == 1 and each["is_right"] for each in told)
+    assert all(each["num_right"] == each["num_calls"] == 2 and each["is_right"] for each in told)

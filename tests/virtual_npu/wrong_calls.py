@@ -13,15 +13,15 @@ from tests.virtual_npu import (
     wrong_latent_calls,
     wrong_sparse_calls,
 )
+from tests.virtual_npu.calls import Arguments
 from tests.virtual_npu.right_calls import compressed, hidden
-from tests.virtual_npu.right_mixture_calls import Arguments
 from tests.virtual_npu.wrong import Change, Wrong, cut, pages_but, put, spoil, strided, to
 from virtual_npu.operators.atb import in_tiles
 from virtual_npu.simulated_products import A2, A5, P310
 
 ON_310P, ON_910B = {"product": P310}, {"product": A2}
 Sent = torch.nn.Parameter  # stands for a tensor in the device's memory
-NOBODYS, HELD = {"held": pages_but()}, {"held": lambda: [39]}
+NOBODYS, HELD = {"held": pages_but()}, {"held": lambda: [9999]}
 
 
 def _small_pages(call: Arguments) -> Arguments:
@@ -131,7 +131,7 @@ SCATTER = [
     Wrong("dtype", to("updates", Tensor.double), "updates", "float64"),
     Wrong("axes", to("indices", lambda index: index[:, 0]), "indices", "int"),
     Wrong("axes", cut("updates"), "updates", "into"),
-    Wrong("rows-in-range", to("indices", lambda index: spoil(index, 0, 64)), "indices", "row 64 of 64"),
+    Wrong("rows-in-range", to("indices", lambda index: spoil(index, 0, 999_999)), "indices", "row 999999 of"),
     Wrong("rows-unique", to("indices", lambda index: spoil(index, 1, int(index[0]))), "indices", "once"),
 ]
 NORM = [

@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.virtual_npu.right_mixture_calls import Arguments
+from tests.virtual_npu.calls import Arguments
 from tests.virtual_npu.wrong import Change, Wrong, cut, pages_but, put, spoil, strided, to
+
+
+def _in_last_pages(index: str, cache: str) -> Change:
+    """Write to the last pages, and not to the null page."""
+    return lambda call: {
+        index: call[cache].shape[:2].numel() - 1 - torch.arange(len(call[index])).view_as(call[index])
+    }
 
 
 def _as_sequences(*sizes: int) -> Change:
@@ -44,7 +51,13 @@ CACHE = [
         "page 0 in row 0",
         conditions={"held": pages_but()},
     ),
-    Wrong("pages-held", put(), "index", "which no request holds", conditions={"held": lambda: [39]}),
+    Wrong(
+        "pages-held",
+        _in_last_pages("index", "k_cache"),
+        "index",
+        "which no request holds",
+        conditions={"held": lambda: [9999]},
+    ),
 ]
 
 
@@ -102,7 +115,13 @@ PROLOG = [
         "page 0 in row 0",
         conditions={"held": pages_but()},
     ),
-    Wrong("pages-held", put(), "cache_index", "no request holds", conditions={"held": lambda: [39]}),
+    Wrong(
+        "pages-held",
+        _in_last_pages("cache_index", "kv_cache"),
+        "cache_index",
+        "no request holds",
+        conditions={"held": lambda: [9999]},
+    ),
 ]
 
 

@@ -48,7 +48,7 @@ SHARED = [
         "page 0 in row 0",
         conditions={"held": pages_but()},
     ),
-    Wrong("pages-held", put(), "block_table", "no request holds", conditions={"held": lambda: [39]}),
+    Wrong("pages-held", put(), "block_table", "no request holds", conditions={"held": lambda: [9999]}),
 ]
 
 
