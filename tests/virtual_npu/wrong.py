@@ -62,3 +62,8 @@ def spoil(tensor: Tensor, places: Any, value: float | Tensor) -> Tensor:
 def pages_but(*pages: int) -> Callable[[], list[int]]:
     """A hook that says all pages are held but these."""
     return lambda: [page for page in range(1, 1000) if page not in pages]
+
+
+# Conditions of calls that touch the null page, which is nobody's, or pages of no request
+NOBODYS: dict[str, Any] = {"held": pages_but()}
+HELD: dict[str, Any] = {"held": lambda: [9999]}

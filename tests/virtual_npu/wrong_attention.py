@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.virtual_npu.batches import MASK, int8_pages, paged
 from tests.virtual_npu.calls import Arguments
 from tests.virtual_npu.right_calls import in_layout
-from tests.virtual_npu.wrong import Wrong, pages_but, put, spoil, strided, to
+from tests.virtual_npu.wrong import HELD, NOBODYS, Wrong, put, spoil, strided, to
 from virtual_npu.simulated_products import A5
 
 INT8_PAGES = "pages of int8"
@@ -312,9 +312,9 @@ ATTENTION = [
         to("block_table", lambda table: spoil(table, (1, 0), 0)),
         "block_table",
         "page 0 in row 1",
-        conditions={"held": pages_but()},
+        conditions=NOBODYS,
     ),
-    Wrong("pages-held", put(), "block_table", "which no request holds", conditions={"held": lambda: [9999]}),
+    Wrong("pages-held", put(), "block_table", "which no request holds", conditions=HELD),
     Wrong("written", to("value", lambda value: torch.full_like(value, torch.nan)), "value", "NaN at place 0"),
     Wrong("silent-average", put(sparse_mode=0, atten_mask=None), "sparse_mode", "0 without a mask in TND"),
     Wrong("silent-mask", put(), "atten_mask", "of sparse_mode 0 over 600 keys", "long rows"),

@@ -15,13 +15,12 @@ from tests.virtual_npu import (
 )
 from tests.virtual_npu.calls import Arguments
 from tests.virtual_npu.right_calls import compressed, hidden
-from tests.virtual_npu.wrong import Change, Wrong, cut, pages_but, put, spoil, strided, to
+from tests.virtual_npu.wrong import HELD, NOBODYS, Change, Wrong, cut, put, spoil, strided, to
 from virtual_npu.operators.atb import in_tiles
 from virtual_npu.simulated_products import A2, A5, P310
 
 ON_310P, ON_910B = {"product": P310}, {"product": A2}
 Sent = torch.nn.Parameter  # stands for a tensor in the device's memory
-NOBODYS, HELD = {"held": pages_but()}, {"held": lambda: [9999]}
 
 
 def _small_pages(call: Arguments) -> Arguments:
@@ -95,11 +94,7 @@ FROZEN_QUERIES = Wrong(
     "seq_len",
     "frozen by the capture",
     captured=True,
-    conditions={
-        **ON_310P,
-        "on_device": lambda lens: isinstance(lens, Sent),
-        "capture": lambda: "stream",
-    },
+    conditions={**ON_310P, "on_device": lambda lens: isinstance(lens, Sent), "capture": lambda: "stream"},
 )
 DECODES, SPANS = [*ATB, FROZEN_KEYS], [*ATB, FROZEN_QUERIES]
 WRITES = [
@@ -295,11 +290,7 @@ def of_experts(**values: object) -> Change:
 def in_4_bits(**values: object) -> Change:
     """The same with a weight of 4 bits, by two groups of rows."""
     scales = torch.ones(3, 2, 8).half()
-    right = {
-        "weight": [torch.ones(3, 4, 1).int()],
-        "antiquant_scale": [scales],
-        "antiquant_offset": [scales],
-    }
+    right = {"weight": [torch.ones(3, 4, 1).int()], "antiquant_scale": [scales], "antiquant_offset": [scales]}
     return of_experts(**right | values)
 
 

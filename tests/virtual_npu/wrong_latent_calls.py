@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.virtual_npu.calls import Arguments
-from tests.virtual_npu.wrong import Change, Wrong, cut, pages_but, put, spoil, strided, to
+from tests.virtual_npu.wrong import HELD, NOBODYS, Change, Wrong, cut, put, spoil, strided, to
 
 
 def _in_last_pages(index: str, cache: str) -> Change:
@@ -49,14 +49,10 @@ CACHE = [
         to("index", lambda index: spoil(index, 1, 3)),
         "index",
         "page 0 in row 0",
-        conditions={"held": pages_but()},
+        conditions=NOBODYS,
     ),
     Wrong(
-        "pages-held",
-        _in_last_pages("index", "k_cache"),
-        "index",
-        "which no request holds",
-        conditions={"held": lambda: [9999]},
+        "pages-held", _in_last_pages("index", "k_cache"), "index", "which no request holds", conditions=HELD
     ),
 ]
 
@@ -113,14 +109,14 @@ PROLOG = [
         to("cache_index", lambda index: spoil(index, 1, 3)),
         "cache_index",
         "page 0 in row 0",
-        conditions={"held": pages_but()},
+        conditions=NOBODYS,
     ),
     Wrong(
         "pages-held",
         _in_last_pages("cache_index", "kv_cache"),
         "cache_index",
         "no request holds",
-        conditions={"held": lambda: [9999]},
+        conditions=HELD,
     ),
 ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.virtual_npu.wrong import Change, Wrong, cut, pages_but, put, spoil, strided, to
+from tests.virtual_npu.wrong import HELD, NOBODYS, Change, Wrong, cut, put, spoil, strided, to
 from virtual_npu.simulated_products import A5
 
 
@@ -46,9 +46,9 @@ SHARED = [
         to("block_table", lambda table: spoil(table, (0, 0), 0)),
         "block_table",
         "page 0 in row 0",
-        conditions={"held": pages_but()},
+        conditions=NOBODYS,
     ),
-    Wrong("pages-held", put(), "block_table", "no request holds", conditions={"held": lambda: [9999]}),
+    Wrong("pages-held", put(), "block_table", "no request holds", conditions=HELD),
 ]
 
 
