@@ -122,9 +122,15 @@ def commands() -> list[object]:
 
 
 def over_the_stand_in(block: str) -> str:
-    """The same commands, computed by the stand-in; this machine itself is not fit, as the doctor says."""
+    """The same commands for two requests at once at most, computed by the stand-in.
+
+    This machine itself is not fit, as the doctor says.
+    """
     block = re.sub(r"(?<=verify_npu\.sh)", " --virtual --calls 2", block)
-    block = re.sub(r"recipes/(?:\S+\.yaml|tiny/weights)", r"\g<0> device.virtual=true", block)
+    block = re.sub(r"(?<=--requests )\d+", "2", block)
+    block = re.sub(
+        r"recipes/(?:\S+\.yaml|tiny/weights)", r"\g<0> device.virtual=true scheduler.num_slots=2", block
+    )
     return re.sub(r"^python -m scripts\.doctor$", r"\g<0> || (($? == 1))", block, flags=re.MULTILINE)
 
 

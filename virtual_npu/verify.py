@@ -75,8 +75,8 @@ def on_device(operator: str, arguments: Mapping[str, Any]) -> Any:
 def _distance(call: SampleCall, runs: Runs, device: torch.device | str) -> float:
     """Return the largest distance of any result, relative to what is allowed; above 1 is a fault."""
     reference = partial(contract_of(call.operator), Conditions(product=call.product))
-    expected_arguments = _sent(call, "cpu")
-    arguments = _sent(call, device)
+    expected_arguments = sent(call, "cpu")
+    arguments = sent(call, device)
     expected = _looked_at(call, reference(**expected_arguments), expected_arguments)
     found = _looked_at(call, runs(call.operator, arguments), arguments)
     if len(found) != len(expected):
@@ -105,7 +105,7 @@ def _looked_at(call: SampleCall, result: Any, arguments: Mapping[str, Any]) -> l
     return [*chosen, *(arguments[name] for name in call.written)]
 
 
-def _sent(call: SampleCall, device: torch.device | str) -> dict[str, Any]:
+def sent(call: SampleCall, device: torch.device | str) -> dict[str, Any]:
     """Return the call's arguments, copied to a device except those that are read on the host."""
     arguments = dict(call.arguments)
     for name, value in arguments.items():

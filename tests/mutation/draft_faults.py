@@ -19,20 +19,6 @@ FAULTS = {
         "a request is given tokens of the one that had its row before, perhaps another tenant's",
         "tests/continuous_batching/test_ngram.py::test_a_row_knows_nothing_of_the_request_before",
     ),
-    "a_draft_in_the_last_place": Fault(
-        "continuous_batching/speculation/speculation.py::Speculation.propose",
-        "slots.limit[rows] - known - 1",
-        "slots.limit[rows] - known",
-        "a draft stands where no token may follow it",
-        "tests/continuous_batching/test_drafts.py::test_drafts_bring_the_same_tokens_in_fewer_steps",
-    ),
-    "a_request_cannot_do_without_drafts": Fault(
-        "continuous_batching/speculation/speculation.py::Speculation.propose",
-        "slots.most_drafts[rows]",
-        "self.most",
-        "max_draft_tokens of a request is not read",
-        "tests/continuous_batching/test_drafts.py::test_a_request_may_have_fewer_drafts_or_none",
-    ),
     "a_replay_guesses_itself": Fault(
         "continuous_batching/recording/replay.py::replay",
         "scheduler.speculation is not None",
@@ -68,13 +54,6 @@ FAULTS = {
         "drafts follow from a prompt that the draft model has not read",
         "tests/continuous_batching/test_draft_model.py::test_rows_lack_tokens_while_they_have_no_drafts_and_catch_up",
     ),
-    "lag_lost_in_a_swap": Fault(
-        "continuous_batching/paging/slot_lifecycle.py::SlotLifecycle._swap_in",
-        "slots.draft_lag[row] = swapped.draft_lag",
-        "",
-        "a request that comes back counts as read by the draft model where it is not",
-        "tests/continuous_batching/test_draft_model.py::test_rows_lack_tokens_while_they_have_no_drafts_and_catch_up",
-    ),
     "draft_fed_at_the_place_behind": Fault(
         "models/drafting/drafter.py::Drafter.run",
         "known + ahead - 1",
@@ -102,20 +81,6 @@ FAULTS = {
         "plain_s + drafted_s * (counts > 0)",
         "every likely draft is checked, however long the step gets for it",
         "tests/continuous_batching/test_lengths.py::test_throughput_never_falls_below_plain",
-    ),
-    "never_probed": Fault(
-        "continuous_batching/speculation/lengths.py::Throughput._best",
-        "likeliest if is_due and gains[likeliest] >= (_LEAST_GAIN - 1) * num_rows else 0",
-        "0 if is_due and gains[likeliest] >= (_LEAST_GAIN - 1) * num_rows else 0",
-        "what once did not pay is never tried again",
-        "tests/continuous_batching/test_lengths.py::test_each_row_has_drafts_by_its_own_acceptance",
-    ),
-    "guesses_made_whatever_they_cost": Fault(
-        "continuous_batching/speculation/lengths.py::Worth.observe",
-        "times >= _LEAST_TIMES",
-        "True",
-        "where making guesses takes longer than they save, all answers are slower for it",
-        "tests/continuous_batching/test_lengths.py::test_guesses_that_pay_again_are_made_again",
     ),
     "guess_across_salts": Fault(
         "continuous_batching/speculation/suffix.py::Suffix._is_same",

@@ -117,7 +117,7 @@ def places(text: str) -> dict[str, list[ast.AST]]:
             if isinstance(child, DEFINITIONS):
                 found.setdefault(prefix + child.name, []).append(child)
                 visit(child, f"{prefix}{child.name}.")
-            else:
+            elif not isinstance(child, ast.expr):  # which defines nothing
                 visit(child, prefix)
 
     visit(module, "")

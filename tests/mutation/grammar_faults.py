@@ -12,13 +12,6 @@ FAULTS = {
         'vLLM #44006: "failed to advance FSM", for drafts that were refused have advanced it',
         "tests/continuous_batching/test_constraints.py::test_every_place_of_a_run_has_the_mask_that_it_has_alone",
     ),
-    "state_outlives_its_row": Fault(
-        "continuous_batching/constraints.py::Constraint._at",
-        "self._matcher is None or len(answer) < self._num_consumed",
-        "self._matcher is None",
-        "an answer that is shorter than before is taken for one that goes on",
-        "tests/continuous_batching/test_constraints.py::test_a_request_that_comes_back_is_where_it_was",
-    ),
     "failed_grammar_lets_all_come": Fault(
         "continuous_batching/constraints.py::Constraint.masks",
         "if self._has_failed(matcher):\n    return [NOTHING] * num_places",
@@ -33,20 +26,6 @@ FAULTS = {
         "what was made behind one guess is used behind another",
         "tests/continuous_batching/test_mask_maker.py::test_masks_behind_guesses_count_as_far_as_the_guesses_stayed",
     ),
-    "prompt_counts_for_the_grammar": Fault(
-        "continuous_batching/samples/mask_maker.py::_places",
-        "slots.token_ids[row, num_prompt:last]",
-        "slots.token_ids[row, 0:last]",
-        "the grammar begins with the prompt",
-        "tests/continuous_batching/test_mask_maker.py::test_a_row_that_takes_long_comes_when_it_is_ready",
-    ),
-    "first_token_late": Fault(
-        "continuous_batching/samples/mask_maker.py::MaskMaker._wait",
-        "not len(job.answer)",
-        "len(job.answer) < 0",
-        "a late first token is computed again in pages that others share",
-        "tests/continuous_batching/test_mask_maker.py::test_a_first_token_is_waited_for",
-    ),
     "matcher_dropped_under_its_thread": Fault(
         "continuous_batching/constraints.py::Constraint.leave",
         "self.making is None or self.making.is_done",
@@ -54,41 +33,11 @@ FAULTS = {
         "a preempted request's grammar is at its beginning while a thread counts tokens as consumed",
         "tests/continuous_batching/test_constraints.py::test_a_matcher_stays_while_a_thread_makes_its_masks",
     ),
-    "slow_masks_hold_up_states": Fault(
-        "continuous_batching/engine.py::Engine._start",
-        "self.masks.late_rows(self.slots, flight.withheld())",
-        "_NONE",
-        "all rows of a model with states wait for a mask that is known to be slow",
-        "tests/models/test_state_masks.py::test_tokens_are_those_of_quick_masks",
-    ),
     "late_rows_computed_all_the_same": Fault(
         "continuous_batching/scheduling/scheduler.py::Scheduler.schedule",
         "np.concatenate((self.in_flight.withheld(), late)) if ahead else late",
         "self.in_flight.withheld() if ahead else EMPTY",
         "the state of a row takes a token in before there is a mask for the next",
-        "tests/models/test_state_masks.py::test_tokens_are_those_of_quick_masks",
-    ),
-    "row_gives_way_to_one_that_waits": Fault(
-        "continuous_batching/scheduling/preemption.py::Preemption.make_room",
-        "len(self._lifecycle.withheld) and not kept.any()",
-        "False",
-        "a request loses what it has computed to one that waits for its mask",
-        "tests/continuous_batching/test_scheduler.py::"
-        "test_nobody_gives_way_where_the_oldest_waits_for_its_mask",
-    ),
-    "late_rows_counted_within_prompts": Fault(
-        "continuous_batching/scheduling/scheduler.py::Scheduler._count_late",
-        "late = late[slots.decoding(late, slots.num_computed[late], slots.num_tokens[late])]",
-        "pass",
-        "a request that comes back counts as held up by its grammar",
-        "tests/continuous_batching/test_scheduler.py::"
-        "test_a_late_mask_counts_once_a_step_or_wait_and_not_within_a_prompt",
-    ),
-    "late_rows_unrecorded": Fault(
-        "continuous_batching/recording/recorder.py::Recorder.scheduled",
-        "packed(late)",
-        "b''",
-        "replays and other ranks compute a row that the leader has left out",
         "tests/models/test_state_masks.py::test_tokens_are_those_of_quick_masks",
     ),
     "highest_bit_lost": Fault(
@@ -125,13 +74,6 @@ FAULTS = {
         "now_s > 0",
         "a grammar that takes for ever is waited for as long (vLLM #54003)",
         "tests/serving/test_grammar_queue.py::test_what_takes_too_long_is_refused",
-    ),
-    "end_while_compiling_lost": Fault(
-        "serving/engine/grammar_queue.py::GrammarQueue.end",
-        "each.ends[stream] = reason",
-        "",
-        "who goes away while his grammar is compiled is answered to the end",
-        "tests/serving/test_grammar_queue.py::test_who_ends_meanwhile_ends_when_it_has_begun",
     ),
     "thoughts_without_a_bound": Fault(
         "serving/grammars/thinking.py::ThinkingMatcher._must_end",
@@ -182,13 +124,6 @@ FAULTS = {
         "thoughts are the answer where their marks are control tokens",
         "tests/serving/test_reported_cases.py::test_a_call_in_an_open_thought_is_a_call",
     ),
-    "single_call_is_repeated": Fault(
-        "serving/tools/definitions.py::lark_of",
-        "is_single",
-        "not schemas",
-        "a named function is called twice",
-        "tests/serving/test_tool_grammars.py::test_a_named_call_is_one_of_that_function",
-    ),
     "calls_end_with_stop": Fault(
         "serving/api/chat.py::ChatFormat._choice",
         'delta.finish_reason == "stop"',
@@ -209,40 +144,5 @@ FAULTS = {
         "said == form.begin",
         "vLLM #53284: where the template opens the block, thoughts are shown as the answer",
         "tests/serving/test_tools.py::test_what_the_prompt_opened_is_thought",
-    ),
-    "half_an_end_mark_is_lost": Fault(
-        "serving/tools/channels.py::ChannelParser._in_text",
-        "held[len(held) - kept :]",
-        '""',
-        "a mark that comes in two pieces ends no message",
-        "tests/serving/test_channels.py::test_what_is_no_message_is_given_back_and_what_is_none_yet_says_nothing",
-    ),
-    "a_call_to_nobody_is_made": Fault(
-        "serving/tools/channels.py::ChannelParser._in_head",
-        "not to.startswith(prefix) or self._name not in self._names",
-        "not to.startswith(prefix)",
-        "clients are told to call a function that they do not have",
-        "tests/serving/test_channels.py::test_a_call_is_found_as_models_and_templates_write_it",
-    ),
-    "prompt_s_own_head_is_said": Fault(
-        "serving/tools/channels.py::ChannelParser.__init__",
-        "len(self._held)",
-        "0",
-        "an answer that is no message begins with the end of its prompt",
-        "tests/serving/test_channels.py::test_what_is_no_message_is_given_back_and_what_is_none_yet_says_nothing",
-    ),
-    "notes_before_a_form": Fault(
-        "serving/tools/definitions.py::channel_grammar",
-        "[form.thoughts] if must_call or answer is not None else [form.thoughts, form.notes]",
-        "[form.thoughts, form.notes]",
-        "content that is to be JSON begins with a note",
-        "tests/serving/test_channels.py::test_a_form_begins_behind_the_mark_of_the_final_channel",
-    ),
-    "thoughts_without_calls": Fault(
-        "recipes/schema/checks.py::answer_contradictions",
-        '(tool_format == "harmony") != (reasoning == "harmony")',
-        'tool_format == "harmony" and reasoning != "harmony"',
-        "a recipe serves thoughts on channels, and refuses the calls on them",
-        "tests/serving/test_channels.py::test_channels_need_their_marks_and_both_keys",
     ),
 }

@@ -47,28 +47,6 @@ FAULTS = {
         "a request gets the token of the padding before it",
         "tests/models/test_captured_draws.py::test_drafts_are_checked_in_captured_steps",
     ),
-    "prefetch_that_nobody_awaits": Fault(
-        "models/ops/npu/ops.py::NpuOps.await_prefetch",
-        "torch_npu.npu.current_stream().wait_stream(self._prefetches)",
-        "pass",
-        "a capture ends while a stream of it is not joined",
-        "tests/models/test_prefetch.py::test_tokens_are_the_same",
-    ),
-    "page_table_of_an_update_not_compared": Fault(
-        "virtual_npu/deferred_calls.py::DeferredCalls._updated",
-        "old.page_table != deferred.page_table",
-        "False",
-        "a graph that reads pages in another tensor than it captured passes on the stand-in",
-        "tests/virtual_npu/test_task_groups.py::"
-        "test_an_update_of_attention_keeps_the_page_table_that_was_captured",
-    ),
-    "copies_of_heads_added_up_whole": Fault(
-        "recipes/tiny/widened.py::widened",
-        "weight.unflatten(1, (-1, head_dim)).roll(shift, 2).flatten(1, 2) / ranks",
-        "weight.unflatten(1, (-1, head_dim)).roll(shift, 2).flatten(1, 2)",
-        "the tiny model for eight ranks answers otherwise than on one, and sound devices are called wrong",
-        "tests/recipes/test_widened.py::test_it_computes_what_the_tiny_model_does",
-    ),
     "results_of_collectives_not_compared": Fault(
         "doctor/verify/collectives.py::collectives_of",
         "not torch.equal(run().cpu(), wanted)",

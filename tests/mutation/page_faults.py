@@ -47,13 +47,6 @@ FAULTS = {
         "tenants can find out by timing what others asked",
         "tests/kv_cache/test_prefix_cache.py::test_keys_are_chained_from_the_salt_and_cover_full_pages_only",
     ),
-    "key_of_a_partial_page": Fault(
-        "kv_cache/page_keys.py::page_keys",
-        "len(tokens) // page_size",
-        "-(-len(tokens) // page_size)",
-        "a page that will still be written is shared",
-        "tests/kv_cache/test_prefix_cache.py::test_keys_are_chained_from_the_salt_and_cover_full_pages_only",
-    ),
     "values_not_copied": Fault(
         "kv_cache/device/storage.py::KVCache.copy",
         "self.of_group(group)[0]",
@@ -67,20 +60,6 @@ FAULTS = {
         "(device, host) if not to_host else (host, device)",
         "swapping out overwrites the device with what the host held",
         "tests/kv_cache/test_storage.py::test_copies_keep_every_bit",
-    ),
-    "resize_zeroes": Fault(
-        "kv_cache/device/storage.py::KVCache._resized",
-        "_chunks(old, kept, kept)",
-        "_chunks(old, kept[:0], kept[:0])",
-        "the keys and values of running requests are lost",
-        "tests/kv_cache/test_storage.py::test_resize_keeps_the_low_pages_and_gives_the_rest_back",
-    ),
-    "copies_not_made": Fault(
-        "models/step/runner.py::ModelRunner._begin",
-        "self.cache.apply(batch.copies)",
-        "pass",
-        "pages are renamed, copied on write and swapped in by name only",
-        "tests/models/test_resize.py::test_resizes_compactions_and_swaps_change_no_token",
     ),
     "tokens_not_compared": Fault(
         "kv_cache/prefix_index.py::PrefixIndex.find",
@@ -96,13 +75,6 @@ FAULTS = {
         "a colliding key crosses tenants",
         "tests/kv_cache/test_prefix_cache.py::test_equal_pages_under_one_key_and_two_salts_stay_apart",
     ),
-    "published_after_the_forgotten": Fault(
-        "kv_cache/prefix_index.py::PrefixIndex.tail",
-        "int(self._serial[pages[-1]]) or None",
-        "int(self._serial[pages[-1]])",
-        "a page whose beginning failed becomes the first of a chain",
-        "tests/kv_cache/test_prefix_cache.py::test_nothing_is_published_after_a_page_that_was_forgotten",
-    ),
     "idle_while_held": Fault(
         "kv_cache/prefix_cache.py::PrefixCache.release",
         "(self._pool.holders[pages] == 1) & self.is_cached(pages)",
@@ -115,13 +87,6 @@ FAULTS = {
         "self._stamp[pages] == np.arange(stamp, stamp + len(pages))",
         "self._stamp[pages] > 0",
         "a page that was used again is evicted as if it had not been",
-        "tests/kv_cache/test_eviction_order.py::test_pages_come_in_the_order_of_a_linked_list",
-    ),
-    "dead_entries_outlive_their_pages": Fault(
-        "kv_cache/eviction_order.py::EvictionOrder.resize",
-        "self._rebuild(pages)",
-        "self._stamp[pages] = np.arange(1, len(pages) + 1)",
-        "after the pool has shrunk, the order names pages that are gone",
         "tests/kv_cache/test_eviction_order.py::test_pages_come_in_the_order_of_a_linked_list",
     ),
     "parents_evicted_first": Fault(
@@ -144,13 +109,6 @@ FAULTS = {
         "serial in wrong",
         "pages after a wrong one stay cached, unfindable and unparented",
         "tests/kv_cache/test_prefix_cache.py::test_forgotten_pages_are_not_found_and_neither_is_what_follows",
-    ),
-    "removed_but_held": Fault(
-        "kv_cache/prefix_cache.py::PrefixCache._remove",
-        "self._pool.release(on_device)",
-        "",
-        "evicted pages are never free again",
-        "tests/kv_cache/test_prefix_cache.py::test_leaves_are_evicted_before_their_parents_and_old_chains_first",
     ),
     "version_stands_still": Fault(
         "kv_cache/prefix_cache.py::PrefixCache._remove",

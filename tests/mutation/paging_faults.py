@@ -68,13 +68,6 @@ FAULTS = {
         "the leader writes on into the page that its forks read",
         "tests/kv_cache/test_identity.py::test_aborts_at_every_step_leave_the_others_the_tokens_of_each_alone",
     ),
-    "copy_on_write_without_data": Fault(
-        "kv_cache/groups.py::PageGroup._copy_on_write",
-        "[PageCopy(np.array(sources), np.array(targets), group=self.number)] if sources else []",
-        "[]",
-        "a fork gets a page of its own, and somebody else's old keys in it",
-        "tests/kv_cache/test_identity.py::test_aborts_at_every_step_leave_the_others_the_tokens_of_each_alone",
-    ),
     "copy_on_write_from_three": Fault(
         "kv_cache/groups.py::PageGroup._copy_on_write",
         "self.pool.holders[page] > 1",
@@ -88,20 +81,6 @@ FAULTS = {
         "",
         "pages are renamed, and their content stays behind",
         "tests/continuous_batching/test_slot_lifecycle.py::test_compaction_brings_held_pages_to_the_low_end_a_few_at_a_time",
-    ),
-    "compaction_forgets_the_index": Fault(
-        "kv_cache/groups.py::FullGroup._follow",
-        "self._cached.move(sources, targets)",
-        "",
-        "the prefix cache finds the page that was moved away",
-        "tests/continuous_batching/test_slot_lifecycle.py::test_pages_that_move_while_nothing_runs_are_copied_before_they_are_read",
-    ),
-    "evicted_one_short": Fault(
-        "kv_cache/groups.py::PageGroup._made_free",
-        "count - self.pool.num_free",
-        "count - self.pool.num_free - 1",
-        "a page is taken that is not free",
-        "tests/kv_cache/test_identity.py::test_all_at_once_gives_the_tokens_of_each_alone",
     ),
     "host_pool_overdrawn": Fault(
         "continuous_batching/paging/slot_lifecycle.py::SwapTier.leave",

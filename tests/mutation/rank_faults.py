@@ -14,26 +14,12 @@ FAULTS = {
         "two ranks of a machine take the same NPU",
         "tests/recipes/test_cluster.py::test_a_rank_table_that_says_nothing_is_refused",
     ),
-    "lost_spare_rank_taken": Fault(
-        "recipes/cluster/rank_process.py::SpareRanks.take",
-        "spare.is_running",
-        "True",
-        "an engine whose spare rank was lost does not start",
-        "tests/recipes/test_spare_process.py::test_ranks_that_have_waited_join_and_one_that_was_lost_is_replaced",
-    ),
     "moved_pages_believed": Fault(
         "kv_cache/device/rank_pages.py::RankPages.move",
         "self._check(layer, pages)",
         "",
         "a leader's entry reads beyond a rank's pages",
         "tests/kv_cache/test_rank_pages.py::test_pages_that_a_rank_does_not_have_are_refused",
-    ),
-    "part_of_a_rank_dropped": Fault(
-        "attention/divided.py::DividedAttention.joined",
-        "parts[..., :-1], parts[..., -1:]",
-        "parts[:-1, ..., :-1], parts[:-1, ..., -1:]",
-        "what the last neighbour has of a request's keys is forgotten",
-        _DIVIDED,
     ),
     "parts_weighed_alike": Fault(
         "attention/divided.py::DividedAttention.joined",
@@ -48,20 +34,6 @@ FAULTS = {
         "self.neighbours.all_gather(own).movedim(0, 1).reshape(made[first : first + most].shape)",
         "a gathered page has one rank's tokens after the other's, and not in their order",
         _DIVIDED,
-    ),
-    "order_of_tiles_forgotten": Fault(
-        "attention/divided.py::DividedAttention.all_of",
-        "own = self.order.by_token(own, number)",
-        "pass",
-        "tokens of a gathered page are taken from where a CPU keeps other numbers",
-        "tests/attention/test_divided.py::test_random_schedules",
-    ),
-    "exchanged_part_dropped": Fault(
-        "kv_cache/device/rank_pages.py::RankPages._gather",
-        "whole[piece_of_page(piece)] = cut",
-        "whole[piece_of_page(piece)] = 0 if piece.turn else cut",
-        "another engine gets zeros for the tokens of a page that a neighbour keeps",
-        "tests/kv_cache/test_rank_pages.py::test_ranks_that_divide_pages_exchange_what_one_rank_would_hold",
     ),
     "turn_of_a_rank_forgotten": Fault(
         "kv_cache/device/rank_pages.py::piece_of_page",
@@ -120,49 +92,12 @@ FAULTS = {
         "tests/continuous_batching/test_agreement.py"
         "::test_answers_that_are_late_lost_or_out_of_order_settle_within_the_bound",
     ),
-    "used_by_the_leader_alone": Fault(
-        "continuous_batching/recording/follower.py::Follower.told",
-        "self._works[topic].decide(name, is_agreed)",
-        "pass",
-        "an adapter is in the leader's place for it, and in no other rank's",
-        "tests/continuous_batching/test_agreement.py"
-        "::test_what_all_ranks_have_made_is_used_between_the_same_steps_and_the_rest_is_dropped",
-    ),
     "weights_of_some_ranks": Fault(
         "serving/engine/fence.py::Fence._have_read",
         "self._decide(WEIGHTS, settled.name, is_agreed=False)",
         "self._decide(WEIGHTS, settled.name, is_agreed=True)",
         "weights are put although a rank has refused its share of them",
         "tests/serving/test_orders.py::test_all_ranks_change_or_none_does",
-    ),
-    "steps_between_two_changes": Fault(
-        "serving/engine/fence.py::Fence.may_step",
-        "self._is_halted or self._is_asleep or self._is_changing",
-        "self._is_halted or self._is_asleep",
-        "a step begins while ranks that must change have not",
-        "tests/serving/test_fence.py::test_no_step_begins_before_all_ranks_have_changed",
-    ),
-    "made_for_nobody_kept": Fault(
-        "continuous_batching/recording/agreement.py::PreparedWork.work",
-        "if is_over:\n    self._over.discard(name)\nelse:\n    self._ready[name] = made",
-        "self._ready[name] = made",
-        "what a rank has read too late stays in its memory for ever",
-        "tests/continuous_batching/test_agreement.py"
-        "::test_what_all_ranks_have_made_is_used_between_the_same_steps_and_the_rest_is_dropped",
-    ),
-    "leaders_pages_found_by_all": Fault(
-        "continuous_batching/recording/rank_tier.py::LeadersTier._settle",
-        "lookup.agree(None if is_miss else settled.least)",
-        "pass",
-        "a rank is to hand over pages that it does not have",
-        "tests/continuous_batching/test_rank_tier.py::test_every_rank_has_the_bytes_of_each_page_that_is_found",
-    ),
-    "place_of_a_neighbour_forgotten": Fault(
-        "models/parallel/share.py::Share.cached",
-        "self.tensor % self.contexts",
-        "0",
-        "a rank reads the part of a divided page that its neighbour keeps",
-        "tests/models/test_share.py::test_ranks_that_keep_equal_pages_say_so_and_no_others",
     ),
     "draft_of_an_own_shard": Fault(
         "models/drafting/eagle.py::Eagle3.__init__",
@@ -213,13 +148,6 @@ FAULTS = {
         "a layer is computed twice",
         "tests/models/test_share.py::test_stages_hold_each_layer_once_and_the_first_ranks_hold_the_last",
     ),
-    "experts_of_the_last_stage_alone": Fault(
-        "models/step/expert_counts.py::StageCounts.collected",
-        "(*found, self._own)",
-        "(self._own,)",
-        "the layers of other stages are missing, and the last ones take their numbers",
-        "tests/models/test_expert_counts.py::test_readings_of_stages_are_those_of_one_rank",
-    ),
     "inputs_of_a_later_table": Fault(
         "models/step/stage_runner.py::StageRunner.start",
         "self._prepared(batch)",
@@ -255,27 +183,6 @@ FAULTS = {
         "the last tokens of an odd vocabulary are nowhere",
         "tests/models/test_share.py::test_the_ranks_hold_each_token_once",
     ),
-    "first_token_of_a_rank_lost": Fault(
-        "models/decoder.py::Decoder._embedding_rows",
-        "token_ids >= tokens.start",
-        "token_ids > tokens.start",
-        "one token a rank has an embedding of zeros",
-        "tests/models/test_tensor_parallel.py::test_ranks_compute_what_one_computes",
-    ),
-    "link_from_an_older_log": Fault(
-        "devices/hccl_errors.py::explained",
-        'f"{words}\\n{log}" if code == _UNMADE else words',
-        'f"{words}\\n{log}"',
-        "a link that was made again long ago is blamed for a device that is lost now",
-        "tests/devices/test_hccl_errors.py::test_a_link_is_named_by_its_ranks",
-    ),
-    "rows_of_the_first_rank": Fault(
-        "models/parallel/group.py::Group.reduce_scatter",
-        "_scatter_sum(own, x.contiguous(), group=self._ranks)",
-        "own.copy_(x[: len(own)])",
-        "each rank keeps its own part of the first rows, and no sum of the ranks' parts",
-        "tests/models/test_tensor_parallel.py::test_ranks_compute_what_one_computes",
-    ),
     "rows_padded_in_front": Fault(
         "models/ops/divided_rows.py::DividedRows._padded",
         "(0, 0) * (x.ndim - 1) + (0, missing)",
@@ -303,13 +210,6 @@ FAULTS = {
         "torch.where(is_finite, logit, -torch.inf)",
         "a row with a NaN on one rank gets a token of another",
         "tests/models/test_logit_parts.py::test_a_row_fails_by_its_largest_logit_alone",
-    ),
-    "logits_joined_for_the_best": Fault(
-        "models/step/runner.py::ModelRunner._chosen",
-        "takes_best(batch.owners, self.slots)",
-        "False",
-        "greedy steps bring the whole vocabulary together, of which nobody reads more than a token",
-        "tests/models/test_tensor_parallel.py::test_all_ranks_choose_the_best_tokens_of_one_without_joining_logits",
     ),
     "limit_of_the_whole_start": Fault(
         "continuous_batching/recording/listeners.py::Listeners._check_start",

@@ -5,26 +5,12 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 
 FAULTS = {
-    "unavailable_replicas_asked_for_ever": Fault(
-        "serving/router/proxy.py::Proxy._send_on",
-        "set(tried[:-1]) - asked_again",
-        "set(tried[:-1])",
-        "a request goes round replicas whose engines are dead until its client gives up",
-        "tests/serving/router/test_proxy.py::test_who_was_unavailable_is_asked_once_more",
-    ),
     "own_sends_forgotten": Fault(
         "continuous_batching/routing/routing.py::Routing.send",
         "known.own_queued += sent.queued_tokens",
         "",
         "a burst goes to the replica that was last said to be idle",
         "tests/continuous_batching/test_routing.py::test_own_sends_count_until_they_are_told",
-    ),
-    "hits_over_gaps": Fault(
-        "continuous_batching/routing/routing.py::num_first",
-        "_put(found, there ^ still, number)",
-        "_put(found, there ^ still, number + 1)",
-        "a replica seems to hold a page more than it does",
-        "tests/continuous_batching/test_routing.py::test_pages_that_were_told_draw_a_prompt",
     ),
     "snapshot_upon_what_was": Fault(
         "kv_cache/events.py::PageEvents._answer",
@@ -55,33 +41,12 @@ FAULTS = {
         "a server that drains behind a closed door has its answers cut",
         "tests/serving/router/test_lost_replicas.py::test_who_drains_behind_a_closed_door_ends_its_answers",
     ),
-    "lost_asked_again": Fault(
-        "serving/router/upstream.py::Upstream.ask",
-        "not answer.is_used or answer.is_given_up",
-        "not answer.is_used",
-        "a request waits for ever at a server that stands still and is known to be lost",
-        "tests/serving/router/test_lost_replicas.py::test_who_stands_still_is_not_asked_again",
-    ),
     "posted_twice": Fault(
         "serving/router/proxy.py::Proxy._send_on",
         "is_once and lost.may_be_done",
         "False",
         "a batch is run at two replicas",
         "tests/serving/router/test_lost_replicas.py::test_a_file_is_not_posted_twice",
-    ),
-    "goes_on_without_its_last_tokens": Fault(
-        "serving/router/resuming.py::KnownAnswer.grow",
-        "self._tokens.extend(tokens)",
-        "self._tokens.extend(tokens[:-1])",
-        "an answer that goes on says again what its client has",
-        "tests/serving/router/test_resuming.py::test_a_stream_goes_on_with_what_its_client_has",
-    ),
-    "told_with_a_loss_and_not_sent": Fault(
-        "serving/router/proxy.py::Proxy._forward_framed",
-        "await framed.send()\nknown.check_resumable()",
-        "known.check_resumable()",
-        "tokens that came together with the loss are missing from the answer",
-        "tests/serving/router/test_resuming.py::test_what_is_told_together_is_sent_together_and_before_a_loss",
     ),
     "goes_on_with_other_weights": Fault(
         "serving/router/proxy.py::Proxy._next",
@@ -103,13 +68,6 @@ FAULTS = {
         "False",
         "the router keeps ever more of answers",
         "tests/serving/router/test_resuming.py::test_the_memory_for_answers_is_bounded_and_given_back",
-    ),
-    "answers_are_kept_for_ever": Fault(
-        "serving/router/resuming.py::KnownAnswer._release",
-        "self._answers.num_bytes -= self._num_bytes",
-        "",
-        "after some thousand answers none can go on",
-        "tests/serving/router/test_resuming.py::test_a_stream_goes_on_with_what_its_client_has",
     ),
     "bytes_without_tokens_are_believed": Fault(
         "serving/router/framed_answer.py::FramedAnswer.grow",
@@ -139,69 +97,6 @@ FAULTS = {
         "roles, thoughts and numbers of events begin again in the middle of a stream",
         "tests/serving/test_continuations.py::test_an_answer_goes_on_byte_for_byte_from_any_token",
     ),
-    "first_token_of_a_continuation_unseen": Fault(
-        "continuous_batching/scheduling/scheduler.py::Scheduler.commit",
-        "positions == slots.num_given[rows]",
-        "positions == slots.num_prompt[rows]",
-        "the times of an answer that goes on are not measured",
-        "tests/serving/test_known_tokens.py::test_an_answer_goes_on_as_it_would_have",
-    ),
-    "known_tokens_unchecked": Fault(
-        "continuous_batching/scheduling/validation.py::_check_tokens",
-        "request.known",
-        "prompt",
-        "a token beyond the vocabulary ends the engine",
-        "tests/serving/test_known_tokens.py::test_what_cannot_go_on_is_refused",
-    ),
-    "question_that_waits_for_who_refused": Fault(
-        "serving/router/page_reader.py::PageReader._ask",
-        "await self._again.send_multipart(question, zmq.DONTWAIT)",
-        "await self._again.send_multipart(question)",
-        "a replica that refuses a connection before it is asked is never heard again",
-        "tests/serving/router/test_page_reader.py::test_a_refused_question_keeps_a_reader_from_nothing",
-    ),
-    "pages_without_end": Fault(
-        "serving/router/page_reader.py::PageReader._take",
-        "max(len(keys), self._num_pages) > _MOST_PAGES",
-        "False",
-        "a replica that tells of ever more pages fills the router's memory",
-        "tests/serving/router/test_page_reader.py::test_what_a_replica_tells_of_its_pages_is_bounded",
-    ),
-    "answers_not_slowed": Fault(
-        "continuous_batching/routing/splitting.py::Splitting._cost_here",
-        "self._weights.answer * others",
-        "self._weights.answer",
-        "long prompts are computed beside however many answers",
-        "tests/continuous_batching/test_splitting.py::test_long_prompts_go_where_no_answers_run_and_short_ones_stay",
-    ),
-    "closed_prompts_chosen": Fault(
-        "continuous_batching/routing/splitting.py::Splitting._places",
-        "each in sources and is_open[at]",
-        "each in sources",
-        "a prompt is to be computed by a replica that is lost",
-        "tests/continuous_batching/test_splitting.py::test_nobody_else_computes_it",
-    ),
-    "nobody_left_to_answer": Fault(
-        "continuous_batching/routing/splitting.py::Splitting.not_for_answers",
-        "if not others:\n    return []",
-        "if not others:\n    return ours",
-        "requests are refused while a replica of prompts could answer them",
-        "tests/continuous_batching/test_splitting.py::test_replicas_of_prompts_answer_only_where_no_other_does",
-    ),
-    "prompt_waits_at_both": Fault(
-        "continuous_batching/routing/splitting.py::Splitting.choose",
-        "self._routing.begun(sent)",
-        "",
-        "a replica of answers seems busy with prompts that others compute",
-        "tests/continuous_batching/test_splitting.py::test_a_prompt_counts_where_it_is_computed_until_it_is",
-    ),
-    "link_sends_all_at_once": Fault(
-        "simulation/disaggregated.py::DisaggregatedFleet._computed",
-        "max(begun_s + layer_s, self._free_s[moving.prompts])",
-        "begun_s + layer_s",
-        "a link carries more than it can",
-        "tests/simulation/test_disaggregated.py::test_a_link_sends_one_prompt_after_the_other",
-    ),
     "asks_again_while_one_starts": Fault(
         "continuous_batching/routing/scaling.py::decide",
         "demand.num_ready >= wanted and demand.queued_tokens > bounds.queued_tokens * wanted",
@@ -222,13 +117,6 @@ FAULTS = {
         "now_s",
         "a model that cannot be loaded is loaded again at once, for ever",
         "tests/recipes/test_replica_set.py::test_what_never_gets_ready_is_tried_less_and_less_often",
-    ),
-    "forgotten_with_requests_open": Fault(
-        "serving/router/membership.py::FleetMembers.watch",
-        'each.leaves and each.state != "gone" and not each.num_open',
-        'each.leaves and each.state != "gone"',
-        "what a leaving replica is at is cut off",
-        "tests/serving/router/test_membership.py::test_who_comes_is_asked_and_who_leaves_is_not",
     ),
     "no_name_server_no_replicas": Fault(
         "serving/router/membership.py::FleetMembers.follow",

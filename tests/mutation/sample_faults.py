@@ -5,13 +5,6 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 
 FAULTS = {
-    "other_rows_of_the_last_layer_read": Fault(
-        "models/step/runner.py::ModelRunner._inputs",
-        "self._to_device(batch.yielding)",
-        "self._to_device(batch.yielding - 1)",
-        "the last layer computes the token before a prompt's last one",
-        "tests/models/test_prompt_logprobs.py::test_every_schedule_tells_what_transformers_finds",
-    ),
     "prompt_weighs_what_nobody_wrote": Fault(
         "attention/cpu/attention.py::CpuAttention._matrices",
         "values[:, prompt.known :] = 0",
@@ -26,25 +19,11 @@ FAULTS = {
         "a sliding window slides for decodes only",
         "tests/attention/test_attention.py::test_a_span_longer_than_a_query_block",
     ),
-    "tiles_joined_unscaled": Fault(
-        "attention/cpu/attention.py::_combine",
-        "torch.exp(peaks - top)",
-        "is_tile[:, :, None].float()",
-        "each tile counts alike, whatever its scores",
-        "tests/attention/test_attention.py::test_a_span_longer_than_a_query_block",
-    ),
     "failed_sample_is_the_best": Fault(
         "serving/answers/answers.py::_rank",
         'whole.finish_reason == "error"',
         "False",
         "a sample that failed at once has the highest log-probability of all",
-        "tests/serving/test_samples.py::test_the_best_samples_are_answers_when_all_have_ended",
-    ),
-    "best_of_those_who_were_first": Fault(
-        "serving/answers/answers.py::SampleAnswers._grow",
-        "self.num_open",
-        "self.num_open > len(self.samples) - self.num_answers",
-        "the shortest samples are taken for the best, and others answer twice",
         "tests/serving/test_samples.py::test_the_best_samples_are_answers_when_all_have_ended",
     ),
     "cached_prompt_told_of_its_end": Fault(
@@ -54,40 +33,12 @@ FAULTS = {
         "what is found in the cache is not computed, and nothing is told of it",
         "tests/models/test_prompt_logprobs.py::test_each_device_tells_what_transformers_finds",
     ),
-    "recomputed_positions_told_again": Fault(
-        "models/sampling/prompt_outputs.py::scored_of",
-        "np.maximum(batch.starts, known)",
-        "batch.starts",
-        "where fewer pages are found than were computed, some positions come twice",
-        "tests/models/test_prompt_logprobs.py::test_who_leads_in_place_of_one_that_gave_up_tells_the_rest",
-    ),
-    "cached_beginning_left_out_of_a_mean": Fault(
-        "continuous_batching/request.py::Request.is_scoring",
-        'self.params.prompt_logprobs is not None or self.params.pooling == "mean"',
-        "self.params.prompt_logprobs is not None",
-        "a mean is of the tokens that were computed, not of those that were found",
-        "tests/models/test_pooling.py::test_a_cached_beginning_serves_the_last_token_and_not_the_mean",
-    ),
     "embedding_of_a_neighbour": Fault(
         "models/sampling/prompt_outputs.py::pooled_of",
         "(np.cumsum(lens) - batch.stops)[spans]",
         "-batch.starts[spans]",
         "every prompt gets the states of the first one in its step",
         "tests/models/test_pooling.py::test_each_device_finds_what_transformers_finds",
-    ),
-    "spare_candidates_end": Fault(
-        "continuous_batching/samples/beam_search.py::choose",
-        "order[:width][over[:width]]",
-        "order[over][:width]",
-        "a candidate that only stands in for an ended one becomes an answer",
-        "tests/continuous_batching/test_beam_scoring.py::test_the_best_live_on_and_only_the_very_best_end",
-    ),
-    "equal_is_better": Fault(
-        "continuous_batching/samples/beam_search.py::is_over",
-        "score(best, num_tokens, params) <= hypotheses[-1].score",
-        "score(best, num_tokens, params) < hypotheses[-1].score",
-        "a search goes on for what cannot replace an answer",
-        "tests/continuous_batching/test_beam_scoring.py::test_a_search_ends_when_transformers_does",
     ),
     "two_beams_in_a_row": Fault(
         "continuous_batching/samples/beam_search.py::place",

@@ -1,4 +1,4 @@
-"""Faults of the scheduler: admission, preemption, resizes, ends, and batches in flight."""
+"""Faults of the scheduler: policies, queues, admission, preemption, resizes, ends, and batches in flight."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ FAULTS = {
         "0 * np.cumsum(~is_right)",
         "tokens are booked that follow from what the model never said",
         "tests/continuous_batching/test_drafts.py::test_drafts_bring_the_same_tokens_in_fewer_steps",
-    ),
-    "drafts_evict": Fault(
-        "continuous_batching/paging/page_tables.py::PageTables.has_free",
-        "extra and extra > group.pool.num_free - self.num_promised(group)",
-        "False",
-        "a guess takes pages from a running request",
-        "tests/continuous_batching/test_drafts.py::test_a_row_without_room_for_its_drafts_decodes_without_them",
     ),
     "resumed_at_its_prompt": Fault(
         "continuous_batching/slots.py::SlotPool.take",
@@ -39,13 +32,6 @@ FAULTS = {
         "",
         "an abort during a swap leaks host pages",
         "tests/continuous_batching/test_slot_lifecycle.py::test_a_swapped_request_that_is_aborted_leaves_nothing_behind",
-    ),
-    "victim_stays_in_the_batch": Fault(
-        "continuous_batching/scheduling/preemption.py::Preemption.make_room",
-        "~np.isin(rows, self._beam_searches.rows_of(victim))",
-        "rows >= 0",
-        "a request is computed in the row that it was just thrown out of",
-        "tests/continuous_batching/test_scheduler.py::test_the_youngest_is_preempted_and_resumes_where_its_pages_are_found",
     ),
     "oldest_preempted": Fault(
         "continuous_batching/scheduling/preemption.py::Preemption.make_room",
@@ -81,13 +67,6 @@ FAULTS = {
         "pool.num_pages",
         "a request is taken that can never fit, and blocks all",
         "tests/continuous_batching/test_scheduler.py::test_a_request_that_can_never_fit_is_refused_at_the_door",
-    ),
-    "queue_keeps_the_dead": Fault(
-        "continuous_batching/queueing.py::WaitingQueue._top",
-        "heap and self._waiting.get(heap[0][2].id) is not heap[0][2]",
-        "False",
-        "an aborted request is admitted",
-        "tests/continuous_batching/test_ordering.py::test_equal_ones_go_by_arrival_and_a_queue_finds_what_it_holds",
     ),
     "ended_under_the_batch": Fault(
         "continuous_batching/scheduling/scheduler.py::Scheduler._finish",
@@ -131,11 +110,39 @@ FAULTS = {
         "an aborted answer ends in a token that nobody chose",
         "tests/continuous_batching/test_overlap.py::test_an_answer_ends_before_a_token_that_nobody_knows",
     ),
-    "freed_before_it_landed": Fault(
-        "continuous_batching/scheduling/in_flight.py::InFlight.take_landed",
-        "not self.holds(row)",
-        "True",
-        "a row is given away that the device still writes",
-        "tests/continuous_batching/test_overlap.py::test_a_stop_is_noticed_a_step_late_and_reported_at_once",
+    "longs_keep_nothing": Fault(
+        "continuous_batching/policies/prefill_budget.py::LongPrompts._half",
+        "-(-max(total, 0) // 2)",
+        "0",
+        "a long prompt waits for as long as short ones come",
+        "tests/continuous_batching/test_policies.py::test_short_prompts_overtake_long_ones_which_keep_half",
+    ),
+    "orca_counts_no_decodes": Fault(
+        "continuous_batching/policies/batching.py::Orca.share",
+        "budget - int(np.count_nonzero(decodes))",
+        "budget",
+        "a step exceeds its budget by its decodes",
+        "tests/continuous_batching/test_policies.py::test_orca_computes_whole_prompts_beside_all_decodes",
+    ),
+    "turns_saved_up": Fault(
+        "continuous_batching/queueing.py::FairShare.join",
+        "self._served[tenant] = max(self._served[tenant], self._floor)",
+        "",
+        "a tenant that was away has all turns when it comes back",
+        "tests/continuous_batching/test_ordering.py::test_a_tenant_saves_up_no_turns",
+    ),
+    "outranked_without_end": Fault(
+        "continuous_batching/scheduling/preemption.py::Preemption.outranked",
+        "row if self._waiting.place(request) < self._waiting.place(slots.requests[row]) else None",
+        "row",
+        "a request of low priority is preempted whenever one of higher priority comes",
+        "tests/continuous_batching/test_ordering.py::test_who_has_aged_cannot_be_preempted_any_more",
+    ),
+    "queue_without_end": Fault(
+        "continuous_batching/queueing.py::QueueGate.check",
+        "count > limit",
+        "count > 2 * limit",
+        "more wait than the bound says",
+        "tests/continuous_batching/test_limits.py::test_a_queue_that_is_full_refuses_and_says_when_to_come_again",
     ),
 }

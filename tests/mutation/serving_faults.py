@@ -54,13 +54,6 @@ FAULTS = {
         "a key sees the batches of another",
         "tests/serving/test_batch_store.py::test_what_others_keep_is_not_found",
     ),
-    "batch_takes_every_slot": Fault(
-        "serving/api/batch_runner.py::Batches._room",
-        "min",
-        "max",
-        "batches fill the engine, and clients wait behind them",
-        "tests/serving/test_batch_runner.py::test_so_many_lines_run_at_a_time_and_below_all_others",
-    ),
     "batch_answer_of_a_lost_engine": Fault(
         "serving/api/batch_runner.py::Batches._answer",
         "status not in (Overloaded.status, Unavailable.status)",
@@ -82,26 +75,12 @@ FAULTS = {
         "an item is never done when another follows, and OpenAI's client waits for it",
         "tests/serving/test_response_items.py::test_every_way_to_cut_an_answer_gives_the_same_response",
     ),
-    "cut_answer_is_complete": Fault(
-        "serving/api/responses.py::_status",
-        'delta.finish_reason == "stop"',
-        "delta.finish_reason",
-        "a client takes half an answer for a whole one",
-        "tests/serving/test_response_items.py::test_every_way_to_cut_an_answer_gives_the_same_response",
-    ),
     "calls_forget_their_thoughts": Fault(
         "serving/api/responses_input.py::_Turns._open_message",
         "self._turn is None",
         "self._turn is None or True",
         "thoughts, text and calls of one turn become messages of several",
         "tests/serving/test_response_items.py::test_items_become_the_messages_of_their_turns",
-    ),
-    "score_of_the_other_answer": Fault(
-        "serving/api/scores.py::AskedJudge.scores",
-        "logprobs[:, 1] - logprobs[:, 0]",
-        "logprobs[:, 0] - logprobs[:, 1]",
-        "what the model says no to scores high",
-        "tests/serving/test_scores.py::test_control_tokens_in_a_document_are_text",
     ),
     "documents_may_hold_marks": Fault(
         "serving/api/scores.py::Question.fields",
@@ -138,32 +117,11 @@ FAULTS = {
         "an adapter that is loaded again with other files finds the pages of the old one",
         "tests/serving/test_adapters.py::test_what_cannot_be_loaded_is_refused_and_the_rest_goes_on",
     ),
-    "adapter_asked_for_before_it_is_there": Fault(
-        "serving/adapters.py::ServedAdapters.begin",
-        "each.is_there = False",
-        "",
-        "a new engine answers for an adapter that it is still reading",
-        "tests/serving/test_adapters.py::test_an_adapter_is_not_asked_for_before_a_new_engine_has_it",
-    ),
     "processor_fails_for_all": Fault(
         "continuous_batching/own_processors.py::OwnProcessors.changed",
         'self.error = f"logits processor {name} raised {type(error).__name__}: {error}"\nreturn None',
         'self.error = f"logits processor {name} raised {type(error).__name__}: {error}"\nraise',
         "one request's processor ends the engine, and with it all others",
         "tests/serving/test_own_processors.py::test_what_fails_ends_its_request_alone",
-    ),
-    "learned_is_lost": Fault(
-        "serving/engine/supervisor.py::Supervisor._listen",
-        "self._learned = message.learned",
-        "self._learned = ''",
-        "an engine that takes a lost one's place measures its threads anew, for seconds on busy cores",
-        "tests/serving/test_supervisor.py::test_an_engine_is_told_what_the_one_before_it_has_learned",
-    ),
-    "learned_spinning_is_kept": Fault(
-        "devices/cpu_threads.py::Threads.__init__",
-        "self.candidates[1:]",
-        "self.candidates",
-        "an engine begins with spinning threads that nothing watches",
-        "tests/devices/test_cpu_threads.py::test_what_an_engine_learned_of_other_threads_is_not_taken",
     ),
 }

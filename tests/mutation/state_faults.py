@@ -5,11 +5,8 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 
 RULE = "tests/attention/test_recurrent.py"
-MODEL = "tests/models/test_recurrent.py"
 SCHEDULES = "tests/continuous_batching/test_state_schedules.py"
 STORM = f"{SCHEDULES}::test_each_step_goes_on_from_the_state_of_its_tokens_whatever_happens"
-ENGINE = "tests/models/test_state_schedules.py"
-TOLD = "tests/serving/router/test_page_reader.py"
 AS_TRANSFORMERS = f"{RULE}::test_any_spans_advance_as_in_transformers"
 
 FAULTS = {
@@ -21,13 +18,6 @@ FAULTS = {
         "tests/continuous_batching/test_state_schedules.py::"
         "test_beams_begin_from_the_state_of_their_own_beginning",
     ),
-    "state_dropped_at_a_chunks_start": Fault(
-        "attention/recurrent.py::Recurrence.advance",
-        "if span.start: ...",
-        "pass",
-        "each chunk of a prompt begins with an empty state",
-        AS_TRANSFORMERS,
-    ),
     "state_of_the_last_owner_for_a_new_request": Fault(
         "attention/recurrent.py::Recurrence.advance",
         "if span.start:\n    state.copy_(states[span.source])",
@@ -35,26 +25,12 @@ FAULTS = {
         "a new request goes on from what another has left in its row",
         AS_TRANSFORMERS,
     ),
-    "state_left_where_it_was_read": Fault(
-        "attention/recurrent.py::Recurrence.advance",
-        "states[span.target] = state.to(states.dtype)",
-        "states[span.source] = state.to(states.dtype)",
-        "a shared state is written, and the request's own is not",
-        f"{RULE}::test_a_span_leaves_states_where_it_is_cut",
-    ),
     "pieces_from_where_a_span_starts": Fault(
         "attention/recurrent.py::StateSpan.pieces",
         "min(self.stop, at // GRID * GRID + GRID)",
         "min(self.stop, at + GRID)",
         "the blocks of a prompt depend on where its chunks begin",
         f"{RULE}::test_cuts_on_the_grid_change_no_bit",
-    ),
-    "drafts_as_a_block": Fault(
-        "attention/recurrent.py::_piece",
-        "len(inputs[0]) > SHORT",
-        "len(inputs[0]) > 1",
-        "a token beside its drafts is computed to other bits than alone",
-        f"{RULE}::test_short_spans_may_be_cut_anywhere",
     ),
     "part_of_one_token_before_the_part_it_follows": Fault(
         "attention/recurrent.py::Recurrence.plan",
@@ -70,33 +46,12 @@ FAULTS = {
         "the first decode after a hit destroys the state that was found",
         f"{RULE}::test_a_decode_goes_on_from_another_row",
     ),
-    "decode_from_an_own_row_that_is_empty": Fault(
-        "attention/cpu/recurrent.py::CpuRecurrence._advance_tokens",
-        "if source != target: ...",
-        "pass",
-        "a decode after a hit goes on from what its row held before",
-        f"{RULE}::test_a_decode_goes_on_from_another_row",
-    ),
     "compiled_rule_writes_what_it_shares": Fault(
         "attention/cpu/recurrent.py::_spans",
         "(metadata.tokens, one, one + 1, metadata.sources, metadata.targets)",
         "(metadata.tokens, one, one + 1, metadata.targets, metadata.sources)",
         "the first decode after a hit reads its own row and destroys the state that was found",
         f"{RULE}::test_a_decode_goes_on_from_another_row",
-    ),
-    "compiled_rule_reads_decays_of_other_heads": Fault(
-        "attention/cpu/recurrent.py::CompiledRecurrence.advance",
-        "decay, beta = (each.contiguous() for each in inputs[3:])",
-        "decay, beta = inputs[3:]",
-        "decays that lie in a wider tensor are read as if they filled it",
-        f"{RULE}::test_heads_on_other_ranks_change_no_bit",
-    ),
-    "decay_behind_the_update": Fault(
-        "attention/recurrent.py::block_by_channel",
-        "key * (last - total).exp()",
-        "key",
-        "what a block writes does not decay until its end",
-        AS_TRANSFORMERS,
     ),
     "tiles_without_decay_between_them": Fault(
         "attention/recurrent.py::channel_products",
@@ -112,47 +67,12 @@ FAULTS = {
         "a chunk begins with the positions that the last one began with",
         f"{RULE}::test_channels_are_mixed_with_the_last_positions",
     ),
-    "gate_beside_each_head_read_as_a_half": Fault(
-        "models/decoder.py::SelfAttention.order",
-        "2 * head * self.head_dim",
-        "head * self.head_dim",
-        "queries are read from the rows of gates",
-        f"{MODEL}::test_greedy_tokens_are_those_of_transformers",
-    ),
-    "one_added_behind_a_state": Fault(
-        "models/layers/recurrent.py::RecurrentMixer.forward",
-        "self.norm",
-        "self.norm + 1",
-        "the norm behind a state is weighed as the others are",
-        f"{MODEL}::test_greedy_tokens_are_those_of_transformers",
-    ),
     "padding_advances_a_state": Fault(
         "models/layers/recurrent.py::RecurrentMixer.forward",
         "x[:num_tokens]",
         "x",
         "rows that pad a step are taken for tokens",
-        f"{MODEL}::test_rows_that_pad_a_step_change_nothing",
-    ),
-    "channels_cut_as_one": Fault(
-        "models/parallel/share.py::Share.ranges",
-        "slice(first + own.start, first + own.stop)",
-        "slice(own.start, own.stop)",
-        "a rank's keys and values are read from the rows of queries",
-        f"{MODEL}::test_tensor_ranks_hold_heads_of_the_states",
-    ),
-    "stacked_experts_up_before_gate": Fault(
-        "models/checkpoint/stacked_experts.py::PlainStack.take",
-        "expert.chunk(self._num_joined)",
-        "reversed(expert.chunk(self._num_joined))",
-        "gate and up of Qwen3.5's experts are exchanged",
-        f"{MODEL}::test_the_text_is_read_of_a_checkpoint_that_reads_images",
-    ),
-    "least_recently_used_whatever_returned": Fault(
-        "kv_cache/states.py::StateGroup._by_wait",
-        "self._used[pages] - self.returns.waits()[self._times[pages]]",
-        "self._used[pages]",
-        "what nobody is expected to go on from stays until all that is older has gone",
-        "tests/kv_cache/test_returns.py::test_documents_about_which_all_was_asked_are_evicted_first",
+        "tests/models/test_recurrent.py::test_rows_that_pad_a_step_change_nothing",
     ),
     "slots_without_a_state": Fault(
         "recipes/assembly/memory_plan.py::MemoryPlan.beside_bytes",
@@ -160,20 +80,6 @@ FAULTS = {
         "0",
         "the plan fills the memory of the states with pages",
         "tests/recipes/test_state_plans.py::test_each_slot_has_a_state_beside_the_cache",
-    ),
-    "state_of_a_hit_written_without_a_copy": Fault(
-        "kv_cache/states.py::StateGroup.missing",
-        "self.pool.holders[pages] > 1",
-        "self.pool.holders[pages] < 0",
-        "a row writes to the state that others go on from",
-        STORM,
-    ),
-    "hit_not_cut_back_to_a_state": Fault(
-        "kv_cache/states.py::StateGroup.resumable",
-        "beside != 0 if rests else beside > 0",
-        "beside == beside",
-        "a prompt goes on behind pages of which nobody left a state",
-        f"{SCHEDULES}::test_hits_go_as_far_as_states_lie",
     ),
     "state_kept_one_block_late": Fault(
         "continuous_batching/paging/checkpoints.py::Checkpoints._cuts_of",
@@ -194,7 +100,7 @@ FAULTS = {
         "batch.drafts_by_span if batch.num_drafts else np.zeros_like(lags)",
         "np.zeros_like(lags)",
         "a state takes in drafts before they are verified",
-        f"{ENGINE}::test_drafts_change_no_token",
+        "tests/models/test_state_schedules.py::test_drafts_change_no_token",
     ),
     "accepted_drafts_not_taken_in": Fault(
         "continuous_batching/speculation/speculation.py::book_drafts",
@@ -217,25 +123,11 @@ FAULTS = {
         "the last page of an answer lies beside the state of an earlier one",
         f"{SCHEDULES}::test_an_answer_leaves_a_state_for_the_next_turn",
     ),
-    "a_state_where_an_answer_ends_lost": Fault(
-        "continuous_batching/paging/prefix_matching.py::PrefixMatching.publish_all",
-        "self.checkpoints.keep_last(row)",
-        "pass",
-        "an answer that ends where its page does leaves the state of a page before",
-        f"{SCHEDULES}::test_an_answer_leaves_a_state_for_the_next_turn",
-    ),
     "captured_drafts_change_a_state": Fault(
         "attention/recurrent.py::Recurrence.advance_drafts",
         "not at",
         "True",
         "a captured step leaves the state behind drafts that may be wrong",
-        "tests/models/test_recurrent.py::test_a_step_of_fixed_size_checks_drafts_as_packed_spans_do",
-    ),
-    "absent_tokens_of_a_captured_step_count": Fault(
-        "attention/recurrent.py::_present",
-        "~present[:, None]",
-        "torch.zeros_like(present)[:, None]",
-        "places without a token let a state decay and add to it",
         "tests/models/test_recurrent.py::test_a_step_of_fixed_size_checks_drafts_as_packed_spans_do",
     ),
     "padding_writes_a_live_state": Fault(
@@ -266,33 +158,12 @@ FAULTS = {
         "a request that finds no host page for its state drops pages that others would find at rest",
         f"{SCHEDULES}::test_a_swap_that_is_refused_drops_nothing_that_rests",
     ),
-    "host_states_beyond_the_memory": Fault(
-        "recipes/assembly/sizing.py::_with_host_tier.with_host_pages",
-        "beyond += (num_states - count * states) * sizing.state_bytes",
-        "pass",
-        "a small host tier takes two states more than its memory",
-        "tests/recipes/test_state_plans.py::test_a_host_tier_with_states_stays_within_its_memory",
-    ),
-    "states_of_a_tier_as_pages_of_all_tokens": Fault(
-        "kv_cache/states.py::StateGroup.seen_after",
-        "max(0, num_pages - 1)",
-        "0",
-        "a restarted server goes on from no state of its tier, since not every page has one",
-        f"{SCHEDULES}::test_so_it_does_from_states_that_a_tier_has_found",
-    ),
     "pages_told_before_their_state": Fault(
         "kv_cache/events.py::PageEvents.stored",
         "self._cache.keeps_states",
         "False",
         "routers hear of pages from which nobody can go on",
-        f"{TOLD}::test_a_router_expects_no_more_of_a_replica_than_its_states_allow",
-    ),
-    "states_told_as_nothing_needed": Fault(
-        "continuous_batching/routing/routing.py::PagesOfWindow.num_before",
-        "self.window - 1 if self.window else 1",
-        "max(0, self.window - 1)",
-        "a router expects a hit where a replica keeps no state",
-        "tests/continuous_batching/test_routing.py::test_a_hit_ends_at_the_last_state_of_a_replica",
+        "tests/serving/router/test_page_reader.py::test_a_router_expects_no_more_of_a_replica_than_its_states_allow",
     ),
     "covered_states_kept_as_the_others": Fault(
         "kv_cache/states.py::StateGroup.cover",
@@ -300,83 +171,6 @@ FAULTS = {
         "pass",
         "a conversation keeps a state for each of its turns, and others lose theirs",
         f"{SCHEDULES}::test_a_conversation_that_goes_on_lets_others_keep_their_states",
-    ),
-    "shared_beginnings_covered": Fault(
-        "kv_cache/states.py::StateGroup.publish",
-        "each.is_end or each is trial",
-        "True",
-        "the state of a beginning that many share gives way once one request has continued it",
-        f"{SCHEDULES}::test_a_state_where_several_have_gone_on_is_not_covered",
-    ),
-    "answers_cover_prompts_that_do_not_return": Fault(
-        "kv_cache/states.py::StateGroup.cover",
-        "if is_answer and not self.answers_return: ...",
-        "pass",
-        "the state of a document gives way once one question about it was answered",
-        f"{SCHEDULES}::test_answers_that_do_not_return_take_the_place_of_no_prompt",
-    ),
-    "answers_pages_kept_for_nobody": Fault(
-        "continuous_batching/paging/checkpoints.py::Checkpoints.num_useful",
-        "if len(behind) and not self._group.answers_return: ...",
-        "pass",
-        "pages of answers that do not return take the place of prompts",
-        f"{SCHEDULES}::test_answers_that_do_not_return_take_the_place_of_no_prompt",
-    ),
-    "states_on_the_way_kept_as_the_others": Fault(
-        "kv_cache/states.py::StateGroup.publish",
-        "self._spent.add(each.page)",
-        "pass",
-        "states that nobody asked for take the place of those that conversations go on from",
-        f"{SCHEDULES}::test_a_long_prompt_that_begins_as_none_before_leaves_states_on_the_way",
-    ),
-    "a_place_just_passed_taken_for_no_branch": Fault(
-        "continuous_batching/paging/checkpoints.py::Checkpoints.enter",
-        "self._prefix.index.goes_on(int(found[-1])) or self._parts_from(keys, len(found), rows)",
-        "self._prefix.index.goes_on(int(found[-1]))",
-        "the third with a beginning computes it again, as the second did",
-        f"{SCHEDULES}::test_whoever_parts_from_a_prompt_that_has_just_passed_the_place_leaves_the_state",
-    ),
-    "answers_thought_to_return": Fault(
-        "continuous_batching/paging/checkpoints.py::Checkpoints._learn",
-        "self._returned > 0",
-        "True",
-        "answers that no client sends back take the place of prompts",
-        f"{SCHEDULES}::test_answers_are_kept_in_place_of_prompts_where_they_return",
-    ),
-    "running_answers_evicted_first": Fault(
-        "kv_cache/states.py::StateGroup.evict",
-        "len(self._idle) if self.answers_return else 0",
-        "0",
-        "the state that a conversation goes on from next gives way to those of ended ones",
-        f"{SCHEDULES}::test_where_answers_return_the_state_of_a_running_one_is_evicted_last",
-    ),
-    "prompts_kept_beside_their_answers": Fault(
-        "kv_cache/states.py::StateGroup.publish",
-        "each.is_on_the_way or (each.is_end and self.answers_return)",
-        "each.is_on_the_way",
-        "two states of each running conversation take the place of others'",
-        f"{SCHEDULES}::test_where_answers_return_the_state_of_a_running_one_is_evicted_last",
-    ),
-    "prompts_of_short_answers_evicted_first": Fault(
-        "kv_cache/states.py::StateGroup.renew",
-        "self._spent.remove(page)",
-        "return",
-        "after answers shorter than a page nothing is kept to go on from",
-        f"{SCHEDULES}::test_where_answers_return_the_state_of_a_running_one_is_evicted_last",
-    ),
-    "useless_pages_evicted_last": Fault(
-        "kv_cache/prefix_cache.py::PrefixCache._move_to_front",
-        "self._idle.move_to_front(pages)",
-        "pass",
-        "pages that nobody can go on from take the place of pages of use",
-        f"{SCHEDULES}::test_pages_behind_the_last_state_are_evicted_first",
-    ),
-    "prompts_in_pieces_where_bits_are_promised": Fault(
-        "attention/cpu/recurrent.py::CpuRecurrence.advance",
-        "by_token=self._by_token",
-        "by_token=False",
-        "an answer that is computed again as a prompt has other bits",
-        f"{RULE}::test_cuts_anywhere_change_no_bit_token_by_token",
     ),
     "pages_evicted_before_what_continues_them": Fault(
         "kv_cache/prefix_cache.py::PrefixCache._lone",

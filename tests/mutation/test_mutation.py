@@ -49,19 +49,26 @@ class Pool:
 '''
 
 
-def test_every_fault_finds_its_place_and_changes_the_code_there() -> None:
+def test_every_fault_finds_its_place_and_changes_the_code_there(tmp_path: Path) -> None:
+    """Any test would kill one that is no Python, or uses an unknown name, which proves nothing."""
     text_of = cache(lambda file: (ROOT / file).read_text(encoding="utf-8"))
     problems = []
     for name, fault in FAULTS.items():
         try:
             changed = fault.applied_to(text_of(fault.file))
-            if fault.file.endswith(".py"):
-                compile(changed, fault.file, "exec")  # its warnings are errors here
-        except (ValueError, SyntaxError) as error:
+        except ValueError as error:
             problems.append(f"{name}: {error}")
+            continue
+        if fault.file.endswith(".py"):
+            (tmp_path / f"{name}.py").write_text(changed, encoding="utf-8")
         if shapes(fault.old) == shapes(fault.new):
             problems.append(f"{name}: it changes nothing")
     assert not problems, "\n".join(problems)
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F821,F822,F823"]
+    done = subprocess.run(
+        [*ruff, "--output-format", "concise", tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout.replace(f"{tmp_path}/", "") + done.stderr
 
 
 def shapes(code: str) -> list[object]:
@@ -85,40 +92,18 @@ def exists(test: str) -> bool:
 @cache
 def defined_in(path: Path) -> set[str]:
     """What the file defines as tests, and the names that it gives to state machines."""
-    body = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []
-    functions = {each.name for each in body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))}
-    assigned = {
-        ast.unparse(target) for each in body if isinstance(each, ast.Assign) for target in each.targets
-    }
-    return {name for name in functions | assigned if name.lower().startswith("test")}
-
-
-def test_a_fault_uses_no_name_that_is_unknown_at_its_place(tmp_path: Path) -> None:
-    """Any test would kill it by a NameError, which proves nothing."""
-    for name, fault in FAULTS.items():
-        if fault.file.endswith(".py"):
-            changed = fault.applied_to((ROOT / fault.file).read_text(encoding="utf-8"))
-            (tmp_path / f"{name}.py").write_text(changed, encoding="utf-8")
-    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F821,F822,F823"]
-    done = subprocess.run(
-        [*ruff, "--output-format", "concise", tmp_path], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout.replace(f"{tmp_path}/", "") + done.stderr
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return set(re.findall(r"^(?:(?:async )?def )?([Tt]est\w+)(?:\(| = )", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize(
     ("place", "old", "new", "before", "after"),
     [
         pytest.param("take", "count>len( pages )", "count", "count > len(pages)", "(count)", id="expression"),
-        pytest.param("take", "4", "2", "count=4", "count=(2)", id="default"),
         pytest.param("Pool.free", "property", "cached", "@property", "@(cached)", id="decorator"),
-        pytest.param("Pool", "size: int = 8", "size: int = 9", "= 8", "= 9", id="constant of a class"),
-        pytest.param("take", "eps=1e-6", "", '"née", eps=1e-6', '"née", ', id="keyword argument"),
         pytest.param("take", "eps=1e-6", "eps=0, n=1", "eps=1e-6", "eps=0, n=1", id="keyword arguments"),
         pytest.param("take", '"first": pages[0]', "", '"first": pages[0], ', " ", id="item"),
-        pytest.param("take", 'f"{pages}"', '""', 'f"{pages}"', '("")', id="f-string"),
         pytest.param("take", 'wait("née", eps=1e-6)', "", 'wait("née", eps=1e-6)', "pass", id="whole body"),
-        pytest.param("take", "return pages[:count]", "", "return pages[:count]", "", id="one statement"),
         pytest.param(
             "Pool.free",
             "self.pages = pages\nself.held = 0",

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.virtual_npu.right_mixture_calls import Arguments, pick
+from tests.virtual_npu.calls import Arguments, pick
 from tests.virtual_npu.wrong import Change, Wrong, cut, put, spoil, strided, to
 from virtual_npu.contract import Conditions
 from virtual_npu.simulated_products import A2, A3
@@ -51,16 +51,6 @@ def recurrent(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     return made, Conditions(product=pick(rng, A2, A3))
 
 
-def chunk(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    """Spans of prompts, with or without decays."""
-    lens = rng.integers(1, 40, int(rng.integers(1, 4))).tolist()
-    made = _shared(rng, lens, 128, 128)
-    state = torch.randn(len(lens), made["value"].shape[1], 128, 128).bfloat16()
-    return made | {"initial_state": state, "g": pick(rng, made["g"], None)}, Conditions(
-        product=pick(rng, A2, A3)
-    )
-
-
 def _more_heads(count: int) -> Arguments:
     return {
         "value": torch.zeros(1, count, 128, dtype=torch.bfloat16),
@@ -97,11 +87,8 @@ _BOTH = [
     Wrong("given", put(actual_seq_lengths=None), "actual_seq_lengths", "None"),
     Wrong("dtype", to("value", Tensor.half), "value", "float16"),
     Wrong("dtype", to("beta", Tensor.float), "beta", "float32"),
-    Wrong("dtype", to("g", Tensor.bfloat16), "g", "bfloat16"),
-    Wrong("dtype", to("actual_seq_lengths", Tensor.long), "actual_seq_lengths", "int64"),
     Wrong("axes", to("query", lambda query: query[0]), "query", "bfloat16 ("),
     Wrong("axes", cut("key"), "query", "tokens of"),
-    Wrong("axes", cut("beta"), "beta", "tokens of"),
     Wrong("heads", _of_some_heads, "value", "4 heads over 3"),
     Wrong("contiguous", to("value", strided), "value", "strided"),
     Wrong(

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.virtual_npu.right_mixture_calls import HALVES, Arguments, pick
+from tests.virtual_npu.calls import HALVES, Arguments, pick
 from tests.virtual_npu.summed_calls import Ranks
 from tests.virtual_npu.wrong import Wrong, cut, put, spoil, strided, to
 from virtual_npu.contract import Conditions
@@ -94,7 +94,6 @@ COMBINE = [
     ),
     Wrong("returned", cut("expand_x"), "expand_x", "rows"),
     Wrong("returned", cut("ep_send_counts"), "ep_send_counts", " for "),
-    Wrong("returned", to("assist_info_for_combine", Tensor.long), "assist_info_for_combine", "int64"),
     Wrong("weights", to("expert_scales", Tensor.half), "expert_scales", "float16"),
     Wrong("weights", to("expert_scales", strided), "expert_scales", "strided"),
     Wrong(

@@ -1,7 +1,7 @@
 """Random right calls of every operator, by the names of its schema.
 
 `RIGHT` maps an operator's name to a function of a generator that makes the arguments of one call, and the
-conditions under which it is right.
+conditions under which it is right. Most are drawn as a verification of a device draws what an engine calls.
 """
 
 from __future__ import annotations
@@ -12,19 +12,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.virtual_npu import (
-    delta_rule_calls,
-    dispatch_calls,
-    right_latent_calls,
-    right_mixture_calls,
-    right_sparse_calls,
-    summed_calls,
-)
+from tests.virtual_npu import delta_rule_calls, dispatch_calls, summed_calls
 from tests.virtual_npu.batches import MASK, first_version, int8_pages, paged
-from tests.virtual_npu.right_mixture_calls import HALVES, Arguments, pick
+from tests.virtual_npu.calls import HALVES, Arguments, pick
 from virtual_npu.contract import Conditions
 from virtual_npu.operators.atb import in_tiles
-from virtual_npu.simulated_products import A2, A3, A5, P310
+from virtual_npu.sample_calls import makers, sample_call
+from virtual_npu.simulated_products import A2, A3, A5, P310, PRODUCTS
+from virtual_npu.verify import sent
+
+Draw = Callable[[np.random.Generator], tuple[Arguments, Conditions]]
+
+
+def sampled(name: str) -> Draw:
+    """Calls that a verification of a device draws of an operator, for every product that has it."""
+    products = [each for each in PRODUCTS.values() if name in makers(each)]
+
+    def draw(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+        chosen = pick(rng, *products)
+        made = sample_call(name, int(rng.integers(1000)), chosen)
+        return sent(made, "cpu"), Conditions(product=chosen)
+
+    return draw
 
 
 def fused_attention(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
@@ -249,41 +258,6 @@ def write(name: str) -> Callable[[np.random.Generator], tuple[Arguments, Conditi
     return call
 
 
-def scatter(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    product = pick(rng, P310, A2, A3)
-    dtype = torch.float16 if product is P310 else pick(rng, torch.float32, torch.int8, *HALVES)
-    rows = int(rng.integers(1, 20))
-    index = torch.from_numpy(rng.permutation(64)[:rows, None])
-    into, updates = torch.zeros(2, 64, 32, dtype=dtype).transpose(0, 1), torch.randn(rows, 2, 32).to(dtype)
-    indices = pick(rng, index, index.int())
-    return {"input": into, "indices": indices, "updates": updates}, Conditions(product=product)
-
-
-def rms_norm(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    product = pick(rng, P310, A2, A3, A5)
-    dtype = pick(rng, torch.float32, torch.float16) if product is P310 else pick(rng, torch.float32, *HALVES)
-    width = 16 * int(rng.integers(1, 9))
-    gamma = pick(rng, dtype, torch.float32) if product in (A2, A3) else dtype
-    x = torch.randn(*rng.integers(1, 5, int(rng.integers(1, 3))).tolist(), width).to(dtype)
-    return {"input": x, "gamma": torch.randn(width).to(gamma), "epsilon": 1e-5}, Conditions(product=product)
-
-
-def add_rms_norm(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    arguments, conditions = rms_norm(rng)
-    x = arguments.pop("input")
-    return arguments | {
-        "x1": x,
-        "x2": torch.randn_like(x),
-        "gamma": arguments["gamma"].to(x.dtype),
-    }, conditions
-
-
-def add_rms_norm_cast(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    x = torch.randn(*rng.integers(1, 6, 2).tolist(), 16 * int(rng.integers(1, 9))).to(pick(rng, *HALVES))
-    made: Arguments = {"x1": x, "x2": torch.randn_like(x), "gamma": torch.randn(x.shape[-1]).to(x.dtype)}
-    return made | {"epsilon": 1e-5}, Conditions(product=pick(rng, A2, A3, A5))
-
-
 def joined_heads(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     dtype, blocks, size = pick(rng, *HALVES), int(rng.integers(3, 6)), pick(rng, 32, 64)
     tokens = int(rng.integers(1, 20))
@@ -315,24 +289,6 @@ def joined_heads(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     return made, Conditions(product=pick(rng, A2, A3))
 
 
-def apply_rotary(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    product, layout = pick(rng, P310, A2, A3, A5), pick(rng, "TND", "BSND", "SBND", "BNSD")
-    dtype, dim = torch.float16 if product is P310 else pick(rng, torch.float32, *HALVES), pick(rng, 64, 128)
-    sizes = {
-        "T": int(rng.integers(1, 30)),
-        "B": int(rng.integers(1, 3)),
-        "S": int(rng.integers(1, 9)),
-        "D": dim,
-    }
-
-    def of(heads: int) -> Tensor:
-        return torch.randn([heads if axis == "N" else sizes[axis] for axis in layout]).to(dtype)
-
-    mode = pick(rng, "half", "half", "interleave")
-    made = {"query": of(8), "key": of(2), "cos": of(1), "sin": of(1), "layout": layout, "rotary_mode": mode}
-    return made, Conditions(product=product)
-
-
 def rotary_mul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     product = pick(rng, P310, A2, A3, A5)
     dtype = pick(rng, torch.float32, torch.float16) if product is P310 else pick(rng, torch.float32, *HALVES)
@@ -343,113 +299,6 @@ def rotary_mul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     return {"input": x, "r1": angles, "r2": angles.clone()}, Conditions(product=product)
 
 
-def swiglu(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    product = pick(rng, P310, A2, A3, A5)
-    on_310p = product is P310
-    dtype = pick(rng, torch.float32, torch.float16) if on_310p else pick(rng, torch.float32, *HALVES)
-    x = torch.randn(*rng.integers(1, 5, 2).tolist(), 2 * (32 if on_310p else 1) * int(rng.integers(1, 40)))
-    return {"input": x.to(dtype)}, Conditions(product=product)
-
-
-def add_rms_norm_dynamic_quant(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    x = torch.randn(*rng.integers(1, 6, 2).tolist(), 16 * int(rng.integers(1, 9))).to(pick(rng, *HALVES))
-    made: Arguments = {"x1": x, "x2": torch.randn_like(x), "gamma": torch.randn(x.shape[-1]).to(x.dtype)}
-    if bool(rng.integers(2)):
-        made["output_mask"] = pick(rng, [True, False], [True, True])
-    return made | {"epsilon": 1e-5}, Conditions(product=pick(rng, A2, A3, A5))
-
-
-def dequant_swiglu_quant(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    in_groups = bool(rng.integers(2))
-    rows, columns = int(rng.integers(1, 9)), (128 if in_groups else 2) * int(rng.integers(1, 40))
-    made = {
-        "x": torch.randint(-9999, 9999, (rows, columns), dtype=torch.int32),
-        "weight_scale": torch.rand(1, columns) / 1000,
-        "activation_scale": torch.rand(pick(rng, (rows, 1), (rows,))),
-        "activate_left": bool(rng.integers(2)),
-        "quant_mode": 1,
-    }
-    if in_groups:
-        groups = int(rng.integers(1, 6))
-        made["weight_scale"] = torch.rand(groups, columns) / 1000
-        made["group_index"] = torch.from_numpy(rng.multinomial(rows, [1 / groups] * groups))
-    return made, Conditions(product=pick(rng, A2, A3))
-
-
-def grouped_matmul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    if bool(rng.integers(2)):
-        return right_mixture_calls.products(rng)
-    dtype, (rows, inner) = pick(rng, *HALVES), rng.integers(1, 40, 2).tolist()
-    widths = rng.integers(1, 40, int(rng.integers(1, 4))).tolist()
-    turned = bool(rng.integers(2))
-    made: Arguments = {
-        "x": [torch.randn(rows, inner).to(dtype)] * len(widths),
-        "weight": [
-            torch.randn(width, inner).to(dtype).t() if turned else torch.randn(inner, width).to(dtype)
-            for width in widths
-        ],
-        "group_type": -1,
-    }
-    if bool(rng.integers(2)):
-        bias = torch.float16 if dtype == torch.float16 else torch.float32
-        made["bias"] = [torch.randn(width).to(bias) for width in widths]
-    return made, Conditions(product=pick(rng, A2, A3, A5))
-
-
-def quant_matmul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    rows, inner, columns = rng.integers(1, 40, 3).tolist()
-    x1, x2 = (torch.randint(-128, 128, size).to(torch.int8) for size in ((rows, inner), (columns, inner)))
-    dtype = pick(rng, torch.bfloat16, torch.float16, torch.int8, torch.int32)
-    arguments: Arguments = {"x1": x1, "x2": x2.t(), "output_dtype": dtype}
-    arguments["scale"] = torch.rand(pick(rng, 1, columns))
-    if dtype == torch.float16 and bool(rng.integers(2)):  # the bits, as a file holds them
-        arguments["scale"] = arguments["scale"].view(torch.int32).long()
-    elif dtype in HALVES:
-        arguments["pertoken_scale"] = pick(rng, torch.rand(rows), None)
-    if bool(rng.integers(2)):
-        arguments["bias"] = torch.randint(-9, 9, (columns,), dtype=torch.int32)
-    if dtype == torch.int8 and bool(rng.integers(2)):
-        arguments["offset"] = torch.rand(columns)
-    on_310p = dtype in (torch.int8, torch.float16) and arguments.get("pertoken_scale") is None
-    product = pick(rng, A2, A3, P310) if on_310p else pick(rng, A2, A3)
-    if product is not P310 and bool(rng.integers(2)):
-        arguments["x2"] = x2.t().contiguous()
-    return arguments, Conditions(product=product)
-
-
-def dynamic_quant(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    x = torch.randn(*rng.integers(1, 6, int(rng.integers(2, 4))).tolist()).to(pick(rng, *HALVES))
-    smooth = pick(rng, None, torch.rand(x.shape[-1]).to(x.dtype))
-    return {"input": x, "smooth_scales": smooth}, Conditions(product=pick(rng, A2, A3))
-
-
-def quantize(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    product = pick(rng, P310, A2, A3)
-    divides = product is not P310 and bool(rng.integers(2))
-    kinds = (torch.float32, torch.bfloat16) if divides else (torch.float32, *HALVES)
-    dtype = torch.float16 if product is P310 else pick(rng, *kinds)
-    x = torch.randn(*rng.integers(1, 6, int(rng.integers(2, 4))).tolist()).to(dtype)
-    scales = (1 + torch.rand(pick(rng, 1, x.shape[-1]))).to(dtype) * 20
-    offsets = torch.randint_like(scales, -9, 9)
-    return {
-        "input": x,
-        "scales": 1 / scales if divides else scales,
-        "zero_points": pick(rng, None, offsets.int() if divides else offsets),
-        "dtype": torch.qint8,
-        "axis": -1,
-        "div_mode": divides,
-    }, Conditions(product=product)
-
-
-def format_cast(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    product = pick(rng, P310, A2, A3, A5)
-    dtype = torch.float16 if product is P310 else pick(rng, torch.int8, *HALVES)
-    return {
-        "input": torch.ones(*rng.integers(1, 40, 2), dtype=dtype),
-        "acl_format": pick(rng, 2, 29),
-    }, Conditions(product=product)
-
-
 def top_k_top_p(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     rows, vocabulary = int(rng.integers(1, 6)), int(rng.integers(1, 1500))
     logits = torch.randn(rows, vocabulary).to(pick(rng, torch.float32, *HALVES))
@@ -457,13 +306,6 @@ def top_k_top_p(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     given = pick(rng, ("p",), ("k",), ("p", "k"))
     columns = {"p": torch.rand(rows).to(logits.dtype), "k": k}
     return {"logits": logits} | {name: columns[name] for name in given}, Conditions(product=pick(rng, A2, A3))
-
-
-def prefetch(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    weight = torch.ones(*rng.integers(1, 40, 2), dtype=pick(rng, *HALVES))
-    size, offset = int(rng.integers(1, 9000)), int(rng.integers(0, weight.nbytes))
-    call = {"input": weight, "dependency": pick(rng, None, torch.ones(3)), "max_size": size, "offset": offset}
-    return call, Conditions(product=pick(rng, A2, A3))
 
 
 FIA, ATB = "npu_fused_infer_attention_score", "_npu_paged_attention"
@@ -494,7 +336,7 @@ def int4_product(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     return arguments, Conditions(product=pick(rng, A2, A3))
 
 
-RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] = {
+DRAWN: dict[str, Draw] = {
     FIA: first_fused_attention,
     f"{FIA}.out": given_outputs(first_fused_attention),
     f"_{FIA}_get_max_workspace": first_fused_attention,
@@ -510,43 +352,48 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "npu_scatter_pa_kv_cache": write("npu_scatter_pa_kv_cache"),
     "_npu_reshape_and_cache": write("_npu_reshape_and_cache"),
     "_npu_reshape_and_cache_siso": write("_npu_reshape_and_cache_siso"),
-    "npu_scatter_nd_update_": scatter,
-    "npu_kv_rmsnorm_rope_cache": right_latent_calls.cache_write,
-    "npu_transpose_batchmatmul": right_latent_calls.product,
-    "npu_mla_prolog_v3": right_latent_calls.prolog,
-    "npu_lightning_indexer": right_sparse_calls.indexer,
-    "npu_quant_lightning_indexer": right_sparse_calls.int8_indexer,
-    "npu_sparse_flash_attention": right_sparse_calls.attention,
-    "npu_kv_quant_sparse_flash_attention": right_sparse_calls.int8_attention,
-    "npu_rms_norm": rms_norm,
-    "npu_add_rms_norm": add_rms_norm,
-    "npu_add_rms_norm_cast": add_rms_norm_cast,
     "npu_qkv_rms_norm_rope_cache": joined_heads,
-    "npu_apply_rotary_pos_emb": apply_rotary,
     "npu_rotary_mul": rotary_mul,
-    "npu_swiglu": swiglu,
-    "npu_clipped_swiglu": right_mixture_calls.clipped_gate,
-    "npu_add_rms_norm_dynamic_quant": add_rms_norm_dynamic_quant,
-    "npu_dequant_swiglu_quant": dequant_swiglu_quant,
-    "npu_grouped_matmul_swiglu_quant_v2": right_mixture_calls.gated_products,
-    "npu_grouped_matmul": grouped_matmul,
-    "npu_moe_gating_top_k_softmax": right_mixture_calls.gating,
-    "npu_moe_gating_top_k_softmax_v2": right_mixture_calls.gating_as_one,
-    "npu_moe_gating_top_k": right_mixture_calls.gating_in_groups,
-    "npu_moe_init_routing_v2": right_mixture_calls.routing,
-    "npu_moe_token_unpermute": right_mixture_calls.combining,
-    "_npu_moe_token_unpermute": right_mixture_calls.combining,
-    "npu_quant_matmul": quant_matmul,
+    "_npu_moe_token_unpermute": sampled("npu_moe_token_unpermute"),
     "npu_convert_weight_to_int4pack": int4_pack,
     "npu_weight_quant_batchmatmul": int4_product,
     "npu_mm_all_reduce_base": summed_calls.product,
     "npu_moe_distribute_dispatch_v2": dispatch_calls.dispatch,
     "npu_moe_distribute_combine_v2": dispatch_calls.combine,
-    "npu_dynamic_quant": dynamic_quant,
-    "npu_quantize": quantize,
-    "npu_format_cast": format_cast,
     "npu_recurrent_gated_delta_rule": delta_rule_calls.recurrent,
-    "npu_chunk_gated_delta_rule": delta_rule_calls.chunk,
     "npu_top_k_top_p": top_k_top_p,
-    "npu_prefetch": prefetch,
+}
+RIGHT = DRAWN | {
+    name: sampled(name)
+    for name in (
+        "npu_scatter_nd_update_",
+        "npu_kv_rmsnorm_rope_cache",
+        "npu_transpose_batchmatmul",
+        "npu_mla_prolog_v3",
+        "npu_rms_norm",
+        "npu_add_rms_norm",
+        "npu_add_rms_norm_cast",
+        "npu_apply_rotary_pos_emb",
+        "npu_swiglu",
+        "npu_clipped_swiglu",
+        "npu_quant_matmul",
+        "npu_dynamic_quant",
+        "npu_quantize",
+        "npu_format_cast",
+        "npu_grouped_matmul",
+        "npu_moe_gating_top_k",
+        "npu_moe_gating_top_k_softmax",
+        "npu_moe_gating_top_k_softmax_v2",
+        "npu_moe_init_routing_v2",
+        "npu_moe_token_unpermute",
+        "npu_add_rms_norm_dynamic_quant",
+        "npu_dequant_swiglu_quant",
+        "npu_grouped_matmul_swiglu_quant_v2",
+        "npu_chunk_gated_delta_rule",
+        "npu_lightning_indexer",
+        "npu_quant_lightning_indexer",
+        "npu_sparse_flash_attention",
+        "npu_kv_quant_sparse_flash_attention",
+        "npu_prefetch",
+    )
 }

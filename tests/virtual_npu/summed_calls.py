@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.virtual_npu.right_mixture_calls import HALVES, Arguments, pick
+from tests.virtual_npu.calls import HALVES, Arguments, pick
 from tests.virtual_npu.wrong import Wrong, put, strided, to
 from virtual_npu.contract import Conditions, Summing
 

@@ -5,15 +5,13 @@ A 310P is simulated in a process of its own, since a process has one NPU for as 
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from recipes.schema.recipe import ROOT
+from tests.serving.warm import CODE, completed
 from virtual_npu.contract import ContractError
 
 pytestmark = [pytest.mark.npu, pytest.mark.usefixtures("device")]
@@ -61,9 +59,7 @@ print(bool((ops.linear(x, tiled).cpu() - wide).abs().max() < 0.02))
 
 @pytest.mark.slow
 def test_before_the_910b_nothing_is_captured_online_and_no_sum_takes_tiles() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ON_310P], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = completed(CODE, ON_310P)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "False online-compile",

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.each_of import each_of
-from tests.pairs import pairs
 from tests.thorough import cases
 from tests.virtual_npu.batches import MASK, Dense, first_version, int8_pages, oracle, paged
 from virtual_npu.contract import Conditions, ContractError
@@ -19,20 +18,6 @@ from virtual_npu.operators import operator
 
 FP32 = Conditions(fp32=True)
 V1, V2 = operator("npu_fused_infer_attention_score"), operator("npu_fused_infer_attention_score_v2")
-
-
-@each_of(
-    "page_size, by_heads, window, heads",
-    pairs([16, 32, 128], [False, True], [None, 1, 7, 40], [(2, 1), (8, 2)]),
-)
-def test_mixed_batches(page_size: int, by_heads: bool, window: int | None, heads: tuple[int, int]) -> None:
-    seed = [page_size, by_heads, window or 0, heads[0]]
-    arguments, dense = paged(
-        np.random.default_rng(seed), page_size=page_size, by_heads=by_heads, window=window, heads=heads
-    )
-    out, lse = V2(FP32, **arguments)
-    close(out, lse, dense)
-    assert all(map(torch.equal, V1(FP32, **first_version(arguments)), (out, lse)))
 
 
 @each_of("seed", range(cases(40, 300)))
@@ -48,19 +33,10 @@ def test_random_batches(seed: int) -> None:
         window=None if rng.integers(2) else int(rng.integers(1, 90)),
         sink=bool(rng.integers(2)),
     )
-    close(*V2(FP32, **arguments), dense)
-
-
-@each_of("heads", [(3, 3), (6, 1)])
-def test_heads_of_128(heads: tuple[int, int]) -> None:
-    arguments, dense = paged(np.random.default_rng(heads), heads=heads, dim=128)
-    close(*V2(FP32, **arguments), dense)
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_sinks(window: int | None) -> None:
-    arguments, dense = paged(np.random.default_rng(7), heads=(4, 2), window=window, sink=True)
-    close(*V2(FP32, **arguments), dense)
+    out, lse = V2(FP32, **arguments)
+    close(out, lse, dense)
+    if dense.sink is None:  # which the first version does not have
+        assert all(map(torch.equal, V1(FP32, **first_version(arguments)), (out, lse)))
 
 
 @each_of("dtype", [torch.float32, torch.bfloat16, torch.float16])

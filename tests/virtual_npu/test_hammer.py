@@ -22,6 +22,7 @@ SANITIZERS = {
 EMPTY = "int main(void) { return 0; }\n"
 
 
+@pytest.mark.slow
 @pytest.mark.npu
 @pytest.mark.parametrize("kind", SANITIZERS)
 def test_threads_that_hammer_the_device_find_no_race(kind: str, tmp_path: Path) -> None:

@@ -6,17 +6,14 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+from tests.serving.warm import start_session
 from virtual_npu import ops
 from virtual_npu.operators import OPERATORS, operator
 from virtual_npu.simulated_products import PRODUCTS, Product, product
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_fact_has_its_source() -> None:
@@ -29,20 +26,11 @@ def test_every_fact_has_its_source() -> None:
         )
 
 
-def test_a_product_is_found_by_its_name() -> None:
-    assert product("910B").fused_attention
+def test_what_is_not_known_is_said_to_be_so() -> None:
     with pytest.raises(
         ValueError, match="product 'A9' is not known; the products are 310P, 910, 910B, 910C, 950"
     ):
         product("A9")
-
-
-def test_the_950_is_on_no_page_of_int8_products() -> None:
-    for name in ("npu_quant_matmul", "npu_dynamic_quant"):
-        assert PRODUCTS["950"] not in operator(name).products
-
-
-def test_an_unknown_operator_is_said_to_be_one() -> None:
     with pytest.raises(ValueError, match="operator 'npu_x' is not known here"):
         operator("npu_x")
 
@@ -82,7 +70,6 @@ def test_the_list_is_there_for_programs(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_reader_that_has_seen_enough_ends_the_list_without_a_traceback() -> None:
     read, write = os.pipe()
     os.close(read)
-    with os.fdopen(write) as nobody:
-        command = [sys.executable, "-m", "virtual_npu.ops"]
-        done = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, cwd=ROOT, check=False)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+    with os.fdopen(write, "wb") as nobody:
+        status = start_session("virtual_npu.ops", [], dict(os.environ), nobody).wait(PATIENCE_S)
+    assert status == 128 + signal.SIGPIPE

@@ -8,11 +8,25 @@ import numpy as np
 import pytest
 import torch
 
-from tests.virtual_npu.right_mixture_calls import of_4_and_8_bits
+from tests.virtual_npu.calls import Arguments
 from virtual_npu.contract import Conditions
 from virtual_npu.operators import OPERATORS
 
 KERNELS = {each.qualified: partial(each, Conditions()) for each in OPERATORS}
+
+
+def of_4_and_8_bits(experts: int, inner: int, words: int, rows: int) -> tuple[torch.Tensor, Arguments]:
+    """A weight of so many words a row, to be multiplied with int8 rows, and what goes with it."""
+    numbers = torch.randint(-8, 8, (experts, inner, 8 * words))
+    nibbles = [(numbers[..., place::8] & 15) << (4 * place) for place in range(8)]
+    weight = torch.stack(nibbles).sum(0)
+    scale = torch.rand(experts, 8 * words)
+    more: Arguments = {
+        "scale": [scale.view(torch.int32).long()[:, None]],
+        "per_token_scale": [torch.rand(rows)],
+        "bias": [8 * numbers.sum(1) * scale],
+    }
+    return (weight - 2**32 * (weight >= 2**31)).int(), more
 
 
 def matrices(rows: int, inner: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
@@ -163,11 +177,6 @@ def test_grouped_products_are_the_products_one_by_one(has_bias: bool) -> None:
         wanted = x.double() @ weight.double() + (bias if has_bias else 0)
         torch.testing.assert_close(each.double(), wanted, atol=1e-2, rtol=1e-3)
         assert each.is_contiguous()
-
-
-def test_a_cast_to_tiles_shows_in_no_element() -> None:
-    weight = torch.randn(5, 7).half()
-    assert torch.equal(KERNELS["npu::npu_format_cast"](weight, 29), weight)
 
 
 @pytest.mark.parametrize("given", [("p",), ("k",), ("p", "k")])

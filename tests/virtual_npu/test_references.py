@@ -33,15 +33,6 @@ def test_rms_norm(dtype: torch.dtype) -> None:
     torch.testing.assert_close(rstd[..., 0], (x.float().square().mean(-1) + 1e-5) ** -0.5)
 
 
-def test_rms_norm_takes_gamma_in_float32_and_several_axes() -> None:
-    x, gamma = torch.randn(3, 4, 8).to(torch.bfloat16), torch.randn(4, 8)
-    y, rstd = KERNELS["npu::npu_rms_norm"](x, gamma)
-    torch.testing.assert_close(
-        y, functional.rms_norm(x.float(), (4, 8), gamma, 1e-6).to(torch.bfloat16), atol=1e-2, rtol=1e-2
-    )
-    assert rstd.shape == (3, 1, 1)
-
-
 def test_add_rms_norm() -> None:
     x, residual, gamma = (torch.randn(*shape).to(torch.bfloat16) for shape in ((5, 64), (5, 64), (64,)))
     y, rstd, total = KERNELS["npu::npu_add_rms_norm"](x, residual, gamma)
@@ -109,21 +100,6 @@ def test_rotary_in_place(dim: int) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("layout", ["BSND", "SBND", "BNSD"])
-def test_rotary_layouts(layout: str) -> None:
-    sizes = {"B": 2, "S": 5, "N": 3, "D": 64}
-    query = torch.randn([sizes[axis] for axis in layout])
-    cos, sin = angles(10, 64)
-    one_head = [sizes[axis] if axis != "N" else 1 for axis in layout]
-    cos, sin = cos.view(one_head), sin.view(one_head)
-    first, second = query.chunk(2, -1)
-    want = query * cos + torch.cat([-second, first], -1) * sin
-    result, _ = KERNELS["npu::npu_apply_rotary_pos_emb"](
-        query.clone(), query.clone(), cos, sin, layout=layout
-    )
-    torch.testing.assert_close(result, want)
-
-
 def test_rotary_of_neighbours() -> None:
     x, (cos, sin) = torch.randn(3, 2, 64), angles(3, 64)
     cos, sin = (each[:, None, :32].repeat_interleave(2, -1) for each in (cos, sin))
@@ -188,13 +164,6 @@ def test_padding_may_fall_on_one_place_of_page_0() -> None:
     slots = torch.tensor([0, 20, 0])
     KERNELS["npu::npu_scatter_pa_kv_cache"](key, key, cache, cache.clone(), slots, cache_mode="Norm")
     assert torch.equal(cache[1, 4], key[1])
-
-
-def test_scatter_nd_update() -> None:
-    cache, rows, index = torch.zeros(6, 2, 4), torch.randn(2, 2, 4), torch.tensor([[4], [1]])
-    assert KERNELS["npu::npu_scatter_nd_update_"](cache, index, rows) is cache
-    assert torch.equal(cache[[4, 1]], rows)
-    assert int(cache.any(-1).any(-1).sum()) == 2
 
 
 @pytest.mark.parametrize("in_int8", [False, True])

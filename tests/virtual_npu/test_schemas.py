@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.each_of import each_of
 from tests.virtual_npu.batches import first_version, paged
-from tests.virtual_npu.right_calls import RIGHT, Arguments
+from tests.virtual_npu.right_calls import DRAWN, RIGHT, Arguments
 from virtual_npu.contract import Conditions, ContractError, Operator
 from virtual_npu.operators import OPERATORS, operator
 
@@ -55,7 +55,7 @@ def test_only_these_have_no_meta_kernel() -> None:
 
 def test_references_return_what_the_wheels_meta_kernels_say() -> None:
     for each in filter(has_meta_kernel, OPERATORS):
-        for seed in range(8):
+        for seed in range(2):
             arguments, conditions = RIGHT[each.name](np.random.default_rng(seed))
             if each.name == "npu_top_k_top_p" and not {"p", "k"} <= set(arguments):
                 continue  # the schema lets both be left out, the wheel's meta kernel neither
@@ -64,11 +64,12 @@ def test_references_return_what_the_wheels_meta_kernels_say() -> None:
             assert [described(one) for one in tensors(said)] == [described(one) for one in tensors(made)]
 
 
-@each_of("each", OPERATORS)
+@each_of("each", [each for each in OPERATORS if each.name in DRAWN])
 def test_a_call_on_the_device_comes_to_what_the_reference_makes(
     each: Operator, under: Callable[[Conditions], None]
 ) -> None:
-    for seed in range(3):
+    """What a verification draws, test_verify.py compares on the device."""
+    for seed in range(2):
         arguments, conditions = RIGHT[each.name](np.random.default_rng(seed))
         under(conditions)
         on_device = moved(arguments, "npu")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.serving.warm import CODE, completed
 from virtual_npu import libraries
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.npu
 
 SMALL = """
@@ -33,19 +31,6 @@ torch.npu.empty_cache()
 assert torch.npu.mem_get_info()[0] == 64 << 20
 print(torch.npu.get_device_name())
 """
-
-
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A program of its own, for a process has one device."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +81,7 @@ def test_what_is_no_library_is_told(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("site")
 def test_a_small_device_runs_out_of_memory_as_a_device_does():
-    done = run(SMALL)
+    done = completed(CODE, SMALL)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:2] == ["out of memory", "Ascend310P3"]
     assert "VIRTUAL" in done.stderr
@@ -112,7 +97,8 @@ def test_a_small_device_runs_out_of_memory_as_a_device_does():
         ),
     ],
 )
-def test_it_starts_beside_nothing_real(code, said, tmp_path):
-    done = run(code, ASCEND_HOME_PATH=str(tmp_path))
+def test_it_starts_beside_nothing_real(code, said, tmp_path, monkeypatch):
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    done = completed(CODE, code)
     assert done.returncode == 1
     assert said in done.stderr

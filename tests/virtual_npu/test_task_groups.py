@@ -220,17 +220,6 @@ def test_an_update_of_attention_keeps_the_page_table_that_was_captured(is_named:
         torch.npu.graph_task_update_end(updates)
 
 
-def test_a_capture_outside_a_task_group_would_freeze_the_lengths():
-    import torch_npu
-
-    call = attention([1, 1])
-    with (
-        pytest.raises(ValueError, match="capture-form"),
-        torch.npu.graph(torch.npu.NPUGraph()),
-    ):
-        torch_npu.npu_fused_infer_attention_score(**call)
-
-
 def paged_attention() -> dict[str, object]:
     """One decode over a page of 16 tokens, whose length lies on the host."""
     generator = torch.Generator().manual_seed(0)

@@ -18,7 +18,7 @@ from virtual_npu.contract import Conditions
 from virtual_npu.operators import operator as contract_of
 from virtual_npu.sample_calls import MAKERS, makers, sample_call
 from virtual_npu.simulated_products import A1, A2, P310, PRODUCTS, Product
-from virtual_npu.verify import PACKER, in_words, main, on_device, product_of, verify
+from virtual_npu.verify import PACKER, in_words, main, product_of, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,14 +31,6 @@ def by_reference(operator: str, arguments: Mapping[str, Any], product: Product =
     return contract_of(operator)(Conditions(product=product), **arguments)
 
 
-@pytest.mark.npu
-@pytest.mark.usefixtures("device")
-@each_of("operator", MAKERS)
-def test_a_device_computes_what_the_contract_says(operator: str) -> None:
-    verdict = verify(operator, on_device, "npu:0", 2, seed=0)
-    assert verdict.is_right, verdict.first_fault
-
-
 def scaled(operator: str, arguments: Mapping[str, Any]) -> Any:
     """Everything a tenth too large."""
     results = by_reference(operator, arguments)
@@ -47,7 +39,7 @@ def scaled(operator: str, arguments: Mapping[str, Any]) -> Any:
 
 @each_of("product, operator", CASES)
 def test_the_contract_lets_an_engines_calls_through(product: Product, operator: str) -> None:
-    verdict = verify(operator, partial(by_reference, product=product), "cpu", cases(4, 60), 0, product)
+    verdict = verify(operator, partial(by_reference, product=product), "cpu", cases(2, 60), 0, product)
     assert verdict.is_right, verdict.first_fault
     assert verdict.worst == 0
 
@@ -142,15 +134,6 @@ def test_a_product_is_asked_for_what_it_has() -> None:
         assert floats <= {torch.float16}
 
 
-def test_a_wrong_result_of_a_310p_shows() -> None:
-    def forgetful(operator: str, arguments: Mapping[str, Any]) -> None:
-        by_reference(operator, arguments, P310)
-        arguments["out"][-1] = 0
-
-    for operator in ("_npu_paged_attention", "_npu_paged_attention_splitfuse_v2"):
-        assert verify(operator, forgetful, "cpu", 2, 0, P310).num_right == 0
-
-
 def test_a_device_says_which_product_it_is() -> None:
     names = {"Ascend310P3": "310P", "Ascend910B4-1": "910B", "Ascend910_9391": "910C", "Ascend910A": "910"}
     found = {chip: product_of(chip) for chip in names}
@@ -161,7 +144,7 @@ def test_a_device_says_which_product_it_is() -> None:
 @pytest.mark.npu
 @pytest.mark.usefixtures("device")
 def test_the_command_tells_every_operator(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--virtual", "--calls", "1", "--seed", "3", "--json"]) == 0
+    assert main(["--virtual", "--calls", "2", "--seed", "3", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [each["operator"] for each in told] == list(MAKERS)
-    assert all(each["num_right"] == each["num_calls"] == 1 and each["is_right"] for each in told)
+    assert all(each["num_right"] == each["num_calls"] == 2 and each["is_right"] for each in told)

@@ -92,12 +92,6 @@ def test_the_bases_of_wrong_calls_are_right() -> None:
             operator(conditions, **arguments)
 
 
-def test_a_call_within_a_task_group_may_be_captured() -> None:
-    for operator in (each for each in OPERATORS if each.name.endswith(".out")):
-        arguments, conditions = call(operator, Wrong("", put(), "", "", "decodes"))
-        operator.check_capture(replace(conditions, capture=lambda: "group"), **arguments)
-
-
 def test_float32_is_let_through_by_a_condition_and_nothing_else_is() -> None:
     operator = next(each for each in OPERATORS if each.name == FIA)
     widened = {"fp32": True}

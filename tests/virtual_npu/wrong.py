@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.virtual_npu.right_mixture_calls import Arguments
+from tests.virtual_npu.calls import Arguments
 
 Change = Callable[[Arguments], Arguments]
 
@@ -61,4 +61,9 @@ def spoil(tensor: Tensor, places: Any, value: float | Tensor) -> Tensor:
 
 def pages_but(*pages: int) -> Callable[[], list[int]]:
     """A hook that says all pages are held but these."""
-    return lambda: [page for page in range(1, 40) if page not in pages]
+    return lambda: [page for page in range(1, 1000) if page not in pages]
+
+
+# Conditions of calls that touch the null page, which is nobody's, or pages of no request
+NOBODYS: dict[str, Any] = {"held": pages_but()}
+HELD: dict[str, Any] = {"held": lambda: [9999]}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.virtual_npu.batches import MASK, int8_pages, paged
+from tests.virtual_npu.calls import Arguments
 from tests.virtual_npu.right_calls import in_layout
-from tests.virtual_npu.right_mixture_calls import Arguments
-from tests.virtual_npu.wrong import Wrong, pages_but, put, spoil, strided, to
+from tests.virtual_npu.wrong import HELD, NOBODYS, Wrong, put, spoil, strided, to
 from virtual_npu.simulated_products import A5
 
 INT8_PAGES = "pages of int8"
@@ -190,7 +190,6 @@ ATTENTION = [
     Wrong("dtype", to("key", Tensor.char), "key", "int8 "),
     Wrong("modelled", put(pse_shift=torch.zeros(1, 4, 36, 40)), "pse_shift", "float32 (1, 4, 36, 40)"),
     Wrong("dtype", to("query", Tensor.float), "query", "float32"),
-    Wrong("dtype", to("key", Tensor.half), "key", "float16"),
     Wrong("axes", to("query", lambda query: query[None]), "query", "(1, 36, 4, 64)"),
     Wrong("axes", to("key", lambda key: key.flatten(1)), "key", "(65, 128)", "keys"),
     Wrong("heads", put(num_key_value_heads=3), "num_query_heads", "4 over num_key_value_heads 3"),
@@ -313,9 +312,9 @@ ATTENTION = [
         to("block_table", lambda table: spoil(table, (1, 0), 0)),
         "block_table",
         "page 0 in row 1",
-        conditions={"held": pages_but()},
+        conditions=NOBODYS,
     ),
-    Wrong("pages-held", put(), "block_table", "which no request holds", conditions={"held": lambda: [39]}),
+    Wrong("pages-held", put(), "block_table", "which no request holds", conditions=HELD),
     Wrong("written", to("value", lambda value: torch.full_like(value, torch.nan)), "value", "NaN at place 0"),
     Wrong("silent-average", put(sparse_mode=0, atten_mask=None), "sparse_mode", "0 without a mask in TND"),
     Wrong("silent-mask", put(), "atten_mask", "of sparse_mode 0 over 600 keys", "long rows"),

@@ -13,15 +13,14 @@ from tests.virtual_npu import (
     wrong_latent_calls,
     wrong_sparse_calls,
 )
+from tests.virtual_npu.calls import Arguments
 from tests.virtual_npu.right_calls import compressed, hidden
-from tests.virtual_npu.right_mixture_calls import Arguments
-from tests.virtual_npu.wrong import Change, Wrong, cut, pages_but, put, spoil, strided, to
+from tests.virtual_npu.wrong import HELD, NOBODYS, Change, Wrong, cut, put, spoil, strided, to
 from virtual_npu.operators.atb import in_tiles
 from virtual_npu.simulated_products import A2, A5, P310
 
 ON_310P, ON_910B = {"product": P310}, {"product": A2}
 Sent = torch.nn.Parameter  # stands for a tensor in the device's memory
-NOBODYS, HELD = {"held": pages_but()}, {"held": lambda: [39]}
 
 
 def _small_pages(call: Arguments) -> Arguments:
@@ -95,11 +94,7 @@ FROZEN_QUERIES = Wrong(
     "seq_len",
     "frozen by the capture",
     captured=True,
-    conditions={
-        **ON_310P,
-        "on_device": lambda lens: isinstance(lens, Sent),
-        "capture": lambda: "stream",
-    },
+    conditions={**ON_310P, "on_device": lambda lens: isinstance(lens, Sent), "capture": lambda: "stream"},
 )
 DECODES, SPANS = [*ATB, FROZEN_KEYS], [*ATB, FROZEN_QUERIES]
 WRITES = [
@@ -131,7 +126,7 @@ SCATTER = [
     Wrong("dtype", to("updates", Tensor.double), "updates", "float64"),
     Wrong("axes", to("indices", lambda index: index[:, 0]), "indices", "int"),
     Wrong("axes", cut("updates"), "updates", "into"),
-    Wrong("rows-in-range", to("indices", lambda index: spoil(index, 0, 64)), "indices", "row 64 of 64"),
+    Wrong("rows-in-range", to("indices", lambda index: spoil(index, 0, 999_999)), "indices", "row 999999 of"),
     Wrong("rows-unique", to("indices", lambda index: spoil(index, 1, int(index[0]))), "indices", "once"),
 ]
 NORM = [
@@ -251,8 +246,6 @@ INT4_MATMUL = [
     Wrong("groups", put(antiquant_group_size=160), "antiquant_group_size", "160 of"),
     Wrong("scales", to("antiquant_scale", Tensor.float), "antiquant_scale", "float32"),
     Wrong("scales", cut("antiquant_scale"), "antiquant_scale", "columns"),
-    Wrong("scales", to("antiquant_offset", Tensor.float), "antiquant_offset", "beside"),
-    Wrong("scales", cut("antiquant_offset"), "antiquant_offset", "beside"),
     Wrong("bias", to("bias", Tensor.double), "bias", "float64"),
     Wrong("bias", put(bias=torch.ones(3)), "bias", "(3,)"),
     Wrong("modelled", put(quant_scale=torch.ones(1)), "quant_scale", "given"),
@@ -263,15 +256,6 @@ STATIC_QUANT = [
     Wrong("matched", to("scales", Tensor.double), "scales", "float64"),
     Wrong("columns", put(scales=torch.ones(99).half(), input=torch.ones(2, 3).half()), "scales", "(99,)"),
     Wrong("columns", put(zero_points=torch.ones(99)), "zero_points", "beside"),
-    Wrong(
-        "columns",
-        lambda call: (
-            {"div_mode": True, "scales": torch.ones(1), "input": torch.ones(3, 2)}
-            | {"zero_points": torch.ones(1)}
-        ),
-        "zero_points",
-        "beside",
-    ),
     Wrong(
         "divisors",
         put(div_mode=True, scales=torch.ones(1).half(), input=torch.ones(2, 3).half()),
@@ -306,11 +290,7 @@ def of_experts(**values: object) -> Change:
 def in_4_bits(**values: object) -> Change:
     """The same with a weight of 4 bits, by two groups of rows."""
     scales = torch.ones(3, 2, 8).half()
-    right = {
-        "weight": [torch.ones(3, 4, 1).int()],
-        "antiquant_scale": [scales],
-        "antiquant_offset": [scales],
-    }
+    right = {"weight": [torch.ones(3, 4, 1).int()], "antiquant_scale": [scales], "antiquant_offset": [scales]}
     return of_experts(**right | values)
 
 
@@ -362,7 +342,6 @@ GROUPED = [
     Wrong("scaled", in_int8(output_dtype=torch.int32), "scale", "stays in int32"),
     Wrong("scaled", in_int8(scale=[torch.ones(3, 8)]), "scale", "float32"),
     Wrong("scaled", in_int8(per_token_scale=[torch.ones(5)]), "per_token_scale", "for"),
-    Wrong("matched", in_int8(weight=[torch.ones(3, 4, 8).half()]), "weight", "float16"),
     Wrong("experts", in_int8(weight=[torch.ones(3, 4, 1).int()]), "bias", "None for int32"),
     Wrong("scaled", in_4_and_8_bits(scale=[torch.ones(3, 8)]), "scale", "float32"),
     Wrong("scaled", in_4_and_8_bits(scale=[torch.ones(3, 2, 8).long()]), "scale", "(3, 2, 8)"),
@@ -450,7 +429,6 @@ JOINED = [
     Wrong("sizes", to("qkv_size", lambda size: [*size[:3], 64]), "qkv_size", "64] for heads"),
     Wrong("axes", to("k_gamma", lambda gamma: gamma[:-1]), "k_gamma", "(127,)"),
     Wrong("axes", cut("sin"), "sin", "rows of"),
-    Wrong("axes", cut("q_out"), "q_out", "rows of"),
     Wrong("blocks", to("k_cache", lambda cache: cache[..., :-1]), "k_cache", "15)"),
     Wrong("blocks", cut("v_cache"), "v_cache", "columns"),
     Wrong(

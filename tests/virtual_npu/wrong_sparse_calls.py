@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.virtual_npu.wrong import Change, Wrong, cut, pages_but, put, spoil, strided, to
+from tests.virtual_npu.wrong import HELD, NOBODYS, Change, Wrong, cut, put, spoil, strided, to
 from virtual_npu.simulated_products import A5
 
 
@@ -23,16 +23,12 @@ def _pages_of(size: int) -> Change:
 SHARED = [
     Wrong("mode", put(layout_query="BSND"), "layout_query", "BSND"),
     Wrong("mode", put(layout_keys="TND"), "layout_keys", "TND"),
-    Wrong("mode", put(sparse_mode=0), "sparse_mode", "is 0"),
-    Wrong("mode", put(next_tokens=0), "next_tokens", "is 0"),
     Wrong("given", put(block_table=None), "block_table", "None"),
     Wrong("given", put(key_lens=None), "key_lens", "None"),
     Wrong("dtype", to("block_table", Tensor.long), "block_table", "int64"),
     Wrong("dtype", to("query", Tensor.double), "query", "float64"),
     Wrong("axes", to("query", lambda query: query[..., :-1]), "query", "for ("),
     Wrong("axes", to("key", lambda key: key[:, :, 0]), "key", "("),
-    Wrong("axes", cut("key_lens"), "key_lens", "for ("),
-    Wrong("axes", cut("block_table"), "block_table", "for ("),
     Wrong("page-size", _pages_of(15), "key", "pages of 15"),
     Wrong("contiguous", to("query", strided), "query", "strided"),
     Wrong("contiguous", to("block_table", strided), "block_table", "strided"),
@@ -50,9 +46,9 @@ SHARED = [
         to("block_table", lambda table: spoil(table, (0, 0), 0)),
         "block_table",
         "page 0 in row 0",
-        conditions={"held": pages_but()},
+        conditions=NOBODYS,
     ),
-    Wrong("pages-held", put(), "block_table", "no request holds", conditions={"held": lambda: [39]}),
+    Wrong("pages-held", put(), "block_table", "no request holds", conditions=HELD),
 ]
 
 
