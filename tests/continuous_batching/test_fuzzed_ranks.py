@@ -156,16 +156,3 @@ class Deciding(NoDevice):
 
     def told(self, topic: str, name: str, is_agreed: bool) -> None:
         self._work.decide(name, is_agreed)
-
-
-def test_a_recording_with_other_bytes_is_damage(bodies: list[bytes]) -> None:
-    """Bytes without right checksums are damage, with the place."""
-    mutator, data, before = Mutator(3), b"", BEGIN
-    for body in bodies:
-        frame, before = framed(body, before)
-        data += frame
-    for _ in range(FEW):
-        changed = mutator.data(data)
-        if changed not in (data, b""):
-            with pytest.raises(ValueError, match=r".+"):
-                [*read_entries(io.BytesIO(changed))]

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from continuous_batching.policies.batching import StallFree
 from continuous_batching.scheduling.scheduler import Scheduler
-from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.proposer import DraftModel, head_spans
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import PagePool
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.checksum import VOCAB_SIZE, alone
 from tests.continuous_batching.head_checksum import HeadRunner
-from tests.continuous_batching.test_draft_model import Wavering, ask
+from tests.continuous_batching.test_draft_model import DRAWN, Wavering, ask
 from tests.continuous_batching.test_draft_schedules import schedulers
-from tests.continuous_batching.test_schedules import Arrival, arrivals, check_answers, serve
-from tests.thorough import cases
+from tests.continuous_batching.test_schedules import (
+    Arrival,
+    Made,
+    Resizes,
+    check_answers,
+    over_schedules,
+    serve,
+)
 
 
 def drafting(slots: SlotPool, most: int, seed: int | None) -> Speculation:
@@ -27,25 +30,11 @@ def drafting(slots: SlotPool, most: int, seed: int | None) -> Speculation:
     return Speculation(slots, DraftModel(), lengths, most, spans=head_spans)
 
 
-@settings(
-    max_examples=cases(30, 2500), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-@given(
-    made=schedulers(),
-    plan=st.lists(arrivals, min_size=1, max_size=10),
-    resizes=st.dictionaries(
-        st.integers(0, 30),
-        st.tuples(st.integers(-20, 20), st.sampled_from(["nothing", "cached", "running"])),
-        max_size=3,
-    ),
-    overlap=st.booleans(),
-    most=st.sampled_from([1, 2, 5, 20]),
-    seed=st.one_of(st.none(), st.integers(0, 9)),
-)
+@over_schedules(15, 2500, schedulers(), **DRAWN)
 def test_its_keys_and_features_are_there_in_every_schedule(
-    made: tuple[Scheduler, ChecksumRunner],
+    made: Made,
     plan: list[Arrival],
-    resizes: dict[int, tuple[int, GiveUp]],
+    resizes: Resizes,
     overlap: bool,
     most: int,
     seed: int | None,

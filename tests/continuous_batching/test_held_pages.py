@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
-from continuous_batching.recording.format import read_entries
 from continuous_batching.recording.recorder import Recorder
 from continuous_batching.recording.replay import Divergence, replay
 from continuous_batching.request import Request, SamplingParams
 from tests.continuous_batching.checksum import POISON, VOCAB_SIZE, ChecksumRunner, key
 from tests.continuous_batching.recount import recount
+from tests.continuous_batching.test_recorder import Memory
 from tests.continuous_batching.test_slot_lifecycle import ask, check, make, run_out
 from tests.continuous_batching.test_state_schedules import (
     NOTHING,
@@ -26,19 +25,6 @@ from tests.continuous_batching.test_state_schedules import (
 from tests.thorough import cases
 
 SIZE = 4
-
-
-class Memory:
-    """A sink that keeps a recording."""
-
-    def __init__(self) -> None:
-        self.file = io.BytesIO()
-
-    def write(self, record: bytes) -> None:
-        self.file.write(record)
-
-    def close(self, last: bytes) -> None:
-        self.file.write(last)
 
 
 def pages_of(engine: Engine) -> np.ndarray:
@@ -313,9 +299,8 @@ def test_random_schedules_with_arrivals_give_the_tokens_of_each_alone_and_replay
         hits += found
         check(*requests)
         engine.observer.close()
-        memory.file.seek(0)
         again = make(**options)
-        steps = sum(1 for _ in replay(read_entries(memory.file), again.scheduler))
+        steps = sum(1 for _ in replay(memory.entries(), again.scheduler))
         assert steps
         assert np.array_equal(again.scheduler.pool.holders, engine.scheduler.pool.holders)
         recount(again.scheduler)
@@ -348,9 +333,8 @@ def test_states_come_and_are_leased_with_the_pages_before_them(monkeypatch: pyte
         counts["missed"] += counters.missed_pages > 0
         assert states.num_available == states.pool.num_pages - 1, "states leaked"
         engine.observer.close()
-        memory.file.seek(0)
         again = engine_of(*limits, compact_every_steps=seed % 3)
-        assert sum(1 for _ in replay(read_entries(memory.file), again.scheduler))
+        assert sum(1 for _ in replay(memory.entries(), again.scheduler))
         assert np.array_equal(states_of(again).pool.holders, states.pool.holders)
         recount(again.scheduler)
     assert min(counts.values()) >= 3, counts
@@ -386,6 +370,5 @@ def test_a_replay_tells_where_pages_are_not_found_again() -> None:
     engine.observer = Recorder({}, memory)
     assert expect(engine, ask("a", 30, 4))
     engine.observer.close()
-    memory.file.seek(0)
     with pytest.raises(Divergence, match="no pages are found for a"):
-        list(replay(read_entries(memory.file), make(num_pages=5).scheduler))
+        list(replay(memory.entries(), make(num_pages=5).scheduler))

@@ -207,20 +207,6 @@ def test_steps_hardly_wait_for_guesses_that_do_not_pay(rate: float) -> None:
     assert all(waits[-20:]), "what pays is waited for"
 
 
-def test_it_is_a_function_of_what_it_is_told() -> None:
-    runs: list[list[int]] = [[], []]
-    for drafts in runs:
-        served(
-            [0.9, 0.5, 0.1],
-            cpu,
-            Throughput,
-            noise=0.3,
-            change=lambda engine, proposer, step: drafts.append(step.batch.num_drafts),  # noqa: B023 - called here
-        )
-    assert runs[0] == runs[1]
-    assert len(set(runs[0])) >= 3
-
-
 def test_an_estimate_follows_its_request_to_another_row() -> None:
     slots = SlotPool(2, 8, 4)
     slots.number[:] = 0, 1

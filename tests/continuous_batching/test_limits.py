@@ -108,14 +108,6 @@ def test_who_waits_too_long_ends_and_who_was_admitted_does_not() -> None:
     assert 5.0 <= ended["waits"].finish_s <= 7.0
 
 
-def test_a_leader_that_waited_too_long_takes_its_followers_along() -> None:
-    engine = make(QueueLimits(max_queue_wait_s=5.0), num_slots=1)
-    engine.add(ask("runs", max_tokens=30))
-    engine.add(ask("waits", num_samples=3))
-    ended = run_out(engine)
-    assert [ended[name].finish_reason for name in ("waits", "waits1", "waits2")] == ["timeout"] * 3
-
-
 def test_a_timeout_ends_a_request_wherever_it_is() -> None:
     engine = make(num_slots=1)
     engine.add(runs := ask("runs", max_tokens=30, timeout_s=10.0))

@@ -162,21 +162,6 @@ def test_tenants_take_turns_by_the_tokens_they_were_served() -> None:
     assert served(engine) == ["a1", "b1", "a2", "b2", "a3"]
 
 
-def test_a_tenant_of_twice_the_weight_gets_twice_as_much() -> None:
-    engine = make(weights={"b": 2.0})
-    for name in ("a1", "a2", "a3", "b1", "b2", "b3", "b4"):
-        engine.add(ask(name, 5, 5, tenant=name[0]))
-    order = served(engine)
-    assert [name[0] for name in order[:6]].count("b") == 4
-
-
-def test_each_tenants_requests_keep_their_order() -> None:
-    engine = make(weights={}, order=shortest_first)
-    for name, num_prompt in (("a1", 9), ("a2", 5), ("b1", 9), ("b2", 5)):
-        engine.add(ask(name, num_prompt, tenant=name[0]))
-    assert served(engine) == ["a2", "b2", "a1", "b1"]
-
-
 def test_a_tenant_saves_up_no_turns() -> None:
     engine = make(weights={}, prefix_sharing=False)
     engine.add(ask("b0", 5, 5, tenant="b"))

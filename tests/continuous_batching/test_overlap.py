@@ -11,7 +11,7 @@ import pytest
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from tests.continuous_batching.checksum import VOCAB_SIZE, alone
+from tests.continuous_batching.checksum import alone
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_slot_lifecycle import ask, check, make, run_out
 
@@ -78,24 +78,6 @@ def test_a_stop_is_noticed_a_step_late_and_reported_at_once() -> None:
     assert len(engine.slots.busy) == 1
     run_out(engine)
     check(other)
-
-
-def test_a_row_that_failed_and_was_outrun_is_never_found() -> None:
-    engine = make()
-    Device(engine)
-    bad, good = ask("bad", 9, 12), ask("good", 9, 12)
-    engine.add(bad)
-    engine.add(good)
-    engine.step()
-    engine.runner.fail = {"bad"}
-    finished = run_out(engine)
-    assert finished == [bad, good]
-    assert bad.finish_reason == "error"
-    assert len(bad.answer) == 2, "one that was known, and one that was on its way"
-    again = Request("again", bad.tokens, SamplingParams(max_tokens=1))
-    again.page_keys = engine.scheduler.lifecycle.matching.keys(again)
-    assert not len(engine.scheduler.lifecycle.find(again))
-    check(good)
 
 
 def test_a_row_that_failed_and_was_outrun_publishes_nothing_of_its_prompt() -> None:
@@ -235,31 +217,3 @@ def test_a_resize_waits_for_the_device_and_loses_no_step() -> None:
         steps.append(engine.step())
     assert len(steps) == 5
     check(request)
-
-
-def test_overlap_changes_no_answer() -> None:
-    def serve(overlap: bool) -> list[tuple[str | None, list[int]]]:
-        random = np.random.default_rng(5)
-        engine = make(num_slots=6, num_pages=60, compact_every_steps=4)
-        engine.overlap = overlap
-        requests = [
-            Request(
-                str(number),
-                random.integers(0, VOCAB_SIZE, int(random.integers(1, 30))),
-                SamplingParams(
-                    max_tokens=int(random.integers(1, 25)),
-                    seed=number,
-                    stop_token_ids=(int(random.integers(97)),),
-                ),
-            )
-            for number in range(40)
-        ]
-        for number, request in enumerate(requests):
-            engine.add(request)
-            if number % 3:
-                engine.step()
-                recount(engine.scheduler)
-        run_out(engine)
-        return [(request.finish_reason, request.answer.tolist()) for request in requests]
-
-    assert serve(overlap=True) == serve(overlap=False)

@@ -84,23 +84,6 @@ def test_samples_of_a_prompt_share_its_pages_and_copy_the_last_on_write() -> Non
     check(leader, *followers)
 
 
-def test_samples_of_a_prompt_that_ends_a_page_copy_nothing() -> None:
-    engine = make()
-    leader = ask("a", num_prompt=8, max_tokens=6, num_samples=3)
-    engine.add(leader)
-    run_out(engine)
-    assert engine.scheduler.counters.copied_pages == 0
-
-
-def test_samples_beyond_the_free_rows_queue_up() -> None:
-    engine = make(num_slots=2)
-    leader = ask("a", num_prompt=9, max_tokens=5, num_samples=5)
-    followers = list(leader.followers)
-    engine.add(leader)
-    run_out(engine)
-    check(leader, *followers)
-
-
 @pytest.mark.parametrize("when", ["waiting", "chunking"])
 def test_when_a_leader_is_aborted_the_next_sample_leads(when: str) -> None:
     engine = make(num_slots=2)
@@ -114,19 +97,6 @@ def test_when_a_leader_is_aborted_the_next_sample_leads(when: str) -> None:
     assert engine.abort("a2") is followers[1]
     run_out(engine)
     check(followers[0])
-
-
-def test_what_a_victim_alone_has_computed_waits_in_the_host_pool() -> None:
-    engine = make(num_slots=2, num_pages=1 + 8, num_host_pages=9, prefix_sharing=False)
-    old, young = ask("old", 12, 12), ask("young", 12, 12)
-    engine.add(old)
-    engine.add(young)
-    run_out(engine)
-    counters = engine.scheduler.counters
-    assert counters.preemptions == 1
-    assert counters.computed_tokens == 2 * (12 + 12 - 1), "nothing is computed twice"
-    assert counters.swapped_out_pages == counters.swapped_in_pages > 0
-    check(old, young)
 
 
 def test_without_room_in_the_host_pool_a_victim_is_computed_again() -> None:

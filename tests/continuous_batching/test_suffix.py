@@ -164,17 +164,3 @@ def test_every_guess_follows_an_end_that_stood_before(seed: int) -> None:
             say(slots, row, new)
             of_row[row] += new
     assert right > 200
-
-
-def test_it_is_a_function_of_what_the_slot_table_held() -> None:
-    outcomes = []
-    for _ in range(2):
-        slots = SlotPool(3, 300, 16)
-        proposer, random, outcome = Suffix(slots, 5000), np.random.default_rng(3), []
-        rows = [take(slots, number, random.integers(0, 4, 40).tolist()) for number in range(3)]
-        for _ in range(60):
-            outcome.append(guessed(proposer, *rows))
-            for row in rows:
-                say(slots, row, random.integers(0, 4, 3).tolist())
-        outcomes.append(outcome)
-    assert outcomes[0] == outcomes[1]

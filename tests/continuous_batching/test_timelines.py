@@ -15,7 +15,7 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner
 
 # The note on Orca, with static batches and with iteration-level scheduling: a cell is a token in its step
 STATIC = """
@@ -130,54 +130,3 @@ def test_the_four_ways_of_the_article_on_sarathi(policy: Policy, expected: list[
     engine.add(ask("C", 6, 9))
     engine.add(ask("D", 4, 9))
     assert [spans(engine) for _ in expected] == expected
-
-
-def test_the_engine_designs_first_three_requests_stream_at_once() -> None:
-    engine = make(StallFree(), num_slots=4, budget=40)
-    for name in "ABC":
-        engine.add(ask(name, 3, 6))
-    assert [names(engine) for _ in range(6)] == [["A", "B", "C"]] * 6
-    assert not engine.has_work
-
-
-def test_the_engine_designs_second_three_take_no_more_steps_than_one() -> None:
-    steps = []
-    for crowd in ("A", "ABC"):
-        engine = make(StallFree(), num_slots=4, budget=40)
-        for name in crowd:
-            engine.add(ask(name, 3, 6))
-        while engine.has_work:
-            names(engine)
-        steps.append(engine.scheduler.counters.steps)
-    assert steps[0] == steps[1], "the throughput of three is three times that of one"
-
-
-def test_the_engine_designs_third_who_comes_two_seconds_later_starts_at_once() -> None:
-    engine = make(StallFree(), num_slots=4, budget=40)
-    engine.add(ask("A", 3, 20))
-    while engine.clock() < 2.0:
-        names(engine)
-    late = ask("B", 5, 20)
-    late.arrival_s = engine.clock()
-    engine.add(late)
-    assert spans(engine) == {"A": 1, "B": 5}
-    assert late.first_token_s is not None
-    assert late.first_token_s - late.arrival_s == 1.0, (
-        "two ticks of half a second: a step's start and its end"
-    )
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [StallFree(), StallFree(FixedChunks(2)), Orca(), PrefillFirst(), Static(3, 0.0)],
-    ids=["stall_free", "chunks", "orca", "prefill_first", "static"],
-)
-def test_the_engine_designs_fourth_together_they_get_what_each_gets_alone(policy: Policy) -> None:
-    engine = make(policy, num_slots=4, budget=40)
-    requests = [ask(name, 3 + index, 6) for index, name in enumerate("ABCDEF")]
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        names(engine)
-    for request in requests:
-        assert request.answer.tolist() == alone(request.prompt.tolist(), 6)

@@ -75,13 +75,6 @@ def test_evicted_pages_rest_and_are_found_after_those_on_the_device(
     assert counted_as(cache, owner) == "whole"
 
 
-def test_without_a_host_pool_nothing_rests(pool: PagePool) -> None:
-    cache = PrefixCache(pool, SIZE)
-    owner = left(pool, cache, 0, 3)
-    assert cache.evict(2) is None
-    assert found(cache, owner) == owner.pages[:1].tolist()
-
-
 def test_of_more_than_there_is_room_for_the_last_used_and_the_first_of_chains_rest(
     pool: PagePool, cache: PrefixCache
 ) -> None:
@@ -192,20 +185,6 @@ def test_resting_pages_keep_their_places_when_the_device_is_compacted_and_resize
         pool.resize(num_pages)
         cache.resize(num_pages)
         assert found(cache, owner) == [*targets.tolist(), *names]
-
-
-def test_a_lookup_misses_beside_resting_pages_as_beside_others(pool: PagePool, cache: PrefixCache) -> None:
-    left(pool, cache, 0, 2)
-    cache.evict(2)
-    for ids, salt, why in (
-        ([0, 1, 99, 99], "", "unaligned"),
-        ([0, 1, 2, 3], "b", "other_salt"),
-        ([9, 9, 9, 9], "", "unseen"),
-    ):
-        asking = Owner(pool, cache, ids, salt)
-        before = cache.lookups.copy()
-        cache.count_lookup(asking.keys, asking.tokens, salt, asking.pages[:0])
-        assert cache.lookups - before == {why: 1}
 
 
 def test_pages_from_elsewhere_rest_beside_what_they_continue_and_go_before_it(

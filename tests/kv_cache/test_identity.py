@@ -56,26 +56,10 @@ def of_the_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return str(request.param)
 
 
-def test_pages_that_rest_in_a_full_host_give_the_tokens_of_each_alone(of_the_host: str) -> None:
-    engine = device.make(of_the_host, num_pages=14, num_host_pages=24)
-    check(engine, of_the_host)
-    assert engine.scheduler.counters.promoted_pages >= COUNT // 10
-
-
 def test_prompts_that_arrive_together_give_the_tokens_of_each_alone(of_the_host: str) -> None:
     engine = device.make(of_the_host, num_slots=16)
     check(engine, of_the_host, at_once=COUNT)
     assert engine.scheduler.counters.hit_tokens > 10 * COUNT
-
-
-def test_keys_of_four_bits_give_the_tokens_of_each_alone(
-    of_the_host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shorten_keys(monkeypatch, bits=4)
-    check(device.make(of_the_host, num_pages=60), of_the_host)
-    engine = device.make(of_the_host, num_pages=14, num_host_pages=60, poisoned=True)
-    check(engine, of_the_host)
-    assert engine.scheduler.counters.promoted_pages
 
 
 @pytest.mark.parametrize("num_samples", [1, 4])

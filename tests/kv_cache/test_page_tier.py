@@ -243,18 +243,6 @@ def test_a_dead_store_is_told_once_left_alone_and_asked_again(
     assert sum("works again" in each for each in said) == 2
 
 
-def test_a_full_store_is_still_read(make: Make, store: Store) -> None:
-    tier = make(pause_s=PATIENCE_S)
-    save(tier, 1)
-    assert tier.settle(PATIENCE_S)
-    store.is_full = True
-    save(tier, 2)
-    assert tier.settle(PATIENCE_S)
-    save(tier, 3)
-    assert tier.counters.dropped == 2
-    assert ended(tier, 1, 2) == [1]
-
-
 def test_what_does_not_fit_into_the_queue_is_dropped_and_counted(make: Make, store: Store) -> None:
     tier = make(most_queued_bytes=5 * (HEAD_BYTES + 8))
     until(lambda: store.num_answered == 1)

@@ -70,17 +70,6 @@ def test_a_published_prefix_is_found_as_far_as_the_tokens_agree(pool: PagePool, 
     assert Owner(pool, cache, [1, *range(1, 4)]).num_matched == 0
 
 
-def test_nothing_is_found_before_it_is_published(pool: PagePool, cache: PrefixCache) -> None:
-    Owner(pool, cache, range(8))
-    assert Owner(pool, cache, range(8)).num_matched == 0
-
-
-def test_salts_do_not_meet(pool: PagePool, cache: PrefixCache) -> None:
-    Owner(pool, cache, range(8), salt="a").publish()
-    assert Owner(pool, cache, range(8), salt="b").num_matched == 0
-    assert Owner(pool, cache, range(8), salt="a").num_matched == 2
-
-
 def test_find_neither_holds_nor_renews(pool: PagePool, cache: PrefixCache) -> None:
     old, new = Owner(pool, cache, range(4)).publish(), Owner(pool, cache, range(50, 54)).publish()
     old.leave()
