@@ -224,3 +224,12 @@ def test_victims() -> None:
     assert slots.requests[youngest(slots, rows)].id == "r2"
     assert slots.requests[fewest_lost(slots, rows)].id == "r0"
     assert slots.requests[lowest_priority(slots, rows)].id == "r2"
+
+
+def test_samples_need_ids_of_their_own() -> None:
+    engine = make()
+    leader = ask("a", num_prompt=10, max_tokens=2, num_samples=3)
+    leader.followers[1].id = "a1"
+    with pytest.raises(ValueError, match="request a1 is sampled twice"):
+        engine.add(leader)
+    assert not engine.has_work

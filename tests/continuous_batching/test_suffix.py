@@ -8,33 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.suffix import LENGTHS, Suffix
-
-MOST = 4
-
-
-def take(slots: SlotPool, number: int, tokens: list[int], salt: str | None = None) -> int:
-    request = Request(str(number), np.array(tokens), SamplingParams(max_tokens=40), cache_salt=salt)
-    request.number = number
-    return slots.take(request)
-
-
-def leave(slots: SlotPool, row: int) -> None:
-    slots.hand_back(row)
-    slots.release(row)
-
-
-def say(slots: SlotPool, row: int, tokens: list[int]) -> None:
-    known = int(slots.num_tokens[row])
-    slots.token_ids[row, known : known + len(tokens)] = tokens
-    slots.num_tokens[row] += len(tokens)
-
-
-def guessed(proposer: Suffix, *rows: int, most: int = MOST) -> list[list[int]]:
-    guesses = proposer.guess(np.array(rows), most)
-    return [tokens[:count] for tokens, count in zip(guesses.tokens.tolist(), guesses.counts.tolist())]
+from tests.continuous_batching.test_ngram import guessed, leave, say, take
 
 
 def text(seed: int, length: int) -> list[int]:

@@ -25,11 +25,11 @@ EMPTY = np.empty(0, dtype=np.int64)
 class Store:
     """In memory; waits at `gate`, and fails while it `fails`."""
 
-    def __init__(self) -> None:
-        self.entries: dict[bytes, bytes] = {}
+    def __init__(self, entries: dict[bytes, bytes] | None = None, *, fails: bool = False) -> None:
+        self.entries: dict[bytes, bytes] = {} if entries is None else entries
         self.gate = threading.Event()
         self.gate.set()
-        self.fails = self.is_full = False
+        self.fails, self.is_full = fails, False
         self.calls: list[str] = []
         self.num_answered = 0
 
