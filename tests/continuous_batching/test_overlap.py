@@ -80,38 +80,6 @@ def test_a_stop_is_noticed_a_step_late_and_reported_at_once() -> None:
     check(other)
 
 
-def test_a_row_that_failed_and_was_outrun_publishes_nothing_of_its_prompt() -> None:
-    engine = make()
-    Device(engine)
-    engine.runner.fail = {"bad"}  # it fails in its first step
-    start = engine.runner.start
-
-    def fail_once(batch: Batch) -> Callable[[], Sampled]:
-        wait = start(batch)
-        engine.runner.fail = set()
-        return wait
-
-    engine.runner.start = fail_once
-    bad, good = ask("bad", 9, 12), ask("good", 9, 12)
-    prefix, published = engine.scheduler.prefix, []
-    publish = prefix.publish
-
-    def told(keys, *others):
-        published.extend(keys)
-        return publish(keys, *others)
-
-    prefix.publish = told
-    engine.add(bad)
-    engine.add(good)
-    step = engine.step()
-    assert step is not None
-    assert step.finished == [bad]
-    assert len(engine.slots.busy) == 2, "the device is at its second step"
-    run_out(engine)
-    assert set(published) == set(good.page_keys)
-    check(good)
-
-
 def test_a_row_that_fails_after_it_was_outrun_keeps_its_answer_and_loses_its_pages() -> None:
     engine = make()
     Device(engine)
@@ -128,26 +96,6 @@ def test_a_row_that_fails_after_it_was_outrun_keeps_its_answer_and_loses_its_pag
     again = Request("again", request.tokens, SamplingParams(max_tokens=1))
     again.page_keys = engine.scheduler.lifecycle.matching.keys(again)
     assert not len(engine.scheduler.lifecycle.find(again))
-
-
-@pytest.mark.parametrize("num_steps", [1, 2, 5])
-def test_an_abort_under_a_batch_ends_now_and_frees_its_row_with_the_batch(num_steps: int) -> None:
-    engine = make()
-    Device(engine)
-    request, other = ask("a", 9, 12), ask("b", 9, 12)
-    engine.add(request)
-    engine.add(other)
-    for _ in range(num_steps):
-        engine.step()
-    assert engine.abort("a") is request
-    assert request.finish_reason == "abort"
-    assert request.answer.tolist() == alone(request.prompt.tolist(), num_steps)
-    recount(engine.scheduler)
-    engine.add(again := ask("a", 9, 3))  # its id is free
-    finished = run_out(engine)
-    assert finished == [again, other]
-    check(again, other)
-    assert len(request.answer) == num_steps
 
 
 def test_an_answer_ends_before_a_token_that_nobody_knows() -> None:

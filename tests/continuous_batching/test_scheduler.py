@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from continuous_batching.batch import Sampled
 from continuous_batching.engine import Engine
-from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams, TokenLogprobs
 from continuous_batching.samples.mask_maker import MaskMaker
-from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
-from kv_cache.pages import Index, PagePool
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from kv_cache.pages import Index
+from tests.continuous_batching import test_slot_lifecycle as small
+from tests.continuous_batching.checksum import VOCAB_SIZE, alone
 from tests.continuous_batching.recount import recount
+from tests.continuous_batching.test_slot_lifecycle import run_out
 
 
-def make(num_slots: int = 4, num_pages: int = 40, page_size: int = 4, budget: int = 16, **options) -> Engine:
-    slots = SlotPool(num_slots, 128, page_size)
-    scheduler = Scheduler(
-        slots,
-        PagePool(num_pages),
-        StallFree(),
-        max_batch_tokens=budget,
-        vocab_size=VOCAB_SIZE,
-        **options,
-    )
-    return Engine(scheduler, ChecksumRunner(slots, scheduler.pool), clock=lambda: 0.0)
+def make(budget: int = 16, **options: Any) -> Engine:
+    return small.make(budget=budget, **options)
 
 
 def ask(name: str, num_prompt: int = 8, max_tokens: int = 4, **fields) -> Request:
@@ -47,12 +39,6 @@ def spans(engine: Engine) -> dict[str, tuple[int, int]]:
         engine.slots.requests[row].id: (start, stop)
         for row, start, stop in zip(batch.slots.tolist(), batch.starts.tolist(), batch.stops.tolist())
     }
-
-
-def run_out(engine: Engine) -> None:
-    while engine.has_work:
-        assert engine.step() is not None
-        recount(engine.scheduler)
 
 
 def test_a_long_prompt_is_chunked_around_running_decodes() -> None:
@@ -248,24 +234,6 @@ def test_a_failed_request_ends_alone_and_its_pages_are_never_found() -> None:
     run_out(engine)
     assert again.num_cached_tokens == 0
     assert again.answer.tolist() == alone(bad.prompt.tolist(), 4)
-
-
-def test_stop_tokens_end_a_request_and_ignore_eos_does_not_hide_its_own_stops() -> None:
-    prompt = np.arange(6)
-    answer = alone(prompt.tolist(), 12)
-    eos, own = answer[3], answer[5]
-    engine = make(eos_token_ids=(eos,))
-    params = [
-        SamplingParams(max_tokens=12),
-        SamplingParams(max_tokens=12, ignore_eos=True),
-        SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=(own,)),
-    ]
-    requests = [Request(f"{i}", prompt, params[i]) for i in range(3)]
-    for request in requests:
-        engine.add(request)
-    run_out(engine)
-    assert [request.answer.tolist() for request in requests] == [answer[:4], answer, answer[:6]]
-    assert [request.finish_reason for request in requests] == ["stop", "length", "stop"]
 
 
 def test_logprobs_stay_aligned_with_the_answer_when_a_request_is_ended_in_flight() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
 from continuous_batching.policies.batching import StallFree
+from continuous_batching.policies.policy import Policy
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.preemption import fewest_lost, lowest_priority, youngest
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -24,25 +26,31 @@ def make(
     num_pages: int = 40,
     num_host_pages: int | None = None,
     windows: Sequence[int] = (),
-    **options,
+    *,
+    policy: Policy | None = None,
+    budget: int = 64,
+    page_size: int = 4,
+    clock: Callable[[], float] = lambda: 0.0,
+    **options: Any,
 ) -> Engine:
-    slots, pool = SlotPool(num_slots, 128, 4), PagePool(num_pages)
+    """A small engine over the checksum model; `options` are the scheduler's."""
+    slots, pool = SlotPool(num_slots, 128, page_size), PagePool(num_pages)
     host = None if num_host_pages is None else PagePool(num_host_pages)
     groups = window_groups(windows, slots, pool, host, [num_pages] * len(windows), num_host_pages or 0)
     scheduler = Scheduler(
         slots,
         pool,
-        StallFree(),
-        max_batch_tokens=64,
+        policy or StallFree(),
+        max_batch_tokens=budget,
         vocab_size=VOCAB_SIZE,
         host_pool=host,
         groups=groups,
         **options,
     )
-    return Engine(scheduler, ChecksumRunner(slots, pool, host, groups), clock=lambda: 0.0)
+    return Engine(scheduler, ChecksumRunner(slots, pool, host, groups), clock=clock)
 
 
-def ask(name: str, num_prompt: int, max_tokens: int, num_samples: int = 1, **fields) -> Request:
+def ask(name: str, num_prompt: int = 4, max_tokens: int = 8, num_samples: int = 1, **fields: Any) -> Request:
     prompt = np.random.default_rng(sum(map(ord, name))).integers(0, VOCAB_SIZE, num_prompt)
     samples = [
         Request(f"{name}{index or ''}", prompt, SamplingParams(max_tokens=max_tokens, seed=index), **fields)

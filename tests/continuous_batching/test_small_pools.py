@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
-from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.preemption import Victim, fewest_lost, lowest_priority, youngest
-from continuous_batching.scheduling.scheduler import Scheduler
-from continuous_batching.slots import SlotPool
-from kv_cache.pages import PagePool
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching import test_slot_lifecycle as small
+from tests.continuous_batching.checksum import VOCAB_SIZE, alone
 from tests.continuous_batching.recount import recount
 from tests.pairs import pairs
 from tests.thorough import cases
@@ -21,19 +20,8 @@ NUM_CLIENTS, LARGEST = 64, 64  # tokens, prompt and answer
 COMMON = np.random.default_rng(7).integers(0, VOCAB_SIZE, LARGEST).tolist()
 
 
-def make(num_pages: int, num_slots: int = NUM_CLIENTS, num_host_pages: int = 0, **options) -> Engine:
-    slots = SlotPool(num_slots, LARGEST, 4)
-    host = PagePool(num_host_pages) if num_host_pages else None
-    scheduler = Scheduler(
-        slots,
-        PagePool(num_pages),
-        StallFree(),
-        max_batch_tokens=num_slots + 32,
-        vocab_size=VOCAB_SIZE,
-        host_pool=host,
-        **options,
-    )
-    return Engine(scheduler, ChecksumRunner(slots, scheduler.pool, host), clock=lambda: 0.0)
+def make(num_pages: int, num_host_pages: int = 0, **options: Any) -> Engine:
+    return small.make(NUM_CLIENTS, num_pages, num_host_pages or None, budget=NUM_CLIENTS + 32, **options)
 
 
 def draw(random: np.random.Generator, name: str, *, largest: bool = False) -> Request:
@@ -72,7 +60,7 @@ def test_a_pool_of_the_largest_request_finishes_a_closed_loop(
     num_pages = 1 + round(factor * -(-(LARGEST - 1) // 4))
     engine = make(num_pages, num_host_pages=num_host_pages, victim=victim)
     random = np.random.default_rng(3)
-    requests = [draw(random, str(number), largest=number % 10 == 0) for number in range(cases(80, 150))]
+    requests = [draw(random, str(number), largest=number % 10 == 0) for number in range(cases(50, 150))]
     closed_loop(engine, requests)
     for request in requests:
         assert request.answer.tolist() == alone(request.prompt.tolist(), request.params.max_tokens)

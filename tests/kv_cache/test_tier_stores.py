@@ -203,13 +203,13 @@ def killed_while_writing(place: str, rounds: int) -> None:
 
 @pytest.mark.slow
 def test_an_engine_that_is_killed_leaves_no_half_of_a_page_in_a_folder(tmp_path: Path) -> None:
-    killed_while_writing(str(tmp_path / "pages"), cases(3, 50))
+    killed_while_writing(str(tmp_path / "pages"), cases(2, 50))
 
 
 @pytest.mark.slow
 def test_an_engine_that_is_killed_leaves_no_half_of_a_page_in_a_server(tmp_path: Path) -> None:
     with redis_server.server(tmp_path) as (url, _):
-        killed_while_writing(url, cases(3, 50))
+        killed_while_writing(url, cases(2, 50))
 
 
 def test_what_was_being_written_is_not_there_and_gives_way_to_the_next(tmp_path: Path) -> None:
