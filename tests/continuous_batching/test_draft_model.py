@@ -19,7 +19,7 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed, Offers, Verdicts
-from continuous_batching.speculation.proposer import DraftModel, model_spans
+from continuous_batching.speculation.proposer import DraftModel, DraftSpans, model_spans
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index, PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, alone
@@ -67,9 +67,9 @@ DRAWN: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-def drafting(slots: SlotPool, most: int, seed: int | None) -> Speculation:
+def drafting(slots: SlotPool, most: int, seed: int | None, spans: DraftSpans = model_spans) -> Speculation:
     lengths = Fixed() if seed is None else Wavering(seed)
-    return Speculation(slots, DraftModel(), lengths, most, spans=model_spans)
+    return Speculation(slots, DraftModel(), lengths, most, spans=spans)
 
 
 @over_schedules(15, 2500, schedulers(), **DRAWN)
@@ -89,20 +89,24 @@ def test_its_keys_are_there_in_every_schedule(
     assert not scheduler.slots.draft_lag[scheduler.slots.busy].any()
 
 
-def small(most: int = 6, seed: int | None = 0, num_host_pages: int = 12) -> tuple[Scheduler, DraftingRunner]:
+def crowded(slots: SlotPool, speculation: Speculation) -> Scheduler:
     """One that must preempt and swap."""
-    slots, pool, host = SlotPool(4, 64, 4), PagePool(20), PagePool(num_host_pages)
-    scheduler = Scheduler(
+    return Scheduler(
         slots,
-        pool,
+        PagePool(80 // slots.page_size),
         StallFree(),
         max_batch_tokens=24,
         vocab_size=VOCAB_SIZE,
-        host_pool=host,
+        host_pool=PagePool(48 // slots.page_size),
         compact_every_steps=3,
-        speculation=drafting(slots, most, seed),
+        speculation=speculation,
     )
-    return scheduler, DraftingRunner(slots, pool, host)
+
+
+def small(seed: int | None = 0) -> tuple[Scheduler, DraftingRunner]:
+    slots = SlotPool(4, 64, 4)
+    made = crowded(slots, drafting(slots, 6, seed))
+    return made, DraftingRunner(slots, made.pool, made.host_pool)
 
 
 def ask(

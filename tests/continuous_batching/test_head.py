@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from continuous_batching.policies.batching import StallFree
-from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.lengths import Fixed
-from continuous_batching.speculation.proposer import DraftModel, head_spans
-from continuous_batching.speculation.speculation import Speculation
-from kv_cache.pages import PagePool
-from tests.continuous_batching.checksum import VOCAB_SIZE, alone
+from continuous_batching.speculation.proposer import head_spans
+from tests.continuous_batching.checksum import alone
 from tests.continuous_batching.head_checksum import HeadRunner
-from tests.continuous_batching.test_draft_model import DRAWN, Wavering, ask
+from tests.continuous_batching.test_draft_model import DRAWN, ask, crowded, drafting
 from tests.continuous_batching.test_draft_schedules import schedulers
 from tests.continuous_batching.test_schedules import (
     Arrival,
@@ -23,11 +18,6 @@ from tests.continuous_batching.test_schedules import (
     over_schedules,
     serve,
 )
-
-
-def drafting(slots: SlotPool, most: int, seed: int | None) -> Speculation:
-    lengths = Fixed() if seed is None else Wavering(seed)
-    return Speculation(slots, DraftModel(), lengths, most, spans=head_spans)
 
 
 @over_schedules(15, 2500, schedulers(), **DRAWN)
@@ -40,33 +30,19 @@ def test_its_keys_and_features_are_there_in_every_schedule(
     seed: int | None,
 ) -> None:
     scheduler, runner = made
-    scheduler.speculation = drafting(scheduler.slots, most, seed)
+    scheduler.speculation = drafting(scheduler.slots, most, seed, head_spans)
     runner = HeadRunner(scheduler.slots, scheduler.pool, runner.host_pool, most, runner.groups)
     ended = serve(scheduler, runner, plan, resizes, overlap=overlap)
     check_answers(ended, runner.fail)
     assert not scheduler.slots.draft_lag[scheduler.slots.busy].any()
 
 
-def small(most: int = 6, seed: int | None = 0, page_size: int = 4) -> tuple[Scheduler, HeadRunner]:
-    """One that must preempt and swap."""
-    slots, pool, host = SlotPool(4, 64, page_size), PagePool(80 // page_size), PagePool(48 // page_size)
-    scheduler = Scheduler(
-        slots,
-        pool,
-        StallFree(),
-        max_batch_tokens=24,
-        vocab_size=VOCAB_SIZE,
-        host_pool=host,
-        compact_every_steps=3,
-        speculation=drafting(slots, most, seed),
-    )
-    return scheduler, HeadRunner(slots, pool, host, most)
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("most", "page_size"), [(1, 8), (3, 8), (6, 4)])
 def test_rows_lack_few_tokens_while_they_have_no_drafts(most: int, page_size: int, overlap: bool) -> None:
-    scheduler, runner = small(most, page_size=page_size)
+    slots = SlotPool(4, 64, page_size)
+    scheduler = crowded(slots, drafting(slots, most, 0, head_spans))
+    runner = HeadRunner(slots, scheduler.pool, scheduler.host_pool, most)
     for request in ask((scheduler, runner), overlap=overlap):
         assert request.answer.tolist() == alone(request.prompt.tolist(), 34, seed=request.params.seed or 0)
     counters = scheduler.counters

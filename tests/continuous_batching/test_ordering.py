@@ -24,6 +24,7 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
+from tests.continuous_batching import test_slot_lifecycle as small
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
 
@@ -34,22 +35,13 @@ def ask(name: str, num_prompt: int = 4, max_tokens: int = 4, **fields) -> Reques
 
 
 def make(
-    num_slots: int = 1, num_pages: int = 40, weights: dict[str, float] | None = None, **options
+    num_slots: int = 1, weights: dict[str, float] | None = None, order: QueueOrder | None = None, **options
 ) -> Engine:
-    slots = SlotPool(num_slots, 64, 4)
-    shares = None if weights is None else FairShare(slots, weights)
-    order = options.pop("order", None)
-    scheduler = Scheduler(
-        slots,
-        PagePool(num_pages),
-        StallFree(),
-        waiting=WaitingQueue(order, shares),
-        max_batch_tokens=16,
-        vocab_size=VOCAB_SIZE,
-        **options,
-    )
     ticks = itertools.count()
-    return Engine(scheduler, ChecksumRunner(slots, scheduler.pool), clock=lambda: float(next(ticks)))
+    waiting = WaitingQueue(order)
+    engine = small.make(num_slots, budget=16, clock=lambda: float(next(ticks)), waiting=waiting, **options)
+    waiting.shares = None if weights is None else FairShare(engine.slots, weights)
+    return engine
 
 
 def served(engine: Engine) -> list[str]:
