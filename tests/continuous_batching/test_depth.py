@@ -131,7 +131,7 @@ class Disjoint(Observer):
 MIXED = st.lists(st.one_of(arrivals, arrivals, beams.hunts), min_size=2, max_size=9)
 
 
-@over_schedules(20, 1000, beams.schedulers((2, 3)), plan=MIXED)
+@over_schedules(60, 1000, beams.schedulers((2, 3)), plan=MIXED)
 def test_samples_searches_and_those_that_are_outranked_share_no_row_in_flight(
     made: Made, plan: list[Arrival], resizes: Resizes
 ) -> None:

@@ -60,7 +60,7 @@ class Knowing:
             if name not in self._stories:
                 self._stories[name] = [
                     *request.prompt.tolist(),
-                    *alone(request.prompt.tolist(), 60, seed=name[1]),
+                    *alone(request.prompt.tolist(), 40, seed=name[1]),
                 ]
             story = self._stories[name][known : known + int(self._random.integers(0, most + 1))]
             tokens[at, : len(story)] = story

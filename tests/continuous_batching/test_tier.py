@@ -40,6 +40,14 @@ def again(request: Request, name: str, **params) -> Request:
     return Request(name, request.prompt, SamplingParams(**{"max_tokens": 3, **params}))
 
 
+def kept() -> tuple[Pages, Request]:
+    """The pages that an engine has left in a tier, and whose they are."""
+    pages: Pages = {}
+    first = ask("first", 30, 4)
+    serve(engine_with(pages), first)
+    return pages, first
+
+
 def test_a_restart_finds_the_pages_of_prompts_and_answers() -> None:
     pages: Pages = {}
     first = [ask(name, 30, 9) for name in ("one", "two", "three")]
@@ -56,9 +64,7 @@ def test_a_restart_finds_the_pages_of_prompts_and_answers() -> None:
 
 
 def test_who_waits_for_pages_holds_back_those_behind_and_is_counted() -> None:
-    pages: Pages = {}
-    first = ask("first", 30, 4)
-    serve(engine_with(pages), first)
+    pages, first = kept()
     engine = engine_with(pages, wait=3)
     second, third = again(first, "second"), ask("third", 10, 2)
     engine.add(second)
@@ -75,9 +81,7 @@ def test_who_waits_for_pages_holds_back_those_behind_and_is_counted() -> None:
 
 
 def test_who_runs_goes_on_while_others_wait_for_pages() -> None:
-    pages: Pages = {}
-    first = ask("first", 30, 4)
-    serve(engine_with(pages), first)
+    pages, first = kept()
     engine = engine_with(pages, wait=4)
     running = ask("running", 5, 20)
     engine.add(running)
@@ -92,9 +96,7 @@ def test_who_runs_goes_on_while_others_wait_for_pages() -> None:
 
 @pytest.mark.parametrize("end", ["abort", "timeout"])
 def test_who_gives_up_while_its_pages_are_looked_up_leaves_nothing(end: str) -> None:
-    pages: Pages = {}
-    first = ask("first", 30, 4)
-    serve(engine_with(pages), first)
+    pages, first = kept()
     engine = engine_with(pages, wait=2)
     second = again(first, "second")
     second.timeout_s = -1.0 if end == "timeout" else None
@@ -111,9 +113,7 @@ def test_who_gives_up_while_its_pages_are_looked_up_leaves_nothing(end: str) -> 
 
 
 def test_only_what_is_lacking_is_looked_up() -> None:
-    pages: Pages = {}
-    first = ask("first", 30, 4)
-    serve(engine_with(pages), first)
+    pages, first = kept()
     engine = engine_with(pages, most=3)
     short = Request("short", first.prompt[:13], SamplingParams(max_tokens=1))
     serve(engine, short)
@@ -129,9 +129,7 @@ def test_only_what_is_lacking_is_looked_up() -> None:
 
 
 def test_pages_whose_beginning_has_gone_meanwhile_are_not_taken_in() -> None:
-    pages: Pages = {}
-    first = ask("first", 30, 4)
-    serve(engine_with(pages), first)
+    pages, first = kept()
     engine = engine_with(pages, wait=1)
     short = Request("short", first.prompt[:13], SamplingParams(max_tokens=1))
     serve(engine, short)
