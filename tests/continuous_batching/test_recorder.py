@@ -146,7 +146,7 @@ def write(path: Path, changed: list[Entry]) -> None:
     path.write_bytes(data)
 
 
-@over_schedules(25, 3000, schedulers(DEPTHS), overlap=st.booleans())
+@over_schedules(15, 3000, schedulers(DEPTHS), overlap=st.booleans())
 def test_a_replay_decides_the_same(made: Made, plan: list[Arrival], resizes: Resizes, overlap: bool) -> None:
     twin, _ = copy.deepcopy(made)
     recording = Memory()
