@@ -30,6 +30,14 @@ def key(token: int, position: int, previous: int) -> int:
     return mixed ^ (mixed >> 32)
 
 
+def keys_of(tokens: Sequence[int]) -> list[int]:
+    """The keys of tokens from the first on."""
+    keys: list[int] = []
+    for position, token in enumerate(tokens):
+        keys.append(key(token, position, keys[-1] if keys else 1))
+    return keys
+
+
 def answer_token(keys: np.ndarray, seed: int) -> int:
     weights = np.arange(1, 2 * len(keys), 2, dtype=np.uint64)
     total = int((keys * weights).sum())

@@ -11,7 +11,7 @@ from continuous_batching.batch import Batch, Sampled
 from continuous_batching.slots import SlotPool
 from kv_cache.groups import WindowGroup
 from kv_cache.pages import PageCopy, PagePool
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, Free, answer_token, key
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, Free, answer_token, key, keys_of
 
 
 class DraftingRunner(ChecksumRunner):
@@ -61,9 +61,7 @@ class DraftingRunner(ChecksumRunner):
         lacking = pages[start : int(batch.starts[span])]
         assert (self.pool.holders[lacking] == 1).all(), "wrote to a page that others hold"
         self.num_caught_up += len(lacking)
-        keys: list[int] = []
-        for position in range(start):
-            keys.append(key(tokens[position], position, keys[-1] if keys else 1))
+        keys = keys_of(tokens[:start])
         assert self.drafter.cache[places[:start]].tolist() == keys, "the draft model's keys are not there"
         drafts: list[int] = []
         while True:

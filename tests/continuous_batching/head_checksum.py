@@ -15,7 +15,7 @@ from continuous_batching.batch import Batch, Sampled
 from continuous_batching.slots import SlotPool
 from kv_cache.groups import WindowGroup
 from kv_cache.pages import PageCopy, PagePool
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, Free, answer_token, key
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, Free, answer_token, key, keys_of
 
 ITS_OWN = 77  # what the head itself says in place of a feature
 
@@ -81,7 +81,7 @@ class HeadRunner(ChecksumRunner):
             if len(drafts) < count:
                 keys.append(key(drafts[-1], position, keys[-1]))
                 self.head.cache[self._place(row, position)] = ITS_OWN
-        assert keys[:known] == true_keys(tokens), "a feature was not the one before its token"
+        assert keys[:known] == keys_of(tokens), "a feature was not the one before its token"
         return drafts
 
     def _before(self, batch: Batch, span: int) -> list[int]:
@@ -100,7 +100,7 @@ class HeadRunner(ChecksumRunner):
             found = int(self.cache[self._place(row, position - 1)])
             keys.append(self._enter(row, position, before.pop(0) if before else found))
         tokens = self.slots.token_ids[row, :stop].tolist()
-        assert keys == true_keys(tokens), "a feature was not the one before its token"
+        assert keys == keys_of(tokens), "a feature was not the one before its token"
 
     def _known(self, batch: Batch, span: int) -> list[int]:
         """The keys that the head has computed; the first position has none."""
@@ -108,7 +108,7 @@ class HeadRunner(ChecksumRunner):
         places = [self._place(row, position) for position in range(int(batch.starts[span]))]
         lacking = np.array(places[start:], dtype=np.int64) // self.slots.page_size
         assert (self.pool.holders[lacking] == 1).all(), "wrote to a page that others hold"
-        known = true_keys(self.slots.token_ids[row, : max(start, 1)].tolist())
+        known = keys_of(self.slots.token_ids[row, : max(start, 1)].tolist())
         entries = [int(self.head.cache[place]) for place in places[1:start]]
         assert entries == known[1:], "the head's keys are not there"
         return known
@@ -126,11 +126,3 @@ class HeadRunner(ChecksumRunner):
         """Where the feature of a position is kept, until one stands there that is `kept` further on."""
         size = self.slots.page_size
         return int(self.slots.page_table[row, position // size]) * size + position % size % self.kept
-
-
-def true_keys(tokens: list[int]) -> list[int]:
-    """What the target computes of these tokens."""
-    keys: list[int] = []
-    for position, token in enumerate(tokens):
-        keys.append(key(token, position, keys[-1] if keys else 1))
-    return keys

@@ -15,25 +15,12 @@ from continuous_batching.policies.prefill_budget import AdaptiveChunks
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
-from continuous_batching.step_time import StepTime
+from continuous_batching.step_time import Coefficients, StepCosts, StepTime
 from kv_cache.pages import PageCopy, PagePool
+from tests.continuous_batching.test_step_time import batch, cost_s
 from tests.thorough import cases
 
-BASE_S, TOKEN_S, CONTEXT_S, PAIR_S = 8e-3, 60e-6, 0.15e-6, 20e-9
-
-
-def features(batch: Batch) -> tuple[float, float, float]:
-    """Tokens, tokens read, and pairs of a chunk's token and a token before it."""
-    lens = batch.stops - batch.starts
-    long = lens > 1
-    pairs = (lens[long] * (batch.starts[long] + lens[long] / 2)).sum()
-    return float(lens.sum()), float(batch.starts.sum()), float(pairs)
-
-
-def batch(*spans: tuple[int, int]) -> Batch:
-    starts, stops = np.array(spans, dtype=np.int64).T
-    rows = np.arange(len(spans))
-    return Batch(rows, starts, stops, rows, rows, stops)
+COST = Coefficients(step_s=8e-3, token_s=60e-6, context_s=0.15e-6, pair_s=20e-9)
 
 
 class Device:
@@ -48,9 +35,7 @@ class Device:
         return self.now_s
 
     def run(self, batch: Batch) -> Sampled:
-        tokens, context, pairs = features(batch)
-        cost_s = BASE_S + TOKEN_S * tokens + CONTEXT_S * context + PAIR_S * pairs
-        self.now_s += cost_s * float(self._random.lognormal(0, self._noise))
+        self.now_s += cost_s(batch, StepCosts(COST, COST)) * float(self._random.lognormal(0, self._noise))
         return Sampled(np.full(len(batch.sampled), 7, dtype=np.int64))
 
     def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
@@ -143,5 +128,5 @@ def test_nothing_is_held_back_where_nobody_decodes_and_little_is_staked_at_first
     assert adaptive.limit(alone, 4096).total == 2048
     beside = Busy(np.array([1, 1, 5000]), np.array([9, 9, 0]), np.array([True, True, False]))
     assert adaptive.limit(beside, 4096).total == 32, "the least"
-    adaptive.observe(batch((0, 100)), 0.001)
+    adaptive.observe(batch(np.array([0]), np.array([100])), 0.001)
     assert adaptive.limit(beside, 4096).total <= 200, "twice the most that was tried"

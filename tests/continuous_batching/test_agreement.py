@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -22,10 +21,8 @@ from continuous_batching.recording.agreement import (
     RankQuestions,
     Settled,
 )
-from continuous_batching.recording.format import RanksAsked, read_entries
 from continuous_batching.recording.listeners import Heard, Listeners, RankLost
 from continuous_batching.recording.recorder import Recorder
-from continuous_batching.recording.replay import replay
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from tests.continuous_batching.checksum import ChecksumRunner
@@ -228,15 +225,6 @@ def test_what_all_ranks_have_made_is_used_between_the_same_steps_and_the_rest_is
     assert not any(each._ready or each._over for each in works), "a rank keeps what nobody uses"
 
 
-def test_a_topic_that_no_rank_knows_is_answered_at_once() -> None:
-    led = Led({})
-    led.ask("a", 1, 10.0)
-    assert led.is_whole.wait(PATIENCE_S)
-    (settled,) = led.agreement.take(0.0)
-    assert settled.problem == "rank 1: this rank knows no such topic"
-    led.end()
-
-
 def test_a_follower_takes_what_its_threads_finish_while_the_leader_says_nothing() -> None:
     taken = threading.Semaphore(0)
     made = plain_scheduler()
@@ -267,21 +255,6 @@ def test_a_rank_makes_the_copies_for_pages_that_are_expected() -> None:
     led.end()
     assert np.array_equal(led.runner.host, twin.host)
     assert np.array_equal(led.runner.cache, twin.cache)
-
-
-def test_a_question_changes_nothing_in_a_replay() -> None:
-    class Kept(io.BytesIO):
-        def close(self, last: bytes = b"") -> None:
-            self.write(last)
-
-    kept = Kept()
-    recorder = Recorder(FACTS, kept)
-    recorder.asked("pages", "a", b"7")
-    recorder.close()
-    kept.seek(0)
-    entries = list(read_entries(kept))
-    assert entries[1] == RanksAsked("pages", "a", b"7")
-    assert list(replay(entries, plain_scheduler())) == []
 
 
 @pytest.mark.parametrize(

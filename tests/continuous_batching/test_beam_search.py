@@ -8,20 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
-from continuous_batching.policies.batching import Orca, PrefillFirst, Split, StallFree, Static
-from continuous_batching.policies.prefill_budget import FixedChunks
-from continuous_batching.queueing import Aged, WaitingQueue
+from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams, TokenLogprobs
-from continuous_batching.scheduling.preemption import fewest_lost, lowest_priority, youngest
 from continuous_batching.scheduling.scheduler import Scheduler
-from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
+from tests.continuous_batching import test_schedules
+from tests.continuous_batching import test_slot_lifecycle as small
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, searched
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_schedules import (
@@ -29,12 +26,14 @@ from tests.continuous_batching.test_schedules import (
     FAMILIES,
     MAX_TOKENS,
     Arrival,
+    Made,
+    Resizes,
     arrivals,
     check_answers,
+    over_schedules,
     serve,
 )
-from tests.continuous_batching.windows import drawn_groups, window_groups
-from tests.thorough import cases
+from tests.continuous_batching.windows import window_groups
 
 
 @dataclass(frozen=True)
@@ -82,51 +81,9 @@ hunts = st.builds(
 
 
 @st.composite
-def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> tuple[Scheduler, ChecksumRunner]:
-    """Of every policy, with room for the largest request once or twice."""
-    page_size, num_slots = draw(st.sampled_from([1, 2, 4, 16])), draw(st.integers(3, 8))
-    chunks = draw(st.sampled_from([None, None, FixedChunks(3)]))
-    policy = draw(
-        st.sampled_from(
-            [StallFree(chunks), StallFree(chunks), Split(4, chunks), PrefillFirst(), Orca(), Static(2, 3.0)]
-        )
-    )
-    least = MAX_TOKENS if policy.whole else num_slots
-    longest_pages = -(-(30 + 12 + 20 - 1) // page_size)
-    num_host_pages = draw(st.sampled_from([None, None, 3, 60]))
-    outrank = draw(st.sampled_from([False, False, True]))
-    slots = SlotPool(num_slots, MAX_TOKENS, page_size)
-    pool = PagePool(1 + longest_pages + draw(st.integers(0, longest_pages)))
-    host = None if num_host_pages is None else PagePool(num_host_pages)
-    groups = draw(drawn_groups(slots, pool, host, 30 + 12 + 20 - 1, draw(st.sampled_from([1, 3]))))
-    scheduler = Scheduler(
-        slots,
-        pool,
-        policy,
-        max_batch_tokens=least + draw(st.sampled_from([0, 1, 3, 30])),
-        vocab_size=VOCAB_SIZE,
-        eos_token_ids=(EOS,),
-        waiting=WaitingQueue(Aged(priority_s=7.0, length_s=100.0)) if outrank else None,
-        outrank=outrank,
-        prefix_sharing=draw(st.sampled_from([True, True, True, False])),
-        max_shared_tokens=draw(st.sampled_from([None, None, 12])),
-        victim=draw(st.sampled_from([youngest, fewest_lost, lowest_priority])),
-        host_pool=host,
-        compact_every_steps=draw(st.sampled_from([0, 1, 5])),
-        compact_pages_per_step=draw(st.sampled_from([0, 1])),
-        depth=draw(st.sampled_from(depths)),
-        groups=groups,
-    )
-    runner = ChecksumRunner(slots, pool, host, groups)
-    runner.defers = scheduler.depth > 1 and draw(st.booleans())
-    return scheduler, runner
-
-
-resizes = st.dictionaries(
-    st.integers(0, 30),
-    st.tuples(st.integers(-20, 20), st.sampled_from(["nothing", "cached", "running"])),
-    max_size=3,
-)
+def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> Made:
+    """Some with pages of windows for one beam of the largest search alone, some for three."""
+    return draw(test_schedules.schedulers(depths, least_slots=3, width=draw(st.sampled_from([1, 3]))))
 
 
 def expected(request: Request) -> list[tuple[list[int], float, float]]:
@@ -148,14 +105,17 @@ def check_search(request: Request, failing: set[str]) -> None:
     assert request.first_token_s is not None
 
 
-def run(
-    made: tuple[Scheduler, ChecksumRunner],
-    plan: list[Arrival],
-    changes: dict[int, tuple[int, GiveUp]],
-    overlap: bool,
+PLANS = st.tuples(st.lists(hunts, min_size=1, max_size=5), st.lists(arrivals, max_size=4)).map(
+    lambda both: [*both[0], *both[1]]
+)
+
+
+@over_schedules(40, 4000, schedulers(), plan=PLANS, overlap=st.booleans())
+def test_every_schedule_gives_each_search_what_it_finds_alone(
+    made: Made, plan: list[Arrival], resizes: Resizes, overlap: bool
 ) -> None:
     scheduler, runner = made
-    ended = serve(scheduler, runner, plan, changes, overlap=overlap)
+    ended = serve(scheduler, runner, plan, resizes, overlap=overlap)
     hunted = {name: each for name, each in ended.items() if each.params.beam_width}
     for request in hunted.values():
         check_search(request, runner.fail)
@@ -165,30 +125,8 @@ def run(
     assert scheduler.pool.num_free + scheduler.prefix.num_idle == scheduler.pool.num_pages - 1
 
 
-PLANS = st.tuples(st.lists(hunts, min_size=1, max_size=5), st.lists(arrivals, max_size=4)).map(
-    lambda both: [*both[0], *both[1]]
-)
-
-
-@settings(
-    max_examples=cases(75, 4000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-@given(made=schedulers(), plan=PLANS, changes=resizes, overlap=st.booleans())
-def test_every_schedule_gives_each_search_what_it_finds_alone(
-    made: tuple[Scheduler, ChecksumRunner],
-    plan: list[Arrival],
-    changes: dict[int, tuple[int, GiveUp]],
-    overlap: bool,
-) -> None:
-    run(made, plan, changes, overlap)
-
-
 def make(num_slots: int = 8, num_pages: int = 60, **options: Any) -> Engine:
-    slots, pool = SlotPool(num_slots, MAX_TOKENS, 4), PagePool(num_pages)
-    scheduler = Scheduler(
-        slots, pool, StallFree(), max_batch_tokens=num_slots + 40, vocab_size=VOCAB_SIZE, **options
-    )
-    return Engine(scheduler, ChecksumRunner(slots, pool), clock=lambda: 0.0)
+    return small.make(num_slots, num_pages, budget=num_slots + 40, **options)
 
 
 def search(name: str, num_prompt: int, max_tokens: int, width: int, **fields: Any) -> Request:
@@ -220,23 +158,6 @@ def test_beams_share_all_that_they_have_in_common() -> None:
     assert counters.computed_tokens == 39 + 8 * 9
 
 
-def test_full_pages_are_never_copied() -> None:
-    engine, request = make(), search("a", num_prompt=8, max_tokens=2, width=4)
-    engine.add(request)
-    run_out(engine)
-    check_search(request, set())
-    assert engine.scheduler.counters.copied_pages == 0
-
-
-def test_a_search_that_just_fits_finishes_without_losing_a_row() -> None:
-    request = search("a", num_prompt=10, max_tokens=11, width=4, early_stopping="never")
-    engine = make(num_slots=4, num_pages=1 + 2 + 4 * 3)
-    engine.add(request)
-    run_out(engine)
-    check_search(request, set())
-    assert engine.scheduler.counters.preemptions == 0
-
-
 def test_what_can_never_fit_is_refused() -> None:
     engine = make(num_slots=4, num_pages=1 + 2 + 4 * 3)
     with pytest.raises(ValueError, match="beam_width is 5; 4 requests run at once"):
@@ -248,20 +169,6 @@ def test_what_can_never_fit_is_refused() -> None:
         engine.add(search("c", num_prompt=10, max_tokens=4, width=4, stop_token_ids=many))
     assert not engine.has_work
     assert not engine.scheduler._beam_searches.by_number
-
-
-def test_the_pool_never_shrinks_below_what_a_search_may_need() -> None:
-    engine, request = make(), search("a", num_prompt=10, max_tokens=11, width=4)
-    engine.add(request)
-    with pytest.raises(
-        ValueError, match=r"14 pages cannot hold .* 21 tokens in 4 beams; resize to at least 15"
-    ):
-        engine.resize(14)
-    engine.step()
-    engine.step()
-    engine.resize(15, "running")
-    run_out(engine)
-    check_search(request, set())
 
 
 def test_a_search_waits_for_all_its_rows_and_nobody_overtakes_it() -> None:
@@ -349,23 +256,6 @@ def test_a_search_is_promised_pages_for_all_its_beams() -> None:
     assert engine.scheduler.counters.preemptions == 0
 
 
-@pytest.mark.parametrize("num_steps", range(7))
-def test_one_beam_that_fails_ends_its_search_alone(num_steps: int) -> None:
-    engine = make()
-    bad, good = (search(name, num_prompt=11, max_tokens=8, width=3) for name in ("bad", "good"))
-    bad.cache_salt = "elsewhere"
-    engine.add(bad)
-    engine.add(good)
-    for _ in range(num_steps):
-        engine.step()
-    engine.runner.fail = {"bad"}
-    run_out(engine)
-    assert (bad.finish_reason, bad.hypotheses, bad.answer.tolist()) == ("error", (), [])
-    assert bad.error == "the model's logits were not finite"
-    check_search(good, set())
-    assert not len(engine.scheduler.lifecycle.find(search("bad", num_prompt=11, max_tokens=8, width=3)))
-
-
 @pytest.mark.parametrize("num_steps", range(6))
 def test_a_search_that_is_aborted_under_its_batch_ends_with_it(num_steps: int) -> None:
     engine = make()
@@ -414,13 +304,12 @@ def test_a_search_may_be_aborted_while_it_comes_back(num_steps: int) -> None:
     assert engine.scheduler.pool.num_held == engine.scheduler.prefix.num_idle
 
 
-@pytest.mark.parametrize("beam", range(3))
-def test_one_bad_beam_is_enough_to_fail(beam: int) -> None:
+def test_one_bad_beam_is_enough_to_fail() -> None:
     class Spoiling(ChecksumRunner):
         def run(self, batch: Batch) -> Sampled:
             sampled = super().run(batch)
             if len(batch.owners) == 3 and self.num_steps == 4:
-                sampled.tokens[beam] = -1
+                sampled.tokens[2] = -1
             return sampled
 
     engine, request = make(), search("a", num_prompt=7, max_tokens=6, width=3)

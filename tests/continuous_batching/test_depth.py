@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from continuous_batching.batch import Batch, Sampled
@@ -15,14 +14,20 @@ from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.admission import HeldBack
 from continuous_batching.scheduling.scheduler import Scheduler
-from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index, PagePool
 from tests.continuous_batching import test_beam_search as beams
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.test_draft_schedules import speculation
-from tests.continuous_batching.test_schedules import Arrival, arrivals, check_answers, serve
-from tests.thorough import cases
+from tests.continuous_batching.test_schedules import (
+    Arrival,
+    Made,
+    Resizes,
+    arrivals,
+    check_answers,
+    over_schedules,
+    serve,
+)
 
 
 class Stages(ChecksumRunner):
@@ -126,12 +131,9 @@ class Disjoint(Observer):
 MIXED = st.lists(st.one_of(arrivals, arrivals, beams.hunts), min_size=2, max_size=9)
 
 
-@settings(
-    max_examples=cases(30, 1000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-@given(made=beams.schedulers((2, 3)), plan=MIXED, resizes=beams.resizes)
+@over_schedules(60, 1000, beams.schedulers((2, 3)), plan=MIXED)
 def test_samples_searches_and_those_that_are_outranked_share_no_row_in_flight(
-    made: tuple[Scheduler, ChecksumRunner], plan: list[Arrival], resizes: dict[int, tuple[int, GiveUp]]
+    made: Made, plan: list[Arrival], resizes: Resizes
 ) -> None:
     scheduler, runner = made
     ended = serve(scheduler, runner, plan, resizes, observer=Disjoint(scheduler.depth))

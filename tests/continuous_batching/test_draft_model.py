@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from continuous_batching.batch import Batch
@@ -17,19 +17,24 @@ from continuous_batching.recording.recorder import Recorder, RecordingFile
 from continuous_batching.recording.replay import Replayed, replay
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
-from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed, Offers, Verdicts
-from continuous_batching.speculation.proposer import DraftModel, model_spans
+from continuous_batching.speculation.proposer import DraftModel, DraftSpans, model_spans
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index, PagePool
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.checksum import VOCAB_SIZE, alone
 from tests.continuous_batching.draft_checksum import DraftingRunner
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_draft_schedules import schedulers
-from tests.continuous_batching.test_schedules import Arrival, arrivals, check_answers, serve
+from tests.continuous_batching.test_schedules import (
+    Arrival,
+    Made,
+    Resizes,
+    check_answers,
+    over_schedules,
+    serve,
+)
 from tests.simulation.recorded import follow, recorded_run
-from tests.thorough import cases
 
 
 class Wavering:
@@ -55,30 +60,23 @@ class Wavering:
         self.is_hopeful = not self._pause
 
 
-def drafting(slots: SlotPool, most: int, seed: int | None) -> Speculation:
+DRAWN: dict[str, st.SearchStrategy[Any]] = {
+    "overlap": st.booleans(),
+    "most": st.sampled_from([1, 2, 5, 20]),
+    "seed": st.one_of(st.none(), st.integers(0, 9)),
+}
+
+
+def drafting(slots: SlotPool, most: int, seed: int | None, spans: DraftSpans = model_spans) -> Speculation:
     lengths = Fixed() if seed is None else Wavering(seed)
-    return Speculation(slots, DraftModel(), lengths, most, spans=model_spans)
+    return Speculation(slots, DraftModel(), lengths, most, spans=spans)
 
 
-@settings(
-    max_examples=cases(30, 2500), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-@given(
-    made=schedulers(),
-    plan=st.lists(arrivals, min_size=1, max_size=10),
-    resizes=st.dictionaries(
-        st.integers(0, 30),
-        st.tuples(st.integers(-20, 20), st.sampled_from(["nothing", "cached", "running"])),
-        max_size=3,
-    ),
-    overlap=st.booleans(),
-    most=st.sampled_from([1, 2, 5, 20]),
-    seed=st.one_of(st.none(), st.integers(0, 9)),
-)
+@over_schedules(15, 2500, schedulers(), **DRAWN)
 def test_its_keys_are_there_in_every_schedule(
-    made: tuple[Scheduler, ChecksumRunner],
+    made: Made,
     plan: list[Arrival],
-    resizes: dict[int, tuple[int, GiveUp]],
+    resizes: Resizes,
     overlap: bool,
     most: int,
     seed: int | None,
@@ -91,20 +89,24 @@ def test_its_keys_are_there_in_every_schedule(
     assert not scheduler.slots.draft_lag[scheduler.slots.busy].any()
 
 
-def small(most: int = 6, seed: int | None = 0, num_host_pages: int = 12) -> tuple[Scheduler, DraftingRunner]:
+def crowded(slots: SlotPool, speculation: Speculation) -> Scheduler:
     """One that must preempt and swap."""
-    slots, pool, host = SlotPool(4, 64, 4), PagePool(20), PagePool(num_host_pages)
-    scheduler = Scheduler(
+    return Scheduler(
         slots,
-        pool,
+        PagePool(80 // slots.page_size),
         StallFree(),
         max_batch_tokens=24,
         vocab_size=VOCAB_SIZE,
-        host_pool=host,
+        host_pool=PagePool(48 // slots.page_size),
         compact_every_steps=3,
-        speculation=drafting(slots, most, seed),
+        speculation=speculation,
     )
-    return scheduler, DraftingRunner(slots, pool, host)
+
+
+def small(seed: int | None = 0) -> tuple[Scheduler, DraftingRunner]:
+    slots = SlotPool(4, 64, 4)
+    made = crowded(slots, drafting(slots, 6, seed))
+    return made, DraftingRunner(slots, made.pool, made.host_pool)
 
 
 def ask(

@@ -8,42 +8,38 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from continuous_batching.engine import Engine
-from continuous_batching.policies.batching import Orca, PrefillFirst, Split, StallFree, Static
-from continuous_batching.policies.policy import Policy
-from continuous_batching.policies.prefill_budget import AdaptiveChunks, FixedChunks
+from continuous_batching.policies.batching import StallFree
+from continuous_batching.policies.prefill_budget import AdaptiveChunks
 from continuous_batching.queueing import FairShare, WaitingQueue
 from continuous_batching.recording.format import Scheduled, read_entries, unpacked
 from continuous_batching.recording.recorder import Recorder, RecordingFile
 from continuous_batching.recording.replay import Replayed, replay
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.scheduling.preemption import fewest_lost, youngest
 from continuous_batching.scheduling.scheduler import Scheduler
-from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.proposer import Guesses, NGram
 from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.step_time import StepTime
 from kv_cache.pages import Index, PagePool
+from tests.continuous_batching import test_schedules
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_schedules import (
     DEPTHS,
     EOS,
-    MAX_TOKENS,
     Arrival,
-    arrivals,
+    Made,
+    Resizes,
     check_answers,
+    over_schedules,
     serve,
 )
-from tests.continuous_batching.windows import drawn_groups
 from tests.pairs import pairs
 from tests.simulation.recorded import follow, recorded_run
-from tests.thorough import cases
 
 Rightness = Literal["right", "wrong", "mixed", "ngram"]
 
@@ -80,83 +76,22 @@ def speculation(slots: SlotPool, rightness: Rightness, most: int, seed: int) -> 
     return Speculation(slots, Knowing(slots, share, seed), Fixed(), most)
 
 
-def policy_of(name: str, num_slots: int, step_time: StepTime) -> Policy:
-    policies: dict[str, Policy] = {
-        "stall_free": StallFree(),
-        "fixed chunks": StallFree(FixedChunks(5)),
-        "adaptive chunks": StallFree(AdaptiveChunks(step_time, 0.5, 1, 30, 1)),
-        "split": Split(4),
-        "prefill_first": PrefillFirst(),
-        "orca": Orca(),
-        "static": Static(min(3, num_slots), 3.0),
-    }
-    return policies[name]
-
-
-POLICIES = ["stall_free", "fixed chunks", "adaptive chunks", "split", "prefill_first", "orca", "static"]
-
-
 @st.composite
-def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> tuple[Scheduler, ChecksumRunner]:
-    page_size = draw(st.sampled_from([1, 2, 4, 16]))
-    num_slots = draw(st.integers(1, 6))
-    longest_pages = -(-(30 + 12 + 20 - 1) // page_size)
-    name = draw(st.sampled_from(POLICIES))
-    slots = SlotPool(num_slots, MAX_TOKENS, page_size)
-    num_host_pages = draw(st.sampled_from([60, None, 3, 12]))
-    host_pool = None if num_host_pages is None else PagePool(num_host_pages)
-    is_whole, step_time = name in ("prefill_first", "orca"), StepTime()
-    pool = PagePool(1 + longest_pages + draw(st.integers(0, 2 * longest_pages)))
-    groups = draw(drawn_groups(slots, pool, host_pool, 30 + 12 + 20 - 1))
-    scheduler = Scheduler(
-        slots,
-        pool,
-        policy_of(name, num_slots, step_time),
-        step_time=step_time,
-        max_batch_tokens=max(
-            num_slots + draw(st.sampled_from([1, 5, 12, 40])), MAX_TOKENS if is_whole else 0
-        ),
-        vocab_size=VOCAB_SIZE,
-        eos_token_ids=(EOS,),
-        waiting=WaitingQueue(shares=FairShare(slots, {"a": 2.0}) if draw(st.booleans()) else None),
-        prefix_sharing=draw(st.sampled_from([True, True, True, False])),
-        victim=draw(st.sampled_from([youngest, fewest_lost])),
-        host_pool=host_pool,
-        compact_every_steps=draw(st.sampled_from([0, 0, 1, 5])),
-        compact_pages_per_step=draw(st.sampled_from([0, 1, 3])),
-        depth=draw(st.sampled_from(depths)),
-        speculation=speculation(
-            slots,
-            draw(st.sampled_from(["right", "wrong", "mixed", "mixed", "ngram"])),
-            draw(st.sampled_from([1, 2, 5, 20])),
-            draw(st.integers(0, 9)),
-        ),
-        groups=groups,
+def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> Made:
+    made = draw(test_schedules.schedulers(depths))
+    scheduler, _ = made
+    scheduler.speculation = speculation(
+        scheduler.slots,
+        draw(st.sampled_from(["right", "wrong", "mixed", "mixed", "ngram"])),
+        draw(st.sampled_from([1, 2, 5, 20])),
+        draw(st.integers(0, 9)),
     )
-    runner = ChecksumRunner(slots, scheduler.pool, host_pool, groups)
-    runner.defers = scheduler.depth > 1 and draw(st.booleans())
-    runner.late = draw(st.sampled_from([0.0, 0.3, 0.8]))
-    return scheduler, runner
+    return made
 
 
-@settings(
-    max_examples=cases(50, 2500), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-@given(
-    made=schedulers(DEPTHS),
-    plan=st.lists(arrivals, min_size=1, max_size=10),
-    resizes=st.dictionaries(
-        st.integers(0, 30),
-        st.tuples(st.integers(-20, 20), st.sampled_from(["nothing", "cached", "running"])),
-        max_size=3,
-    ),
-    overlap=st.booleans(),
-)
+@over_schedules(20, 2500, schedulers(DEPTHS), overlap=st.booleans())
 def test_every_schedule_with_drafts_gives_the_tokens_of_each_request_alone(
-    made: tuple[Scheduler, ChecksumRunner],
-    plan: list[Arrival],
-    resizes: dict[int, tuple[int, GiveUp]],
-    overlap: bool,
+    made: Made, plan: list[Arrival], resizes: Resizes, overlap: bool
 ) -> None:
     scheduler, runner = made
     ended = serve(scheduler, runner, plan, resizes, overlap=overlap)

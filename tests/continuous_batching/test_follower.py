@@ -14,19 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from borders.framing import HEAD, CutShort, DamagedRecording, framed
+from borders.framing import CutShort
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Observer
 from continuous_batching.recording.follower import Beats, Follower, LeaderLost
-from continuous_batching.recording.format import BEGIN, Added, Committed, Entry, read_entries
+from continuous_batching.recording.format import Added, read_entries
 from continuous_batching.recording.listeners import Listeners, RankLost
-from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
+from continuous_batching.recording.recorder import Recorder, RecordingFile
 from continuous_batching.recording.replay import Divergence, request_of
 from continuous_batching.request import Request, SamplingParams, packed_ids
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -35,9 +33,8 @@ from kv_cache.pages import PageCopy, PagePool
 from tests.continuous_batching import test_draft_schedules, test_schedules
 from tests.continuous_batching.checksum import ChecksumRunner, Free
 from tests.continuous_batching.test_recorder import scheduler as plain_scheduler
-from tests.continuous_batching.test_schedules import DEPTHS, Arrival, arrivals, serve
+from tests.continuous_batching.test_schedules import DEPTHS, Arrival, Made, Resizes, over_schedules, serve
 from tests.patience import PATIENCE_S
-from tests.thorough import cases
 
 FACTS: dict[str, Any] = {"scheduler": {"num_slots": 4}}
 
@@ -85,23 +82,11 @@ def listening(following: Following) -> Listeners:
 either = st.one_of(*(each.schedulers(DEPTHS) for each in (test_schedules, test_draft_schedules)))
 
 
-@settings(
-    max_examples=cases(30, 1000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-@given(
-    made=either,
-    plan=st.lists(arrivals, min_size=1, max_size=10),
-    resizes=st.dictionaries(
-        st.integers(0, 30),
-        st.tuples(st.integers(-20, 20), st.sampled_from(["nothing", "cached", "running"])),
-        max_size=3,
-    ),
-    overlap=st.booleans(),
-)
+@over_schedules(12, 1000, either, overlap=st.booleans())
 def test_a_rank_that_hears_decides_the_same(
-    made: tuple[Scheduler, ChecksumRunner],
+    made: Made,
     plan: list[Arrival],
-    resizes: dict[int, tuple[int, GiveUp]],
+    resizes: Resizes,
     overlap: bool,
 ) -> None:
     twin, its_runner = copy.deepcopy(made)
@@ -260,42 +245,6 @@ def serve_without_end(engine: Engine, stops: tuple[int, ...] = ()) -> None:
         time.sleep(0.001)
 
 
-class Changed:
-    """A sink that changes what goes to another, as a fault between the two would."""
-
-    def __init__(self, sink: Sink, change: Callable[[Entry], Entry]) -> None:
-        self._sink, self._change = sink, change
-        self._check = BEGIN
-        self._decoder = msgspec.msgpack.Decoder(Entry)
-
-    def write(self, record: bytes) -> None:
-        entry = self._change(self._decoder.decode(record[HEAD.size :]))
-        record, self._check = framed(msgspec.msgpack.encode(entry), self._check)
-        self._sink.write(record)
-
-    def close(self, last: bytes) -> None:
-        self._sink.close(last)
-
-
-def test_a_token_that_changed_on_the_way_is_found() -> None:
-    """Here it lengthens a request, whose next step the leader does not make."""
-
-    def change(entry: Entry) -> Entry:
-        if isinstance(entry, Committed) and len(entry.tokens) == 4:
-            return msgspec.structs.replace(entry, tokens=b"\x07\x00\x00\x00")
-        return entry
-
-    made = plain_scheduler()
-    engine = Engine(made, ChecksumRunner(made.slots, made.pool, PagePool(5)))
-    following = follower_of()
-    listeners = listening(following)
-    engine.observer = Recorder(FACTS, Changed(listeners, change))
-    all_but_seven = tuple(token for token in range(97) if token != 7)
-    with pytest.raises(RankLost, match=r"rank 1 has ended: step \d+: slots were \[.*\], and are \[.*\] now"):
-        serve_without_end(engine, all_but_seven)
-    assert isinstance(following.end(), Divergence)
-
-
 def test_an_engine_made_of_something_else_is_refused() -> None:
     following = follower_of(facts={"scheduler": {"num_slots": 5}})
     with pytest.raises(
@@ -303,24 +252,6 @@ def test_an_engine_made_of_something_else_is_refused() -> None:
     ):
         run_slowly(Recorder(FACTS, listening(following)))
     assert isinstance(following.end(), ValueError)
-
-
-def test_a_damaged_stream_is_no_decision() -> None:
-    class Damaging:
-        def __init__(self, sink: Sink) -> None:
-            self.sink, self.number = sink, 0
-
-        def write(self, record: bytes) -> None:
-            self.number += 1
-            self.sink.write(record[:-1] + bytes([record[-1] ^ 1]) if self.number == 5 else record)
-
-        def close(self, last: bytes) -> None:
-            self.sink.close(last)
-
-    following = follower_of()
-    with pytest.raises(RankLost, match=r"rank 1 has ended: record 5 at byte \d+ is damaged"):
-        run_slowly(Recorder(FACTS, Damaging(listening(following))))
-    assert isinstance(following.end(), DamagedRecording)
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -343,28 +274,18 @@ def test_a_leader_that_is_gone_is_no_end_in_order(has_begun: bool) -> None:
     assert ("without closing its recording" in str(error)) == has_begun
 
 
-class Deaf(ChecksumRunner):
-    """A rank that does not come back from a step."""
-
-    def run(self, batch: Batch, free: Free | None = None) -> Sampled:
-        if self.num_steps == 3:
-            time.sleep(3600)
-        return super().run(batch, free)
-
-
-def follow_in_process(address: tuple[str, int], deaf: bool) -> None:
+def follow_in_process(address: tuple[str, int]) -> None:
     made = plain_scheduler()
-    kind = Deaf if deaf else ChecksumRunner
-    runner = kind(made.slots, made.pool, PagePool(5))
+    runner = ChecksumRunner(made.slots, made.pool, PagePool(5))
     with socket.create_connection(address) as connection:
         Follower(Beats(connection), made, runner, FACTS, apply=runner.make).follow()
 
 
 @contextlib.contextmanager
-def a_process(*, deaf: bool = False) -> Iterator[tuple[Any, socket.socket]]:
+def a_process() -> Iterator[tuple[Any, socket.socket]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         context = multiprocessing.get_context("spawn")
-        process = context.Process(target=follow_in_process, args=(server.getsockname(), deaf), daemon=True)
+        process = context.Process(target=follow_in_process, args=(server.getsockname(),), daemon=True)
         process.start()
         server.settimeout(PATIENCE_S)
         connection, _ = server.accept()
@@ -377,20 +298,6 @@ def a_process(*, deaf: bool = False) -> Iterator[tuple[Any, socket.socket]]:
             process.join(PATIENCE_S)
 
 
-def test_a_rank_in_another_process_follows_and_its_death_is_told() -> None:
-    with a_process() as (process, connection):
-        told: list[str] = []
-        listeners = Listeners({"rank 1 (process 7)": connection}, PATIENCE_S, told.append)
-        recorder = Recorder(FACTS, listeners)
-        killer = threading.Timer(0.5, process.kill)
-        killer.start()
-        with pytest.raises(RankLost, match=r"rank 1 \(process 7\) (has ended|is lost)"):
-            run_slowly(recorder)
-        killer.join()
-        listeners.close()  # ends its threads: the leader may have heard of the loss before `lose` was called
-        assert told == [listeners.lost]
-
-
 def test_a_rank_that_is_stopped_is_named_while_the_leader_is_idle() -> None:
     with a_process() as (process, connection):
         has_lost = threading.Event()
@@ -399,17 +306,6 @@ def test_a_rank_that_is_stopped_is_named_while_the_leader_is_idle() -> None:
         assert has_lost.wait(PATIENCE_S)
         assert listeners.lost is not None
         assert "rank 1 has said nothing for" in listeners.lost
-        listeners.close()
-
-
-def test_a_step_that_does_not_end_says_how_far_the_ranks_are() -> None:
-    with a_process(deaf=True) as (_, connection):
-        has_lost = threading.Event()
-        listeners = Listeners({"rank 1": connection}, PATIENCE_S, lambda _: has_lost.set())
-        listeners.busy_since_s, listeners.limit_s = time.monotonic() - 5, 4.0
-        assert has_lost.wait(PATIENCE_S)
-        assert listeners.lost is not None
-        assert listeners.lost.startswith("a step has not ended for")
         listeners.close()
 
 

@@ -3,81 +3,46 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from continuous_batching.policies.batching import StallFree
-from continuous_batching.scheduling.scheduler import Scheduler
-from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.lengths import Fixed
-from continuous_batching.speculation.proposer import DraftModel, head_spans
-from continuous_batching.speculation.speculation import Speculation
-from kv_cache.pages import PagePool
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from continuous_batching.speculation.proposer import head_spans
+from tests.continuous_batching.checksum import alone
 from tests.continuous_batching.head_checksum import HeadRunner
-from tests.continuous_batching.test_draft_model import Wavering, ask
+from tests.continuous_batching.test_draft_model import DRAWN, ask, crowded, drafting
 from tests.continuous_batching.test_draft_schedules import schedulers
-from tests.continuous_batching.test_schedules import Arrival, arrivals, check_answers, serve
-from tests.thorough import cases
-
-
-def drafting(slots: SlotPool, most: int, seed: int | None) -> Speculation:
-    lengths = Fixed() if seed is None else Wavering(seed)
-    return Speculation(slots, DraftModel(), lengths, most, spans=head_spans)
-
-
-@settings(
-    max_examples=cases(30, 2500), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+from tests.continuous_batching.test_schedules import (
+    Arrival,
+    Made,
+    Resizes,
+    check_answers,
+    over_schedules,
+    serve,
 )
-@given(
-    made=schedulers(),
-    plan=st.lists(arrivals, min_size=1, max_size=10),
-    resizes=st.dictionaries(
-        st.integers(0, 30),
-        st.tuples(st.integers(-20, 20), st.sampled_from(["nothing", "cached", "running"])),
-        max_size=3,
-    ),
-    overlap=st.booleans(),
-    most=st.sampled_from([1, 2, 5, 20]),
-    seed=st.one_of(st.none(), st.integers(0, 9)),
-)
+
+
+@over_schedules(15, 2500, schedulers(), **DRAWN)
 def test_its_keys_and_features_are_there_in_every_schedule(
-    made: tuple[Scheduler, ChecksumRunner],
+    made: Made,
     plan: list[Arrival],
-    resizes: dict[int, tuple[int, GiveUp]],
+    resizes: Resizes,
     overlap: bool,
     most: int,
     seed: int | None,
 ) -> None:
     scheduler, runner = made
-    scheduler.speculation = drafting(scheduler.slots, most, seed)
+    scheduler.speculation = drafting(scheduler.slots, most, seed, head_spans)
     runner = HeadRunner(scheduler.slots, scheduler.pool, runner.host_pool, most, runner.groups)
     ended = serve(scheduler, runner, plan, resizes, overlap=overlap)
     check_answers(ended, runner.fail)
     assert not scheduler.slots.draft_lag[scheduler.slots.busy].any()
 
 
-def small(most: int = 6, seed: int | None = 0, page_size: int = 4) -> tuple[Scheduler, HeadRunner]:
-    """One that must preempt and swap."""
-    slots, pool, host = SlotPool(4, 64, page_size), PagePool(80 // page_size), PagePool(48 // page_size)
-    scheduler = Scheduler(
-        slots,
-        pool,
-        StallFree(),
-        max_batch_tokens=24,
-        vocab_size=VOCAB_SIZE,
-        host_pool=host,
-        compact_every_steps=3,
-        speculation=drafting(slots, most, seed),
-    )
-    return scheduler, HeadRunner(slots, pool, host, most)
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("most", "page_size"), [(1, 8), (3, 8), (6, 4)])
 def test_rows_lack_few_tokens_while_they_have_no_drafts(most: int, page_size: int, overlap: bool) -> None:
-    scheduler, runner = small(most, page_size=page_size)
+    slots = SlotPool(4, 64, page_size)
+    scheduler = crowded(slots, drafting(slots, most, 0, head_spans))
+    runner = HeadRunner(slots, scheduler.pool, scheduler.host_pool, most)
     for request in ask((scheduler, runner), overlap=overlap):
         assert request.answer.tolist() == alone(request.prompt.tolist(), 34, seed=request.params.seed or 0)
     counters = scheduler.counters

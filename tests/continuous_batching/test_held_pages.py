@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
-from continuous_batching.recording.format import read_entries
 from continuous_batching.recording.recorder import Recorder
 from continuous_batching.recording.replay import Divergence, replay
 from continuous_batching.request import Request, SamplingParams
-from tests.continuous_batching.checksum import POISON, VOCAB_SIZE, ChecksumRunner, key
+from tests.continuous_batching.checksum import POISON, VOCAB_SIZE, ChecksumRunner, keys_of
 from tests.continuous_batching.recount import recount
+from tests.continuous_batching.test_recorder import Memory
 from tests.continuous_batching.test_slot_lifecycle import ask, check, make, run_out
 from tests.continuous_batching.test_state_schedules import (
     NOTHING,
@@ -28,19 +27,6 @@ from tests.thorough import cases
 SIZE = 4
 
 
-class Memory:
-    """A sink that keeps a recording."""
-
-    def __init__(self) -> None:
-        self.file = io.BytesIO()
-
-    def write(self, record: bytes) -> None:
-        self.file.write(record)
-
-    def close(self, last: bytes) -> None:
-        self.file.write(last)
-
-
 def pages_of(engine: Engine) -> np.ndarray:
     runner = engine.runner
     assert isinstance(runner, ChecksumRunner)
@@ -49,9 +35,7 @@ def pages_of(engine: Engine) -> np.ndarray:
 
 def content(prompt: np.ndarray, num_pages: int, size: int = SIZE) -> np.ndarray:
     """What another engine computes for the first pages of a prompt."""
-    keys: list[int] = []
-    for position in range(num_pages * size):
-        keys.append(key(int(prompt[position]), position, keys[-1] if keys else 1))
+    keys = keys_of(prompt[: num_pages * size].tolist())
     return np.array(keys, dtype=np.uint64).reshape(num_pages, size)
 
 
@@ -127,22 +111,6 @@ def test_what_is_here_is_not_asked_for() -> None:
     check(longer)
 
 
-def test_pages_that_were_computed_here_meanwhile_stand() -> None:
-    engine = make()
-    request, same = ask("a", 30, 4), ask("a", 30, 4)
-    same.id = "same"
-    assert expect(engine, request)
-    engine.add(same)
-    run_out(engine)
-    fill(engine, request)
-    engine.pages_arrived("a", is_whole=True)
-    recount(engine.scheduler)
-    assert engine.scheduler.pool.num_held == engine.scheduler.prefix.num_idle == 8
-    engine.add(request)
-    run_out(engine)
-    check(request, same)
-
-
 def test_nothing_is_expected_that_others_were_promised() -> None:
     engine = make(num_pages=1 + 12)
     running = ask("r", 20, 20)
@@ -175,21 +143,6 @@ def test_held_pages_give_way_to_who_runs(kind: str) -> None:
     check(running)
 
 
-def test_a_lease_keeps_pages_from_eviction_until_it_ends() -> None:
-    engine = make(num_pages=1 + 16)
-    engine.add(ask("a", 28, 1, leases_pages=True))
-    run_out(engine)
-    pages = engine.leased_pages("a").pages
-    assert pages_of(engine)[pages].tolist() == content(ask("a", 28, 1).prompt, 7).tolist()
-    engine.scheduler.tables.evict(engine.scheduler.prefix.num_idle)
-    engine.add(ask("b", 20, 4))
-    run_out(engine)
-    assert pages_of(engine)[pages].tolist() == content(ask("a", 28, 1).prompt, 7).tolist()
-    engine.release_pages("a")
-    recount(engine.scheduler)
-    assert set(pages.tolist()) <= set(engine.scheduler.prefix.idle_pages.tolist())
-
-
 @pytest.mark.parametrize("reason", ["abort", "failed"])
 def test_no_lease_on_what_was_not_computed_in_order(reason: str) -> None:
     engine = make()
@@ -202,27 +155,6 @@ def test_no_lease_on_what_was_not_computed_in_order(reason: str) -> None:
     run_out(engine)
     assert engine.leased_pages("a") is None
     recount(engine.scheduler)
-
-
-def test_pages_that_somebody_fills_or_reads_never_move() -> None:
-    engine = make(num_slots=2, compact_every_steps=1)
-    low = ask("low", 24, 1)
-    engine.add(low)
-    run_out(engine)
-    request = ask("a", 30, 4)
-    assert expect(engine, request)
-    engine.scheduler.tables.evict(engine.scheduler.prefix.num_idle)  # holes below
-    before = engine.arriving_pages("a").pages.copy()
-    fill(engine, request)
-    other = ask("b", 20, 6)
-    engine.add(other)
-    run_out(engine)
-    assert engine.arriving_pages("a").pages.tolist() == before.tolist()
-    engine.pages_arrived("a", is_whole=True)
-    engine.add(request)
-    run_out(engine)
-    assert request.num_cached_tokens == 28
-    check(request, other)
 
 
 def test_a_resize_ends_all_holds() -> None:
@@ -313,9 +245,8 @@ def test_random_schedules_with_arrivals_give_the_tokens_of_each_alone_and_replay
         hits += found
         check(*requests)
         engine.observer.close()
-        memory.file.seek(0)
         again = make(**options)
-        steps = sum(1 for _ in replay(read_entries(memory.file), again.scheduler))
+        steps = sum(1 for _ in replay(memory.entries(), again.scheduler))
         assert steps
         assert np.array_equal(again.scheduler.pool.holders, engine.scheduler.pool.holders)
         recount(again.scheduler)
@@ -348,9 +279,8 @@ def test_states_come_and_are_leased_with_the_pages_before_them(monkeypatch: pyte
         counts["missed"] += counters.missed_pages > 0
         assert states.num_available == states.pool.num_pages - 1, "states leaked"
         engine.observer.close()
-        memory.file.seek(0)
         again = engine_of(*limits, compact_every_steps=seed % 3)
-        assert sum(1 for _ in replay(read_entries(memory.file), again.scheduler))
+        assert sum(1 for _ in replay(memory.entries(), again.scheduler))
         assert np.array_equal(states_of(again).pool.holders, states.pool.holders)
         recount(again.scheduler)
     assert min(counts.values()) >= 3, counts
@@ -386,6 +316,5 @@ def test_a_replay_tells_where_pages_are_not_found_again() -> None:
     engine.observer = Recorder({}, memory)
     assert expect(engine, ask("a", 30, 4))
     engine.observer.close()
-    memory.file.seek(0)
     with pytest.raises(Divergence, match="no pages are found for a"):
-        list(replay(read_entries(memory.file), make(num_pages=5).scheduler))
+        list(replay(memory.entries(), make(num_pages=5).scheduler))

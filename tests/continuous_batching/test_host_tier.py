@@ -28,21 +28,6 @@ def crowded_out(engine: Engine, *requests: Request) -> None:
     assert engine.scheduler.counters.evicted_pages
 
 
-def test_an_evicted_prompt_comes_back_from_the_host() -> None:
-    engine = make(num_pages=1 + 12, num_host_pages=30)
-    first = ask("first", 30, 4)
-    crowded_out(engine, first)
-    counters, computed = engine.scheduler.counters, engine.scheduler.counters.computed_tokens
-    second = again(first, "second")
-    serve(engine, second)
-    assert second.num_cached_tokens == 28
-    assert counters.computed_tokens - computed == 30 - 28 + 2
-    assert counters.host_hit_tokens == counters.hit_tokens == 28
-    assert counters.promoted_pages == 7
-    assert counters.rested_pages == counters.evicted_pages
-    check(first, second)
-
-
 def test_what_is_still_on_the_device_is_shared_and_only_the_rest_comes_back() -> None:
     engine = make(num_pages=1 + 12, num_host_pages=30)
     first = ask("first", 30, 4)
@@ -103,45 +88,6 @@ def test_pages_of_a_waiting_request_have_right_of_way_in_the_host() -> None:
     check(old, young)
 
 
-@pytest.mark.parametrize("when", ["at rest", "brought back"])
-def test_nothing_of_a_request_that_failed_is_found_at_rest(when: str) -> None:
-    engine = make(num_slots=2, num_pages=1 + 20, num_host_pages=30)
-    first = ask("first", 30, 4)
-    serve(engine, first)
-    tables, prefix = engine.scheduler.tables, engine.scheduler.prefix
-    tables.evict(3 if when == "at rest" else prefix.num_idle)
-    bad = (
-        again(first, "bad") if when == "brought back" else Request("bad", first.prompt[:20], SamplingParams())
-    )
-    engine.runner.fail = {"bad"}
-    serve(engine, bad)
-    assert bad.finish_reason == "error"
-    assert bad.num_cached_tokens > 0
-    assert not len(prefix.index.names)
-    second = again(first, "second")
-    serve(engine, second)
-    assert second.num_cached_tokens == 0
-    check(second)
-
-
-def test_a_smaller_pool_leaves_what_it_gives_up_in_the_host() -> None:
-    engine = make(num_pages=60, num_host_pages=60)
-    first = ask("first", 100, 4)
-    serve(engine, first)
-    engine.resize(30, "cached")
-    second = again(first, "second")
-    serve(engine, second)
-    assert second.num_cached_tokens == 96
-    assert engine.scheduler.counters.host_hit_tokens == 0, "the pages on the device sufficed"
-    engine.resize(29, "cached")
-    serve(engine, ask("other", 40, 4))
-    third = again(first, "third")
-    serve(engine, third)
-    assert third.num_cached_tokens == 96
-    assert engine.scheduler.counters.host_hit_tokens > 0
-    check(second, third)
-
-
 def test_a_row_that_waited_for_a_page_takes_none_for_those_that_went_to_rest_meanwhile() -> None:
     engine = make(num_slots=3, num_pages=40, num_host_pages=40)
     long, first = ask("long", 34, 2), ask("first", 18, 1)
@@ -156,12 +102,3 @@ def test_a_row_that_waited_for_a_page_takes_none_for_those_that_went_to_rest_mea
     assert pool.num_free + prefix.num_idle == 0
     run_out(engine)
     check(long, second)
-
-
-def test_a_step_that_evicts_nothing_copies_nothing() -> None:
-    engine = make(num_pages=60, num_host_pages=60)
-    engine.add(ask("first", 100, 8))
-    while engine.has_work:
-        step = engine.step()
-        assert step is not None
-        assert step.batch.copies == ()

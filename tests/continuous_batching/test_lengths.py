@@ -149,9 +149,7 @@ def test_throughput_never_falls_below_plain(cost: Cost, num: int, rate: float, n
     assert adaptive >= 0.98 * plain_rate(cost, num, noise)
 
 
-@pytest.mark.parametrize(
-    ("cost", "num"), [(memory_bound, 1), (memory_bound, 8), (cpu, 1), (cpu, 8), (tiles, 8)]
-)
+@pytest.mark.parametrize(("cost", "num"), [(memory_bound, 1), (cpu, 8), (tiles, 8)])
 def test_it_gains_nearly_what_all_drafts_gain_where_they_pay(cost: Cost, num: int) -> None:
     fixed, _ = served([0.95] * num, cost, lambda *_: Fixed())
     adaptive, _ = served([0.95] * num, cost, Throughput)
@@ -194,7 +192,7 @@ def test_it_comes_back_from_zero(overlap: bool) -> None:
     assert adaptive > plain
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.95])
+@pytest.mark.parametrize("rate", cases([0.95], [0.0, 0.95]))
 def test_steps_hardly_wait_for_guesses_that_do_not_pay(rate: float) -> None:
     waits: list[bool] = []
 
@@ -205,20 +203,6 @@ def test_steps_hardly_wait_for_guesses_that_do_not_pay(rate: float) -> None:
     assert sum(waits[200:]) <= len(waits[200:]) / 40
     served([0.95], memory_bound, Throughput, overlap=True, change=note)
     assert all(waits[-20:]), "what pays is waited for"
-
-
-def test_it_is_a_function_of_what_it_is_told() -> None:
-    runs: list[list[int]] = [[], []]
-    for drafts in runs:
-        served(
-            [0.9, 0.5, 0.1],
-            cpu,
-            Throughput,
-            noise=0.3,
-            change=lambda engine, proposer, step: drafts.append(step.batch.num_drafts),  # noqa: B023 - called here
-        )
-    assert runs[0] == runs[1]
-    assert len(set(runs[0])) >= 3
 
 
 def test_an_estimate_follows_its_request_to_another_row() -> None:
@@ -277,8 +261,7 @@ def test_the_source_s_formula_chooses_the_source_s_lengths() -> None:
     assert best((0, 4), *[(4, 4)] * 4) == 8, "of a window"
 
 
-@pytest.mark.parametrize("rate", [0.3, 0.95])
-@pytest.mark.parametrize("cost", [memory_bound, compute_bound, tiles])
+@pytest.mark.parametrize(("cost", "rate"), [(memory_bound, 0.95), (compute_bound, 0.3), (tiles, 0.95)])
 def test_guesses_that_cost_the_host_more_than_they_bring_are_hardly_made(cost: Cost, rate: float) -> None:
     """A guess that takes a fifth of the step, as of a small model on a slow host."""
     guess_s = cost(32, 32, 0) / 5

@@ -7,45 +7,27 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
-from continuous_batching.policies.batching import StallFree
 from continuous_batching.queueing import QueueFull, QueueLimits
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.scheduling.scheduler import Scheduler
-from continuous_batching.slots import SlotPool
-from kv_cache.pages import PagePool
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching import test_slot_lifecycle as small
+from tests.continuous_batching.checksum import alone
 from tests.continuous_batching.recount import recount
+from tests.continuous_batching.test_slot_lifecycle import ask
 
 
-def make(bounds: QueueLimits | None = None, num_slots: int = 2, num_pages: int = 40) -> Engine:
-    slots, host_pool = SlotPool(num_slots, 64, 4), PagePool(60)
-    scheduler = Scheduler(
-        slots,
-        PagePool(num_pages),
-        StallFree(),
-        limits=bounds,
-        host_pool=host_pool,
-        prefix_sharing=False,
-        max_batch_tokens=16,
-        vocab_size=VOCAB_SIZE,
-    )
+def make(bounds: QueueLimits | None = None, num_slots: int = 2) -> Engine:
     ticks = itertools.count()
-    runner = ChecksumRunner(slots, scheduler.pool, host_pool)
-    return Engine(scheduler, runner, clock=lambda: float(next(ticks)))
-
-
-def ask(name: str, num_prompt: int = 4, max_tokens: int = 8, num_samples: int = 1, **fields) -> Request:
-    prompt = np.random.default_rng(sum(map(ord, name))).integers(0, VOCAB_SIZE, num_prompt)
-    leader, *followers = (
-        Request(f"{name}{index or ''}", prompt, SamplingParams(max_tokens=max_tokens, seed=index), **fields)
-        for index in range(num_samples)
+    return small.make(
+        num_slots,
+        num_host_pages=60,
+        budget=16,
+        clock=lambda: float(next(ticks)),
+        limits=bounds,
+        prefix_sharing=False,
     )
-    leader.followers = followers
-    return leader
 
 
 def run_out(engine: Engine) -> dict[str, Request]:
@@ -106,14 +88,6 @@ def test_who_waits_too_long_ends_and_who_was_admitted_does_not() -> None:
     assert (ended["runs"].finish_reason, ended["waits"].finish_reason) == ("length", "timeout")
     assert ended["waits"].finish_s is not None
     assert 5.0 <= ended["waits"].finish_s <= 7.0
-
-
-def test_a_leader_that_waited_too_long_takes_its_followers_along() -> None:
-    engine = make(QueueLimits(max_queue_wait_s=5.0), num_slots=1)
-    engine.add(ask("runs", max_tokens=30))
-    engine.add(ask("waits", num_samples=3))
-    ended = run_out(engine)
-    assert [ended[name].finish_reason for name in ("waits", "waits1", "waits2")] == ["timeout"] * 3
 
 
 def test_a_timeout_ends_a_request_wherever_it_is() -> None:

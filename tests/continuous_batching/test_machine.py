@@ -21,7 +21,7 @@ from continuous_batching.engine import Engine
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
 from kv_cache.page_keys import page_keys
-from tests.continuous_batching.checksum import ChecksumRunner, key
+from tests.continuous_batching.checksum import ChecksumRunner, keys_of
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_schedules import (
     Arrival,
@@ -285,10 +285,7 @@ class Engines(RuleBasedStateMachine):
     def _foresee(self, request: Request) -> None:
         """What the request will know, write and publish, computed alone."""
         self.answers[request.id] = expected(request)
-        words: list[int] = []
-        for position, token in enumerate(self._story(request)):
-            words.append(key(token, position, words[-1] if words else 1))
-        written = self.written[request.id] = np.array(words, dtype=np.uint64)
+        written = self.written[request.id] = np.array(keys_of(self._story(request)), dtype=np.uint64)
         size = self._size
         story = np.array(self._story(request), dtype=np.int32)
         for index, name in enumerate(page_keys(story, size, request.cache_salt)):
@@ -340,6 +337,6 @@ def run(num_examples: int, num_steps: int) -> int:
 
 
 def test_any_order_of_operations_keeps_ledger_pages_and_answers_right() -> None:
-    num_operations = run(num_examples=cases(40, 1_200), num_steps=cases(50, 100))
+    num_operations = run(num_examples=cases(30, 1_200), num_steps=cases(50, 100))
     print(f"{num_operations} operations")
-    assert num_operations >= cases(1_500, 100_000)
+    assert num_operations >= cases(1_000, 100_000)

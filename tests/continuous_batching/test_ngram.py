@@ -10,12 +10,12 @@ import pytest
 
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.proposer import LENGTH, NGram
+from continuous_batching.speculation.proposer import LENGTH, NGram, Proposer
 from kv_cache.pages import Index
 
 
-def take(slots: SlotPool, number: int, tokens: list[int]) -> int:
-    request = Request(str(number), np.array(tokens), SamplingParams(max_tokens=40))
+def take(slots: SlotPool, number: int, tokens: list[int], salt: str | None = None) -> int:
+    request = Request(str(number), np.array(tokens), SamplingParams(max_tokens=40), cache_salt=salt)
     request.number = number
     return slots.take(request)
 
@@ -31,7 +31,7 @@ def say(slots: SlotPool, row: int, tokens: list[int]) -> None:
     slots.num_tokens[row] += len(tokens)
 
 
-def guessed(proposer: NGram, *rows: int, most: int = 4) -> list[list[int]]:
+def guessed(proposer: Proposer, *rows: int, most: int = 4) -> list[list[int]]:
     guesses = proposer.guess(np.array(rows), most)
     assert ((guesses.counts >= 0) & (guesses.counts <= most)).all()
     return [tokens[:count] for tokens, count in zip(guesses.tokens.tolist(), guesses.counts.tolist())]

@@ -24,6 +24,7 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
+from tests.continuous_batching import test_slot_lifecycle as small
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
 
@@ -34,22 +35,13 @@ def ask(name: str, num_prompt: int = 4, max_tokens: int = 4, **fields) -> Reques
 
 
 def make(
-    num_slots: int = 1, num_pages: int = 40, weights: dict[str, float] | None = None, **options
+    num_slots: int = 1, weights: dict[str, float] | None = None, order: QueueOrder | None = None, **options
 ) -> Engine:
-    slots = SlotPool(num_slots, 64, 4)
-    shares = None if weights is None else FairShare(slots, weights)
-    order = options.pop("order", None)
-    scheduler = Scheduler(
-        slots,
-        PagePool(num_pages),
-        StallFree(),
-        waiting=WaitingQueue(order, shares),
-        max_batch_tokens=16,
-        vocab_size=VOCAB_SIZE,
-        **options,
-    )
     ticks = itertools.count()
-    return Engine(scheduler, ChecksumRunner(slots, scheduler.pool), clock=lambda: float(next(ticks)))
+    waiting = WaitingQueue(order)
+    engine = small.make(num_slots, budget=16, clock=lambda: float(next(ticks)), waiting=waiting, **options)
+    waiting.shares = None if weights is None else FairShare(engine.slots, weights)
+    return engine
 
 
 def served(engine: Engine) -> list[str]:
@@ -160,21 +152,6 @@ def test_tenants_take_turns_by_the_tokens_they_were_served() -> None:
     for name in ("a1", "a2", "a3", "b1", "b2"):
         engine.add(ask(name, 5, 5, tenant=name[0]))
     assert served(engine) == ["a1", "b1", "a2", "b2", "a3"]
-
-
-def test_a_tenant_of_twice_the_weight_gets_twice_as_much() -> None:
-    engine = make(weights={"b": 2.0})
-    for name in ("a1", "a2", "a3", "b1", "b2", "b3", "b4"):
-        engine.add(ask(name, 5, 5, tenant=name[0]))
-    order = served(engine)
-    assert [name[0] for name in order[:6]].count("b") == 4
-
-
-def test_each_tenants_requests_keep_their_order() -> None:
-    engine = make(weights={}, order=shortest_first)
-    for name, num_prompt in (("a1", 9), ("a2", 5), ("b1", 9), ("b2", 5)):
-        engine.add(ask(name, num_prompt, tenant=name[0]))
-    assert served(engine) == ["a2", "b2", "a1", "b1"]
 
 
 def test_a_tenant_saves_up_no_turns() -> None:

@@ -11,7 +11,7 @@ import pytest
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from tests.continuous_batching.checksum import VOCAB_SIZE, alone
+from tests.continuous_batching.checksum import alone
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_slot_lifecycle import ask, check, make, run_out
 
@@ -80,56 +80,6 @@ def test_a_stop_is_noticed_a_step_late_and_reported_at_once() -> None:
     check(other)
 
 
-def test_a_row_that_failed_and_was_outrun_is_never_found() -> None:
-    engine = make()
-    Device(engine)
-    bad, good = ask("bad", 9, 12), ask("good", 9, 12)
-    engine.add(bad)
-    engine.add(good)
-    engine.step()
-    engine.runner.fail = {"bad"}
-    finished = run_out(engine)
-    assert finished == [bad, good]
-    assert bad.finish_reason == "error"
-    assert len(bad.answer) == 2, "one that was known, and one that was on its way"
-    again = Request("again", bad.tokens, SamplingParams(max_tokens=1))
-    again.page_keys = engine.scheduler.lifecycle.matching.keys(again)
-    assert not len(engine.scheduler.lifecycle.find(again))
-    check(good)
-
-
-def test_a_row_that_failed_and_was_outrun_publishes_nothing_of_its_prompt() -> None:
-    engine = make()
-    Device(engine)
-    engine.runner.fail = {"bad"}  # it fails in its first step
-    start = engine.runner.start
-
-    def fail_once(batch: Batch) -> Callable[[], Sampled]:
-        wait = start(batch)
-        engine.runner.fail = set()
-        return wait
-
-    engine.runner.start = fail_once
-    bad, good = ask("bad", 9, 12), ask("good", 9, 12)
-    prefix, published = engine.scheduler.prefix, []
-    publish = prefix.publish
-
-    def told(keys, *others):
-        published.extend(keys)
-        return publish(keys, *others)
-
-    prefix.publish = told
-    engine.add(bad)
-    engine.add(good)
-    step = engine.step()
-    assert step is not None
-    assert step.finished == [bad]
-    assert len(engine.slots.busy) == 2, "the device is at its second step"
-    run_out(engine)
-    assert set(published) == set(good.page_keys)
-    check(good)
-
-
 def test_a_row_that_fails_after_it_was_outrun_keeps_its_answer_and_loses_its_pages() -> None:
     engine = make()
     Device(engine)
@@ -146,26 +96,6 @@ def test_a_row_that_fails_after_it_was_outrun_keeps_its_answer_and_loses_its_pag
     again = Request("again", request.tokens, SamplingParams(max_tokens=1))
     again.page_keys = engine.scheduler.lifecycle.matching.keys(again)
     assert not len(engine.scheduler.lifecycle.find(again))
-
-
-@pytest.mark.parametrize("num_steps", [1, 2, 5])
-def test_an_abort_under_a_batch_ends_now_and_frees_its_row_with_the_batch(num_steps: int) -> None:
-    engine = make()
-    Device(engine)
-    request, other = ask("a", 9, 12), ask("b", 9, 12)
-    engine.add(request)
-    engine.add(other)
-    for _ in range(num_steps):
-        engine.step()
-    assert engine.abort("a") is request
-    assert request.finish_reason == "abort"
-    assert request.answer.tolist() == alone(request.prompt.tolist(), num_steps)
-    recount(engine.scheduler)
-    engine.add(again := ask("a", 9, 3))  # its id is free
-    finished = run_out(engine)
-    assert finished == [again, other]
-    check(again, other)
-    assert len(request.answer) == num_steps
 
 
 def test_an_answer_ends_before_a_token_that_nobody_knows() -> None:
@@ -235,31 +165,3 @@ def test_a_resize_waits_for_the_device_and_loses_no_step() -> None:
         steps.append(engine.step())
     assert len(steps) == 5
     check(request)
-
-
-def test_overlap_changes_no_answer() -> None:
-    def serve(overlap: bool) -> list[tuple[str | None, list[int]]]:
-        random = np.random.default_rng(5)
-        engine = make(num_slots=6, num_pages=60, compact_every_steps=4)
-        engine.overlap = overlap
-        requests = [
-            Request(
-                str(number),
-                random.integers(0, VOCAB_SIZE, int(random.integers(1, 30))),
-                SamplingParams(
-                    max_tokens=int(random.integers(1, 25)),
-                    seed=number,
-                    stop_token_ids=(int(random.integers(97)),),
-                ),
-            )
-            for number in range(40)
-        ]
-        for number, request in enumerate(requests):
-            engine.add(request)
-            if number % 3:
-                engine.step()
-                recount(engine.scheduler)
-        run_out(engine)
-        return [(request.finish_reason, request.answer.tolist()) for request in requests]
-
-    assert serve(overlap=True) == serve(overlap=False)

@@ -14,6 +14,7 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
+from tests.each_of import each_of
 
 
 def busy(*todo: int, computed: tuple[int, ...] | None = None) -> Busy:
@@ -127,6 +128,25 @@ def test_a_share_gets_on_within_the_budget(policy: Policy, counts: list[int], sp
     assert 0 < granted.sum() <= budget
     if policy.whole:
         assert ((granted == 0) | (granted == wanted.todo)).all()
+
+
+@each_of(
+    "policy, granted",
+    [
+        (StallFree(), [1, 1, 6]),
+        (StallFree(FixedChunks(4)), [1, 1, 4]),
+        (StallFree(StagedChunks(2, 8, 3, 24, 2)), [1, 1, 6]),
+        (StallFree(long_prompts=LongPrompts(1, 5)), [1, 1, 6]),
+        (Split(5), [1, 1, 4]),
+        (Orca(), [1, 1, 0]),
+        (PrefillFirst(), [0, 1, 0]),
+        (Static(3, 0.0), [0, 1, 7]),
+    ],
+)
+def test_a_prompt_of_one_token_is_no_decode(policy: Policy, granted: list[int]) -> None:
+    """Of a decode, such a prompt and one of nine tokens, in a step of eight."""
+    asked = Busy(np.array([1, 1, 9]), np.array([5, 0, 0]), np.array([True, False, False]))
+    assert policy.share(asked, 8).tolist() == granted
 
 
 def test_reservations() -> None:

@@ -14,41 +14,19 @@ from continuous_batching.recording.rank_tier import FollowersTier, LeadersTier
 from continuous_batching.recording.recorder import Recorder
 from continuous_batching.request import Request, SamplingParams
 from kv_cache.tier.page_tier import PageTier
-from kv_cache.tier.store import StoreFailed
 from tests.continuous_batching.checksum import ChecksumRunner
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_follower import FACTS, Following
 from tests.continuous_batching.test_slot_lifecycle import ask, check, make
 from tests.continuous_batching.test_tier import PAGE_SIZE
+from tests.kv_cache.test_page_tier import Store
 from tests.patience import PATIENCE_S
-
-
-class DictStore:
-    """A store of one rank; `fails` says that it cannot be read."""
-
-    def __init__(self, entries: dict[bytes, bytes], fails: bool = False) -> None:
-        self.entries, self.fails = entries, fails
-
-    def read(self, keys: Any) -> list[bytes | None]:
-        if self.fails:
-            raise StoreFailed("it is broken")
-        return [self.entries.get(key) for key in keys]
-
-    def write(self, key: bytes, entry: bytes) -> bool:
-        return self.entries.setdefault(key, entry) is entry
-
-    def remove(self, keys: Any) -> None:
-        for key in keys:
-            self.entries.pop(key, None)
-
-    def close(self) -> None:
-        pass
 
 
 class Ranks:
     """An engine of three ranks, each with its own store, and a clock of its leader's questions."""
 
-    def __init__(self, stores: list[DictStore], **options: Any) -> None:
+    def __init__(self, stores: list[Store], **options: Any) -> None:
         self.engine = make(num_host_pages=40, has_tier=True, **options)
         self.tiers = [self._tier(self.engine, stores[0], 0)]
         self.following = []
@@ -71,7 +49,7 @@ class Ranks:
         self.engine.questions = questions
         self.engine.tier = LeadersTier(self.tiers[0], questions, PATIENCE_S)
 
-    def _tier(self, engine: Engine, store: DictStore, rank: int) -> PageTier:
+    def _tier(self, engine: Engine, store: Store, rank: int) -> PageTier:
         runner = engine.runner
         assert isinstance(runner, ChecksumRunner)
         runner.tier = tier = PageTier(
@@ -101,7 +79,7 @@ def test_every_rank_has_the_bytes_of_each_page_that_is_found(windows: tuple[int,
     drawn = random.Random(4)
     kept: list[dict[bytes, bytes]] = [{}, {}, {}]
     first = [ask(name, 30, 9) for name in ("one", "two", "three", "four")]
-    ranks = Ranks([DictStore(each) for each in kept], windows=windows)
+    ranks = Ranks([Store(each) for each in kept], windows=windows)
     ranks.serve(*first)
     ranks.end()
     assert kept[0].keys() == kept[1].keys() == kept[2].keys()
@@ -112,7 +90,7 @@ def test_every_rank_has_the_bytes_of_each_page_that_is_found(windows: tuple[int,
         at = drawn.randrange(1, 7)
         for gone in request.page_keys[at:]:
             kept[rank].pop(gone)
-    ranks = Ranks([DictStore(each) for each in kept], windows=windows)
+    ranks = Ranks([Store(each) for each in kept], windows=windows)
     least = {
         each.id: min(
             next((at for at, key in enumerate(each.page_keys[:9]) if key not in one), 9) for one in kept
@@ -132,10 +110,10 @@ def test_every_rank_has_the_bytes_of_each_page_that_is_found(windows: tuple[int,
 def test_a_rank_whose_store_fails_makes_a_miss_and_stops_nobody() -> None:
     kept: list[dict[bytes, bytes]] = [{}, {}, {}]
     first = ask("one", 30, 9)
-    ranks = Ranks([DictStore(each) for each in kept])
+    ranks = Ranks([Store(each) for each in kept])
     ranks.serve(first)
     ranks.end()
-    ranks = Ranks([DictStore(each, fails=rank == 2) for rank, each in enumerate(kept)])
+    ranks = Ranks([Store(each, fails=rank == 2) for rank, each in enumerate(kept)])
     again = [Request(name, first.tokens, SamplingParams(max_tokens=3)) for name in ("a", "b")]
     for each in again:
         ranks.serve(each)

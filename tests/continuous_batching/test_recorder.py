@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import io
 import logging
 import os
 from pathlib import Path
@@ -10,7 +12,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from borders.framing import DamagedRecording, framed
@@ -36,8 +37,34 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner
+from tests.continuous_batching.test_schedules import (
+    DEPTHS,
+    Arrival,
+    Made,
+    Resizes,
+    over_schedules,
+    schedulers,
+    serve,
+)
 
 FACTS = {"made by": "a test"}
+
+
+class Memory:
+    """A sink that keeps a recording."""
+
+    def __init__(self) -> None:
+        self._file = io.BytesIO()
+
+    def write(self, record: bytes) -> None:
+        self._file.write(record)
+
+    def close(self, last: bytes) -> None:
+        self._file.write(last)
+
+    def entries(self) -> list[Entry]:
+        self._file.seek(0)
+        return list(read_entries(self._file))
 
 
 def test_a_recording_from_before_a_parameter_was_there_is_read() -> None:
@@ -119,28 +146,23 @@ def write(path: Path, changed: list[Entry]) -> None:
     path.write_bytes(data)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    seed=st.integers(0, 2**32),
-    static=st.booleans(),
-    budget=st.integers(3, 20),
-    overlap=st.booleans(),
-    depth=st.integers(1, 3),
-)
-def test_a_replay_decides_the_same(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, static: bool, budget: int, overlap: bool, depth: int
-) -> None:
-    path = tmp_path_factory.mktemp("recording") / "file"
-    made, again_made = (scheduler(budget=budget, static=static, depth=depth) for _ in range(2))
-    finished = record(path, made, seed, 6, overlap=overlap)
-    recorded = entries(path)
-    events = list(replay(recorded, again_made))
-    steps = [event for event in events if isinstance(event, Replayed)]
+@over_schedules(15, 3000, schedulers(DEPTHS), overlap=st.booleans())
+def test_a_replay_decides_the_same(made: Made, plan: list[Arrival], resizes: Resizes, overlap: bool) -> None:
+    twin, _ = copy.deepcopy(made)
+    recording = Memory()
+    recorder = Recorder(FACTS, recording)
+    finished = serve(*made, plan, resizes, overlap=overlap, observer=recorder)
+    recorder.close()
+    recorded = recording.entries()
+    steps = [event for event in replay(recorded, twin) if isinstance(event, Replayed)]
     assert len(steps) == sum(isinstance(entry, Scheduled) for entry in recorded)
-    again = [(each.id, each.finish_reason, each.answer.tolist()) for step in steps for each in step.finished]
-    assert again == [(each.id, each.finish_reason, each.answer.tolist()) for each in finished]
-    added = [event for event in events if isinstance(event, Request)]
-    assert len(added) == 6
+    again = [each for step in steps for each in step.finished]
+    aborted = {name for name, each in finished.items() if each.finish_reason == "abort"}
+    assert {each.id for each in again} == finished.keys() - aborted
+    for each in again:
+        assert each.finish_reason == finished[each.id].finish_reason
+        assert each.answer.tolist() == finished[each.id].answer.tolist()
+    assert twin.counters == made[0].counters
 
 
 def test_a_look_ahead_that_finds_nothing_is_replayed(tmp_path: Path) -> None:
@@ -173,24 +195,10 @@ def test_a_replay_searches_the_same(tmp_path: Path) -> None:
     assert any(each.hypotheses for each in again)
 
 
-def test_the_same_requests_make_the_same_recording(tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        record(tmp_path / name, scheduler(), seed=7, num_requests=8)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
-
-
 def test_another_scheduler_is_found_out(tmp_path: Path) -> None:
     record(tmp_path / "file", scheduler(budget=6), seed=1, num_requests=6)
     with pytest.raises(Divergence, match=r"step \d+: (slots|stops|starts) were \[.*\], and are \[.*\] now"):
         list(replay(entries(tmp_path / "file"), scheduler(budget=4)))
-
-
-def test_another_page_is_found_out(tmp_path: Path) -> None:
-    record(tmp_path / "file", scheduler(), seed=1, num_requests=6)
-    other = scheduler()
-    other.pool.take(1)
-    with pytest.raises(Divergence, match="step 1: its spans end on other pages"):
-        list(replay(entries(tmp_path / "file"), other))
 
 
 def test_why_the_head_of_the_queue_waits(tmp_path: Path) -> None:

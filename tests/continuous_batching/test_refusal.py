@@ -23,6 +23,7 @@ def refused(request: Request) -> BadRequest:
     scheduler.add(Request("here", np.arange(3, 6)))
     with pytest.raises(BadRequest) as refusal:
         scheduler.add(request)
+    assert len(scheduler.waiting) == 1, "what is refused changes nothing"
     return refusal.value
 
 
@@ -58,6 +59,7 @@ def test_a_place_within_a_field_is_no_part_of_its_name() -> None:
             101,
             99,
         ),
+        (Request("a", np.array([-1])), "prompt", -1, 99),
         (Request("here", np.array([5])), "id", "here", None),
     ],
 )

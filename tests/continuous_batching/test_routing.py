@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from continuous_batching.routing.routing import KeyHolders, RoutedPrompt, Routing, Sent, Weights
+from continuous_batching.routing.routing import RoutedPrompt, Routing, Sent, Weights
 from tests.thorough import cases
 
 PAGE = 16
@@ -48,14 +48,6 @@ def test_pages_that_were_told_draw_a_prompt() -> None:
     assert found.best_hit_tokens == 3 * PAGE
 
 
-def test_a_gap_ends_a_hit() -> None:
-    routing = Routing(2, weights=ALONE)
-    routing.stored(0, [2, 3, 4])
-    routing.stored(1, [1])
-    assert sent(routing, prompt(1, 2, 3, 4)).replica == 1
-    assert routing.num_found([1, 2, 3, 4]).tolist()[0] == 0
-
-
 def test_a_hit_ends_where_a_replica_has_what_its_windows_see() -> None:
     """Two keys stand for 8 tokens; a window of 9 tokens sees the two before it, one of 5 the last alone."""
     routing, keys = Routing(3, weights=ALONE), [1, 2, 3, 4, 5]
@@ -84,22 +76,6 @@ def test_a_hit_ends_at_the_last_state_of_a_replica() -> None:
     assert routing.num_found(keys[:3], 4).tolist() == [3, 2]
     routing.removed_beside(1, [2, 4], 1)
     assert routing.num_found(keys, 4).tolist() == [5, 0]
-
-
-def test_what_was_removed_draws_nobody() -> None:
-    routing = Routing(2, weights=ALONE)
-    routing.stored(1, [1, 2])
-    routing.removed(1, [2])
-    assert routing.num_found([1, 2]).tolist() == [0, 1]
-    routing.cleared(1)
-    assert routing.num_found([1, 2]).tolist() == [0, 0]
-    assert len(routing.held) == 0
-
-
-def test_the_last_token_is_always_computed() -> None:
-    routing = Routing(1)
-    routing.stored(0, [1])
-    assert sent(routing, prompt(1, num_tokens=PAGE)).queued_tokens == 1
 
 
 def test_a_hit_is_not_worth_any_wait() -> None:
@@ -230,13 +206,6 @@ def test_found_keys_are_those_of_plain_sets(seed: int) -> None:
         wanted = [sum(1 for _ in itertools.takewhile(each.__contains__, asked)) for each in plain]
         assert routing.num_found(asked).tolist() == wanted
     assert len(routing.held) == len(set().union(*plain))
-
-
-def test_a_key_that_nobody_holds_takes_no_memory() -> None:
-    holders = KeyHolders()
-    holders.add(3, range(100))
-    holders.discard(3, range(100))
-    assert len(holders) == 0
 
 
 def test_requests_without_a_prompt_say_nothing_of_prompts() -> None:

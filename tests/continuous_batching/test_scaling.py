@@ -55,21 +55,6 @@ def test_one_goes_when_the_others_have_long_had_room() -> None:
     assert after(Scale(3), 600, 3, CALM, requests=11).wanted == 3, "the others would be more than half full"
 
 
-def test_each_step_takes_its_own_time() -> None:
-    scale = after(Scale(4), 60, 4, CALM)
-    assert scale == Scale(3)
-    assert after(scale, 59, 3, CALM, start_s=61).wanted == 3
-    scale = after(Scale(2), 5, 2, CROWDED)
-    assert scale == Scale(3)
-
-
-def test_bounds_hold() -> None:
-    assert after(Scale(4), 600, 4, CROWDED).wanted == 4
-    assert after(Scale(2), 6000, 2, CALM).wanted == 2
-    assert decide(BOUNDS, Scale(0), None, 0).wanted == 2
-    assert decide(BOUNDS, Scale(9), None, 0).wanted == 4
-
-
 def test_what_nobody_knows_changes_nothing() -> None:
     scale = after(Scale(3), 4, 3, CROWDED)
     scale = decide(BOUNDS, scale, None, 5)

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from continuous_batching.batch import Batch, Sampled
+from continuous_batching.batch import Sampled
 from continuous_batching.engine import Engine
-from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams, TokenLogprobs
 from continuous_batching.samples.mask_maker import MaskMaker
-from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
-from kv_cache.pages import Index, PagePool
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from kv_cache.pages import Index
+from tests.continuous_batching import test_slot_lifecycle as small
+from tests.continuous_batching.checksum import VOCAB_SIZE, alone
 from tests.continuous_batching.recount import recount
+from tests.continuous_batching.test_slot_lifecycle import run_out
 
 
-def make(num_slots: int = 4, num_pages: int = 40, page_size: int = 4, budget: int = 16, **options) -> Engine:
-    slots = SlotPool(num_slots, 128, page_size)
-    scheduler = Scheduler(
-        slots,
-        PagePool(num_pages),
-        StallFree(),
-        max_batch_tokens=budget,
-        vocab_size=VOCAB_SIZE,
-        **options,
-    )
-    return Engine(scheduler, ChecksumRunner(slots, scheduler.pool), clock=lambda: 0.0)
+def make(budget: int = 16, **options: Any) -> Engine:
+    return small.make(budget=budget, **options)
 
 
 def ask(name: str, num_prompt: int = 8, max_tokens: int = 4, **fields) -> Request:
@@ -47,12 +39,6 @@ def spans(engine: Engine) -> dict[str, tuple[int, int]]:
         engine.slots.requests[row].id: (start, stop)
         for row, start, stop in zip(batch.slots.tolist(), batch.starts.tolist(), batch.stops.tolist())
     }
-
-
-def run_out(engine: Engine) -> None:
-    while engine.has_work:
-        assert engine.step() is not None
-        recount(engine.scheduler)
 
 
 def test_a_long_prompt_is_chunked_around_running_decodes() -> None:
@@ -98,32 +84,6 @@ def test_a_common_prompt_that_arrives_at_once_is_computed_once() -> None:
     for request in requests:
         assert request.answer.tolist() == alone(request.prompt.tolist(), 3)
         assert request.num_cached_tokens == (0 if request.id == "r0" else 40)
-
-
-def test_who_waits_for_anothers_page_goes_on_when_that_one_is_aborted() -> None:
-    engine = make(num_slots=3, num_pages=100, budget=8)
-    prompt = np.arange(42)
-    requests = [Request(f"r{i}", prompt, SamplingParams(max_tokens=3)) for i in range(3)]
-    for request in requests:
-        engine.add(request)
-    assert spans(engine) == {"r0": (0, 8)}
-    engine.abort("r0")
-    assert spans(engine) == {"r1": (8, 16)}
-    engine.abort("r1")
-    run_out(engine)
-    assert requests[2].answer.tolist() == alone(prompt.tolist(), 3)
-    assert requests[2].num_cached_tokens == 16
-
-
-def test_answers_are_found_again_when_they_left_their_slot() -> None:
-    engine = make()
-    first = ask("a", 8, 9)
-    engine.add(first)
-    run_out(engine)
-    follow_up = Request("b", np.append(first.tokens, [3, 4]), SamplingParams(max_tokens=1))
-    engine.add(follow_up)
-    run_out(engine)
-    assert follow_up.num_cached_tokens == 16, "8 + 9 tokens, the last never computed: 4 full pages"
 
 
 class LateMasks(MaskMaker):
@@ -238,28 +198,6 @@ def test_a_request_that_can_never_fit_is_refused_at_the_door() -> None:
     run_out(engine)
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        (Request("a", np.array([], dtype=np.int32)), "prompt is empty"),
-        (Request("a", np.array([1, 97, 2])), "holds the token id 97; the model's go from 0 to 96"),
-        (Request("a", np.array([-1])), "holds the token id -1"),
-        (
-            Request("a", np.array([1]), SamplingParams(logit_bias={500: 1.0})),
-            "logit_bias holds the token id 500",
-        ),
-        (ask("twice"), "request twice is being served already"),
-    ],
-)
-def test_bad_requests_are_refused_and_change_nothing(request_: Request, message: str) -> None:
-    engine = make()
-    engine.add(ask("twice"))
-    with pytest.raises(ValueError, match=message):
-        engine.add(request_)
-    assert len(engine.scheduler.waiting) == 1
-    run_out(engine)
-
-
 def test_a_row_that_ends_between_schedule_and_commit_is_freed_by_the_commit() -> None:
     engine = make()
     scheduler = engine.scheduler
@@ -280,15 +218,6 @@ def test_a_row_that_ends_between_schedule_and_commit_is_freed_by_the_commit() ->
     assert requests[1].answer.tolist() == alone(requests[1].prompt.tolist(), 9)
 
 
-def test_an_abort_of_what_is_unknown_or_over_is_answered_with_none() -> None:
-    engine = make()
-    engine.add(ask("a"))
-    assert engine.abort("b") is None
-    assert engine.abort("a") is not None
-    assert engine.abort("a") is None
-    assert not engine.has_work
-
-
 def test_a_failed_request_ends_alone_and_its_pages_are_never_found() -> None:
     engine = make()
     bad, good = ask("bad", 13, 4), ask("good", 8, 4)
@@ -305,50 +234,6 @@ def test_a_failed_request_ends_alone_and_its_pages_are_never_found() -> None:
     run_out(engine)
     assert again.num_cached_tokens == 0
     assert again.answer.tolist() == alone(bad.prompt.tolist(), 4)
-
-
-def test_what_a_failing_request_computes_is_not_shared_within_the_step_that_shows_it() -> None:
-    engine = make(num_slots=3, page_size=1, eos_token_ids=())
-    engine.add(ask("first", 8, 1))
-    run_out(engine)
-    bad, good = (
-        Request(name, engine.slots.requests[0].prompt, SamplingParams(max_tokens=6))
-        for name in ("bad", "good")
-    )
-    engine.runner.fail = {"bad"}
-    engine.scheduler.prefix.evict(1)  # both compute the page of the last token, side by side
-    engine.add(bad)
-    engine.add(good)
-    run_page = engine.runner.run
-
-    def spoil(batch: Batch) -> Sampled:
-        sampled = run_page(batch)
-        for row in batch.owners[sampled.tokens < 0].tolist():
-            engine.runner.cache[engine.slots.pages(row)[-1]] ^= np.uint64(0xBAD)
-        return sampled
-
-    engine.runner.run = spoil
-    run_out(engine)
-    assert bad.finish_reason == "error"
-    assert good.answer.tolist() == alone(good.prompt.tolist(), 6)
-
-
-def test_stop_tokens_end_a_request_and_ignore_eos_does_not_hide_its_own_stops() -> None:
-    prompt = np.arange(6)
-    answer = alone(prompt.tolist(), 12)
-    eos, own = answer[3], answer[5]
-    engine = make(eos_token_ids=(eos,))
-    params = [
-        SamplingParams(max_tokens=12),
-        SamplingParams(max_tokens=12, ignore_eos=True),
-        SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=(own,)),
-    ]
-    requests = [Request(f"{i}", prompt, params[i]) for i in range(3)]
-    for request in requests:
-        engine.add(request)
-    run_out(engine)
-    assert [request.answer.tolist() for request in requests] == [answer[:4], answer, answer[:6]]
-    assert [request.finish_reason for request in requests] == ["stop", "length", "stop"]
 
 
 def test_logprobs_stay_aligned_with_the_answer_when_a_request_is_ended_in_flight() -> None:

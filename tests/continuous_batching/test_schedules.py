@@ -1,21 +1,39 @@
-"""Every schedule gives each request the tokens it would get alone."""
+"""Every schedule of any policy and queue gives each request the tokens that it would get alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from continuous_batching.engine import Engine, Observer, Tier
-from continuous_batching.policies.batching import StallFree, Static
+from continuous_batching.engine import Engine, Observer, Step, Tier
+from continuous_batching.policies.batching import Orca, PrefillFirst, Split, StallFree, Static
+from continuous_batching.policies.policy import ALL, Policy
+from continuous_batching.policies.prefill_budget import (
+    AdaptiveChunks,
+    FixedChunks,
+    LongPrompts,
+    StagedChunks,
+)
+from continuous_batching.queueing import (
+    Aged,
+    EarliestDeadline,
+    FairShare,
+    QueueOrder,
+    WaitingQueue,
+    shortest_first,
+)
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.preemption import fewest_lost, lowest_priority, youngest
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
+from continuous_batching.step_time import StepTime
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
@@ -25,6 +43,9 @@ from tests.thorough import cases
 MAX_TOKENS = 64
 EOS = 5
 DEPTHS = (1, 1, 2, 3)  # batches in flight at once
+LONGEST = 30 + 12 + 20 - 1  # tokens of the largest arrival that are computed
+BY_PRIORITY = Aged(priority_s=7.0, length_s=100.0)
+ORDERS: list[QueueOrder | None] = [None, None, shortest_first, BY_PRIORITY, EarliestDeadline(40.0)]
 FAMILIES = [np.random.default_rng(family).integers(0, VOCAB_SIZE, 40).tolist() for family in range(3)]
 
 
@@ -62,7 +83,8 @@ class Arrival:
             max_draft_tokens=(None, 0, None, 2)[number % 4],  # read where there is speculation
         )
         prompt = FAMILIES[self.family][: self.num_shared] + own
-        return Request(name, np.array(prompt), params, cache_salt=self.salt)
+        tenant, priority = f"t{number % 3}", number % 3 - 1
+        return Request(name, np.array(prompt), params, cache_salt=self.salt, tenant=tenant, priority=priority)
 
 
 arrivals = st.builds(
@@ -80,27 +102,76 @@ arrivals = st.builds(
 )
 
 
+resizes = st.dictionaries(
+    st.integers(0, 30),
+    st.tuples(st.integers(-20, 20), st.sampled_from(["nothing", "cached", "running"])),
+    max_size=3,
+)
+plans = st.lists(arrivals, min_size=1, max_size=10)
+Made = tuple[Scheduler, ChecksumRunner]
+Resizes = dict[int, tuple[int, GiveUp]]
+Test = Callable[..., None]
+
+
+@st.composite
+def policies(draw: st.DrawFn, num_slots: int, step_time: StepTime) -> tuple[Policy, int]:
+    """A policy with any way to cut prompts, and from how many tokens on its queue calls a prompt long."""
+    chunks = draw(
+        st.sampled_from(
+            [
+                None,
+                None,
+                FixedChunks(5),
+                StagedChunks(2, 8, 3, 24, 2),
+                AdaptiveChunks(step_time, 0.5, 1, 30, 1),
+            ]
+        )
+    )
+    long_prompts = draw(st.sampled_from([None, None, LongPrompts(1, 10)]))
+    made: list[Policy] = [
+        StallFree(chunks, long_prompts),
+        StallFree(chunks, long_prompts),
+        Split(4, chunks, long_prompts),
+        PrefillFirst(),
+        Orca(),
+        Static(draw(st.integers(1, num_slots)), 3.0),
+    ]
+    at = draw(st.integers(0, len(made) - 1))
+    return made[at], long_prompts.long_tokens if long_prompts is not None and at < 3 else ALL
+
+
 @st.composite
 def schedulers(
-    draw: st.DrawFn, depths: Sequence[int] = (1,), *, has_tier: bool = False
-) -> tuple[Scheduler, ChecksumRunner]:
+    draw: st.DrawFn,
+    depths: Sequence[int] = (1,),
+    *,
+    least_slots: int = 1,
+    width: int = 1,
+    has_tier: bool = False,
+) -> Made:
+    """Any scheduler whose pools hold the largest request, in `width` beams, once or twice."""
     page_size = draw(st.sampled_from([1, 2, 4, 16]))
-    num_slots = draw(st.integers(1, 6))
-    longest_pages = -(-(30 + 12 + 20 - 1) // page_size)
-    num_pages = 1 + longest_pages + draw(st.integers(0, longest_pages))  # 1.0 to 2.0 of the largest request
-    static = draw(st.booleans()) and draw(st.booleans())
-    slots = SlotPool(num_slots, MAX_TOKENS, page_size)
-    num_host_pages = draw(st.sampled_from([60, 5, 3, 12] if has_tier else [60, None, 3, 12]))
+    num_slots = draw(st.integers(least_slots, least_slots + 5))
+    slots, step_time = SlotPool(num_slots, MAX_TOKENS, page_size), StepTime()
+    longest_pages = -(-LONGEST // page_size)
+    num_host_pages = draw(st.sampled_from([60, 5 if has_tier else None, 3, 12]))
     host_pool = None if num_host_pages is None else PagePool(num_host_pages)
-    pool = PagePool(num_pages)
-    groups = draw(drawn_groups(slots, pool, host_pool, 30 + 12 + 20 - 1))
+    pool = PagePool(1 + longest_pages + draw(st.integers(0, longest_pages)))
+    groups = draw(drawn_groups(slots, pool, host_pool, LONGEST, width))
+    policy, long_tokens = draw(policies(num_slots, step_time))
+    least_budget = MAX_TOKENS if policy.whole else num_slots
+    order = draw(st.sampled_from(ORDERS))
+    shares = FairShare(slots, {"t0": 2.0}) if draw(st.sampled_from([False, False, True])) else None
     scheduler = Scheduler(
         slots,
         pool,
-        Static(batch_size=draw(st.integers(1, 4)), max_wait_s=3.0) if static else StallFree(),
-        max_batch_tokens=num_slots + draw(st.sampled_from([0, 1, 3, 7, 30])),
+        policy,
+        step_time=step_time,
+        max_batch_tokens=least_budget + draw(st.sampled_from([0, 1, 3, 7, 30])),
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(EOS,),
+        waiting=WaitingQueue(order, shares, long_tokens),
+        outrank=order is BY_PRIORITY and draw(st.booleans()),
         prefix_sharing=draw(st.sampled_from([True, True, True, False])),
         max_shared_tokens=draw(st.sampled_from([None, None, 20])),
         victim=draw(st.sampled_from([youngest, fewest_lost, lowest_priority])),
@@ -115,6 +186,23 @@ def schedulers(
     runner.defers = scheduler.depth > 1 and draw(st.booleans())
     runner.late = draw(st.sampled_from([0.0, 0.3, 0.8]))
     return scheduler, runner
+
+
+def over_schedules(
+    few: int,
+    many: int,
+    made: st.SearchStrategy[Made],
+    plan: st.SearchStrategy[list[Arrival]] = plans,
+    **drawn: st.SearchStrategy[Any],
+) -> Callable[[Test], Test]:
+    """Give a test so many schedulers with a plan and resizes, and in a thorough run `many`."""
+    limits = settings(
+        max_examples=cases(few, many),
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    return lambda test: limits(given(made=made, plan=plan, resizes=resizes, **drawn)(test))
 
 
 def expected(request: Request) -> list[int]:
@@ -178,13 +266,13 @@ def serve(
     scheduler: Scheduler,
     runner: ChecksumRunner,
     plan: list[Arrival],
-    resizes: dict[int, tuple[int, GiveUp]],
+    resizes: Resizes,
     *,
     overlap: bool = False,
     observer: Observer | None = None,
     tier: Tier | None = None,
 ) -> dict[str, Request]:
-    """Run a schedule to its end, recounting the ledger after every operation."""
+    """Run a schedule to its end; the ledger is recounted after what comes from outside, and now and then."""
     now = 0.0
     engine = Engine(scheduler, runner, clock=lambda: now, overlap=overlap)
     engine.observer, engine.tier = observer or engine.observer, tier
@@ -213,8 +301,12 @@ def serve(
                     recount(scheduler)
         if step in resizes:
             try_resize(engine, *resizes[step])
+        waiting = {request.id: request for request in scheduler.waiting.requests}
         done = engine.step()
-        recount(scheduler)
+        if step % 3 == 0:
+            recount(scheduler)
+        if done is not None:
+            check_step(scheduler, done, waiting)
         for request in done.finished if done else []:
             assert request.id not in ended, "ended twice"
             ended[request.id] = request
@@ -223,6 +315,27 @@ def serve(
         assert step < 5000, "no progress"
     assert ended.keys() == {each.id for family in families for each in family} - refused
     return ended
+
+
+def check_step(scheduler: Scheduler, step: Step, waiting: dict[str, Request]) -> None:
+    """The budget holds, and where nothing else decides, who was left waiting stands behind who was not."""
+    assert step.batch.num_tokens <= scheduler.max_batch_tokens
+    queue = scheduler.waiting
+    if (
+        scheduler._outrank
+        or isinstance(scheduler._policy, Static)
+        or queue.shares is not None
+        or queue._long_tokens != ALL
+    ):
+        return
+    still = {request.id for request in queue.requests if request.num_preemptions == 0}
+    left = [queue.place(waiting[name]) for name in still & waiting.keys()]
+    came = [
+        queue.place(waiting[name])
+        for name in waiting.keys() - still
+        if waiting[name].num_preemptions == 0 and waiting[name].finish_reason != "timeout"
+    ]
+    assert max(came, default=(-math.inf, 0)) < min(left, default=(math.inf, 0)), "somebody was overtaken"
 
 
 def check_answers(ended: dict[str, Request], failing: set[str]) -> None:
@@ -242,24 +355,9 @@ def check_answers(ended: dict[str, Request], failing: set[str]) -> None:
             assert request.arrival_s <= request.first_token_s <= request.finish_s
 
 
-@settings(
-    max_examples=cases(125, 2000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-@given(
-    made=schedulers(DEPTHS),
-    plan=st.lists(arrivals, min_size=1, max_size=10),
-    resizes=st.dictionaries(
-        st.integers(0, 30),
-        st.tuples(st.integers(-20, 20), st.sampled_from(["nothing", "cached", "running"])),
-        max_size=3,
-    ),
-    overlap=st.booleans(),
-)
+@over_schedules(50, 3000, schedulers(DEPTHS), overlap=st.booleans())
 def test_every_schedule_gives_the_tokens_of_each_request_alone(
-    made: tuple[Scheduler, ChecksumRunner],
-    plan: list[Arrival],
-    resizes: dict[int, tuple[int, GiveUp]],
-    overlap: bool,
+    made: Made, plan: list[Arrival], resizes: Resizes, overlap: bool
 ) -> None:
     scheduler, runner = made
     ended = serve(scheduler, runner, plan, resizes, overlap=overlap)

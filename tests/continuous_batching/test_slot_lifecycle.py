@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
 from continuous_batching.policies.batching import StallFree
+from continuous_batching.policies.policy import Policy
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.preemption import fewest_lost, lowest_priority, youngest
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -24,25 +26,31 @@ def make(
     num_pages: int = 40,
     num_host_pages: int | None = None,
     windows: Sequence[int] = (),
-    **options,
+    *,
+    policy: Policy | None = None,
+    budget: int = 64,
+    page_size: int = 4,
+    clock: Callable[[], float] = lambda: 0.0,
+    **options: Any,
 ) -> Engine:
-    slots, pool = SlotPool(num_slots, 128, 4), PagePool(num_pages)
+    """A small engine over the checksum model; `options` are the scheduler's."""
+    slots, pool = SlotPool(num_slots, 128, page_size), PagePool(num_pages)
     host = None if num_host_pages is None else PagePool(num_host_pages)
     groups = window_groups(windows, slots, pool, host, [num_pages] * len(windows), num_host_pages or 0)
     scheduler = Scheduler(
         slots,
         pool,
-        StallFree(),
-        max_batch_tokens=64,
+        policy or StallFree(),
+        max_batch_tokens=budget,
         vocab_size=VOCAB_SIZE,
         host_pool=host,
         groups=groups,
         **options,
     )
-    return Engine(scheduler, ChecksumRunner(slots, pool, host, groups), clock=lambda: 0.0)
+    return Engine(scheduler, ChecksumRunner(slots, pool, host, groups), clock=clock)
 
 
-def ask(name: str, num_prompt: int, max_tokens: int, num_samples: int = 1, **fields) -> Request:
+def ask(name: str, num_prompt: int = 4, max_tokens: int = 8, num_samples: int = 1, **fields: Any) -> Request:
     prompt = np.random.default_rng(sum(map(ord, name))).integers(0, VOCAB_SIZE, num_prompt)
     samples = [
         Request(f"{name}{index or ''}", prompt, SamplingParams(max_tokens=max_tokens, seed=index), **fields)
@@ -84,23 +92,6 @@ def test_samples_of_a_prompt_share_its_pages_and_copy_the_last_on_write() -> Non
     check(leader, *followers)
 
 
-def test_samples_of_a_prompt_that_ends_a_page_copy_nothing() -> None:
-    engine = make()
-    leader = ask("a", num_prompt=8, max_tokens=6, num_samples=3)
-    engine.add(leader)
-    run_out(engine)
-    assert engine.scheduler.counters.copied_pages == 0
-
-
-def test_samples_beyond_the_free_rows_queue_up() -> None:
-    engine = make(num_slots=2)
-    leader = ask("a", num_prompt=9, max_tokens=5, num_samples=5)
-    followers = list(leader.followers)
-    engine.add(leader)
-    run_out(engine)
-    check(leader, *followers)
-
-
 @pytest.mark.parametrize("when", ["waiting", "chunking"])
 def test_when_a_leader_is_aborted_the_next_sample_leads(when: str) -> None:
     engine = make(num_slots=2)
@@ -114,19 +105,6 @@ def test_when_a_leader_is_aborted_the_next_sample_leads(when: str) -> None:
     assert engine.abort("a2") is followers[1]
     run_out(engine)
     check(followers[0])
-
-
-def test_what_a_victim_alone_has_computed_waits_in_the_host_pool() -> None:
-    engine = make(num_slots=2, num_pages=1 + 8, num_host_pages=9, prefix_sharing=False)
-    old, young = ask("old", 12, 12), ask("young", 12, 12)
-    engine.add(old)
-    engine.add(young)
-    run_out(engine)
-    counters = engine.scheduler.counters
-    assert counters.preemptions == 1
-    assert counters.computed_tokens == 2 * (12 + 12 - 1), "nothing is computed twice"
-    assert counters.swapped_out_pages == counters.swapped_in_pages > 0
-    check(old, young)
 
 
 def test_without_room_in_the_host_pool_a_victim_is_computed_again() -> None:
@@ -254,3 +232,12 @@ def test_victims() -> None:
     assert slots.requests[youngest(slots, rows)].id == "r2"
     assert slots.requests[fewest_lost(slots, rows)].id == "r0"
     assert slots.requests[lowest_priority(slots, rows)].id == "r2"
+
+
+def test_samples_need_ids_of_their_own() -> None:
+    engine = make()
+    leader = ask("a", num_prompt=10, max_tokens=2, num_samples=3)
+    leader.followers[1].id = "a1"
+    with pytest.raises(ValueError, match="request a1 is sampled twice"):
+        engine.add(leader)
+    assert not engine.has_work

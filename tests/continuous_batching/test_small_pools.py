@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
-from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.preemption import Victim, fewest_lost, lowest_priority, youngest
-from continuous_batching.scheduling.scheduler import Scheduler
-from continuous_batching.slots import SlotPool
-from kv_cache.pages import PagePool
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching import test_slot_lifecycle as small
+from tests.continuous_batching.checksum import VOCAB_SIZE, alone
 from tests.continuous_batching.recount import recount
 from tests.pairs import pairs
 from tests.thorough import cases
@@ -21,19 +20,8 @@ NUM_CLIENTS, LARGEST = 64, 64  # tokens, prompt and answer
 COMMON = np.random.default_rng(7).integers(0, VOCAB_SIZE, LARGEST).tolist()
 
 
-def make(num_pages: int, num_slots: int = NUM_CLIENTS, num_host_pages: int = 0, **options) -> Engine:
-    slots = SlotPool(num_slots, LARGEST, 4)
-    host = PagePool(num_host_pages) if num_host_pages else None
-    scheduler = Scheduler(
-        slots,
-        PagePool(num_pages),
-        StallFree(),
-        max_batch_tokens=num_slots + 32,
-        vocab_size=VOCAB_SIZE,
-        host_pool=host,
-        **options,
-    )
-    return Engine(scheduler, ChecksumRunner(slots, scheduler.pool, host), clock=lambda: 0.0)
+def make(num_pages: int, num_host_pages: int = 0, **options: Any) -> Engine:
+    return small.make(NUM_CLIENTS, num_pages, num_host_pages or None, budget=NUM_CLIENTS + 32, **options)
 
 
 def draw(random: np.random.Generator, name: str, *, largest: bool = False) -> Request:
@@ -72,21 +60,13 @@ def test_a_pool_of_the_largest_request_finishes_a_closed_loop(
     num_pages = 1 + round(factor * -(-(LARGEST - 1) // 4))
     engine = make(num_pages, num_host_pages=num_host_pages, victim=victim)
     random = np.random.default_rng(3)
-    requests = [draw(random, str(number), largest=number % 10 == 0) for number in range(cases(80, 150))]
+    requests = [draw(random, str(number), largest=number % 10 == 0) for number in range(cases(50, 150))]
     closed_loop(engine, requests)
     for request in requests:
         assert request.answer.tolist() == alone(request.prompt.tolist(), request.params.max_tokens)
     counters = engine.scheduler.counters
     print(f"{counters.preemptions / len(requests):.2f} preemptions a request")
     assert counters.preemptions <= 3 * len(requests)
-
-
-def test_the_largest_requests_take_turns_in_a_pool_that_holds_one() -> None:
-    engine = make(1 + -(-(LARGEST - 1) // 4))
-    requests = [draw(np.random.default_rng(number), str(number), largest=True) for number in range(40)]
-    closed_loop(engine, requests)
-    assert [request.finish_reason for request in requests] == ["length"] * len(requests)
-    assert engine.scheduler.counters.preemptions <= 3 * len(requests)
 
 
 def test_the_oldest_is_never_preempted_whoever_is_chosen() -> None:
@@ -103,43 +83,3 @@ def test_a_prompt_that_fills_the_pool_is_admitted() -> None:
     request = Request("a", prompt, SamplingParams(max_tokens=1))
     closed_loop(engine, [request])
     assert request.answer.tolist() == alone(prompt.tolist(), 1)
-
-
-def test_random_aborts_leak_nothing() -> None:
-    """Abort at any time whatever waits, runs, is in flight, follows, is swapped, has ended or never was."""
-    random = np.random.default_rng(11)
-    engine = make(30, num_slots=8, num_host_pages=30, compact_every_steps=3)
-    scheduler, served, done = engine.scheduler, dict[str, Request](), 0
-    number = 0
-    while done < cases(300, 10_000):
-        while len(scheduler.waiting) < 12:
-            request = draw(random, f"r{number}")
-            followers = int(random.integers(0, 3)) if number % 4 == 0 else 0
-            request.followers = [
-                Request(f"r{number}.{index}", request.prompt, request.params) for index in range(followers)
-            ]
-            served |= {each.id: each for each in (request, *request.followers)}
-            engine.add(request)
-            number += 1
-        batch = scheduler.schedule(0.0)
-        sampled = engine.runner.run(batch)
-        names = list(served)[-40:]
-        for index in random.integers(0, 45, int(random.integers(0, 6))).tolist():
-            ended = engine.abort(names[index] if index < len(names) else f"stranger {index}")
-            done += ended is not None
-        for request in scheduler.commit(batch, sampled, 0.0).finished:
-            want = alone(request.prompt.tolist(), request.params.max_tokens)
-            assert request.answer.tolist() == want[: len(request.answer)]
-        recount(scheduler)
-    for name in list(served):
-        engine.abort(name)
-    recount(scheduler)
-    assert not engine.has_work
-    assert scheduler.pool.num_free + scheduler.prefix.num_idle == scheduler.pool.num_pages - 1
-    prefix, host = scheduler.prefix, scheduler.host_pool
-    assert host is not None
-    assert host.num_held == prefix.num_resting > 0
-    assert not scheduler._parallel_samples.leader_of
-    assert not scheduler.slots.running_ids
-    prefix.forget(prefix.index.names)
-    assert scheduler.pool.num_held == host.num_held == 0

@@ -43,11 +43,6 @@ def test_long_prompts_go_where_no_answers_run_and_short_ones_stay() -> None:
     assert sent_here(routing, splitting, RoutedPrompt(20, range(100, 101), 16))[1] is None
 
 
-def test_where_nothing_else_runs_nothing_is_split() -> None:
-    routing, splitting = made()
-    assert sent_here(routing, splitting, RoutedPrompt(1000, range(62), 16))[1] is None
-
-
 def test_what_is_found_where_it_is_answered_stays() -> None:
     routing, splitting = made()
     busy(routing, 20)

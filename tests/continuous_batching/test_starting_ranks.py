@@ -105,17 +105,6 @@ def test_a_rank_that_says_nothing_while_the_engine_starts_is_named(monkeypatch: 
         assert f"{NAME}: loading its weights, and has said nothing for " in str(listeners.lost)
 
 
-def test_a_rank_that_says_what_no_rank_says_is_lost() -> None:
-    near, far = socket.socketpair()
-    is_lost = threading.Event()
-    listeners = Listeners({NAME: near}, 20.0, lambda _: is_lost.set(), 1800.0)
-    far.sendall(b"one\t\t\n")
-    assert is_lost.wait(PATIENCE_S)
-    assert listeners.lost == f"{NAME} says what no rank says: b'one\\t\\t'"
-    far.close()
-    listeners.close()
-
-
 def test_a_rank_whose_leader_is_gone_ends_though_it_waits_in_a_collective() -> None:
     near, far = socket.socketpair()
     has_lost = threading.Event()

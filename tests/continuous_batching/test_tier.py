@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-
-import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from kv_cache.page_keys import key_of_group
-from kv_cache.tier.disk import DiskStore
-from kv_cache.tier.page_tier import PageTier
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_slot_lifecycle import ask, check, make
 from tests.continuous_batching.tier import attach
-from tests.patience import PATIENCE_S
 
 PAGE_SIZE = 4
 Pages = dict[bytes, bytes]
@@ -48,6 +40,14 @@ def again(request: Request, name: str, **params) -> Request:
     return Request(name, request.prompt, SamplingParams(**{"max_tokens": 3, **params}))
 
 
+def kept() -> tuple[Pages, Request]:
+    """The pages that an engine has left in a tier, and whose they are."""
+    pages: Pages = {}
+    first = ask("first", 30, 4)
+    serve(engine_with(pages), first)
+    return pages, first
+
+
 def test_a_restart_finds_the_pages_of_prompts_and_answers() -> None:
     pages: Pages = {}
     first = [ask(name, 30, 9) for name in ("one", "two", "three")]
@@ -63,31 +63,8 @@ def test_a_restart_finds_the_pages_of_prompts_and_answers() -> None:
     assert engine.scheduler.counters.host_hit_tokens == could
 
 
-def test_the_last_pages_are_kept_though_no_batch_follows() -> None:
-    pages: Pages = {}
-    engine = engine_with(pages)
-    serve(engine, ask("only", 9, 8))
-    assert len(pages) == (9 + 8 - 1) // PAGE_SIZE
-    assert engine.scheduler.tables.take_copies() == ()
-
-
-def test_what_was_evicted_from_device_and_host_is_found() -> None:
-    pages: Pages = {}
-    engine = engine_with(pages, num_pages=1 + 12, num_host_pages=1 + 8)
-    first = ask("first", 30, 4)
-    serve(engine, first)
-    serve(engine, *(ask(name, 40, 4) for name in ("crowd", "more", "yet more")))
-    assert not len(engine.scheduler.lifecycle.find(first))
-    second = again(first, "second")
-    serve(engine, second)
-    assert second.num_cached_tokens == 28
-    check(second)
-
-
 def test_who_waits_for_pages_holds_back_those_behind_and_is_counted() -> None:
-    pages: Pages = {}
-    first = ask("first", 30, 4)
-    serve(engine_with(pages), first)
+    pages, first = kept()
     engine = engine_with(pages, wait=3)
     second, third = again(first, "second"), ask("third", 10, 2)
     engine.add(second)
@@ -104,9 +81,7 @@ def test_who_waits_for_pages_holds_back_those_behind_and_is_counted() -> None:
 
 
 def test_who_runs_goes_on_while_others_wait_for_pages() -> None:
-    pages: Pages = {}
-    first = ask("first", 30, 4)
-    serve(engine_with(pages), first)
+    pages, first = kept()
     engine = engine_with(pages, wait=4)
     running = ask("running", 5, 20)
     engine.add(running)
@@ -121,9 +96,7 @@ def test_who_runs_goes_on_while_others_wait_for_pages() -> None:
 
 @pytest.mark.parametrize("end", ["abort", "timeout"])
 def test_who_gives_up_while_its_pages_are_looked_up_leaves_nothing(end: str) -> None:
-    pages: Pages = {}
-    first = ask("first", 30, 4)
-    serve(engine_with(pages), first)
+    pages, first = kept()
     engine = engine_with(pages, wait=2)
     second = again(first, "second")
     second.timeout_s = -1.0 if end == "timeout" else None
@@ -139,22 +112,8 @@ def test_who_gives_up_while_its_pages_are_looked_up_leaves_nothing(end: str) -> 
     check(third)
 
 
-def test_pages_that_others_brought_meanwhile_are_not_taken_in_again() -> None:
-    pages: Pages = {}
-    first = ask("first", 30, 4)
-    serve(engine_with(pages), first)
-    engine = engine_with(pages)
-    twins = [again(first, name) for name in ("second", "third")]
-    serve(engine, *twins)
-    assert engine.scheduler.counters.fetched_pages == 7
-    assert [each.num_cached_tokens for each in twins] == [28, 28]
-    check(*twins)
-
-
 def test_only_what_is_lacking_is_looked_up() -> None:
-    pages: Pages = {}
-    first = ask("first", 30, 4)
-    serve(engine_with(pages), first)
+    pages, first = kept()
     engine = engine_with(pages, most=3)
     short = Request("short", first.prompt[:13], SamplingParams(max_tokens=1))
     serve(engine, short)
@@ -170,9 +129,7 @@ def test_only_what_is_lacking_is_looked_up() -> None:
 
 
 def test_pages_whose_beginning_has_gone_meanwhile_are_not_taken_in() -> None:
-    pages: Pages = {}
-    first = ask("first", 30, 4)
-    serve(engine_with(pages), first)
+    pages, first = kept()
     engine = engine_with(pages, wait=1)
     short = Request("short", first.prompt[:13], SamplingParams(max_tokens=1))
     serve(engine, short)
@@ -184,27 +141,6 @@ def test_pages_whose_beginning_has_gone_meanwhile_are_not_taken_in() -> None:
     assert engine.scheduler.counters.fetched_pages == num_arrived
     assert second.num_cached_tokens == 0
     check(second)
-
-
-def test_a_host_pool_that_is_too_small_takes_in_the_beginning() -> None:
-    pages: Pages = {}
-    first = ask("first", 30, 4)
-    serve(engine_with(pages), first)
-    engine = engine_with(pages, num_host_pages=1 + 3)
-    second = again(first, "second")
-    serve(engine, second)
-    assert second.num_cached_tokens == 12
-    check(second)
-
-
-def test_pages_of_another_salt_are_not_found() -> None:
-    pages: Pages = {}
-    first = ask("first", 30, 4, cache_salt="a")
-    serve(engine_with(pages), first)
-    engine = engine_with(pages)
-    second = again(first, "second")
-    serve(engine, second)
-    assert second.num_cached_tokens == 0
 
 
 @pytest.mark.parametrize(("missing", "found"), [(None, 28), (6, 24), (5, 20), (4, 28)])
@@ -249,47 +185,3 @@ def test_nothing_of_a_request_that_failed_stays_in_the_tier(found: bool, windows
     assert engine.scheduler.counters.fetched_pages == (7 + 2 * len(windows) if found else 0)
     wrong = {key_of_group(key, group) for key in bad.page_keys[:7] for group in range(1 + len(windows))}
     assert not wrong & pages.keys()
-
-
-def test_samples_share_what_was_found() -> None:
-    pages: Pages = {}
-    first = ask("first", 30, 4)
-    serve(engine_with(pages), first)
-    engine = engine_with(pages)
-    leader = ask("first", 30, 4, num_samples=3)
-    samples = [leader, *leader.followers]
-    serve(engine, leader)
-    assert [each.num_cached_tokens for each in samples] == [28] * 3
-    check(*samples)
-
-
-def test_engines_that_share_a_folder_find_what_the_others_computed(tmp_path: Path) -> None:
-    """The real thing but for the model: threads, entries and files, two engines at work in turn."""
-    engines = []
-    for _ in range(2):
-        engine = make(num_host_pages=200, has_tier=True, num_pages=60)
-        runner = engine.runner
-        assert isinstance(runner, ChecksumRunner)
-        store = DiskStore(tmp_path, 10**6, b"i" * 32)
-        engine.tier = runner.tier = PageTier(store, runner, runner.make, b"i" * 32, PATIENCE_S, "a folder")
-        engines.append(engine)
-    talks = [np.random.default_rng(talk).integers(0, VOCAB_SIZE, 20).tolist() for talk in range(4)]
-    hits = queried = 0
-    for turn in range(12):
-        engine = engines[turn % 2]
-        talk = talks[turn % 4 if turn < 8 else (turn + 1) % 4]
-        request = Request(f"turn {turn}", talk, SamplingParams(max_tokens=6))
-        engine.add(request)
-        while engine.has_work:
-            if engine.step() is None:
-                time.sleep(0.001)
-        assert engine.tier is not None
-        assert engine.tier.settle(PATIENCE_S)
-        assert request.answer.tolist() == alone(talk, 6)
-        if turn >= 4:
-            hits += request.num_cached_tokens
-            queried += (len(talk) - 1) // PAGE_SIZE * PAGE_SIZE
-        talk += [*request.answer.tolist(), turn]
-    for engine in engines:
-        engine.close()
-    assert hits >= 0.9 * queried

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -12,10 +10,8 @@ from continuous_batching.policies.batching import Orca, PrefillFirst, StallFree,
 from continuous_batching.policies.policy import Policy
 from continuous_batching.policies.prefill_budget import FixedChunks
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.scheduling.scheduler import Scheduler
-from continuous_batching.slots import SlotPool
-from kv_cache.pages import PagePool
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.checksum import VOCAB_SIZE
+from tests.continuous_batching.test_slot_lifecycle import make
 
 # The note on Orca, with static batches and with iteration-level scheduling: a cell is a token in its step
 STATIC = """
@@ -36,13 +32,6 @@ def cells(drawing: str) -> list[list[str]]:
     """The columns of a drawing: what is computed in each step."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in drawing.split("\n") if "|" in line]
     return [sorted(filter(None, column)) for column in zip(*rows)]
-
-
-def make(policy: Policy, num_slots: int, budget: int) -> Engine:
-    slots = SlotPool(num_slots, 40, 4)
-    scheduler = Scheduler(slots, PagePool(80), policy, max_batch_tokens=budget, vocab_size=VOCAB_SIZE)
-    ticks = itertools.count()
-    return Engine(scheduler, ChecksumRunner(slots, scheduler.pool), clock=lambda: next(ticks) / 2)
 
 
 def ask(name: str, num_prompt: int, num_answer: int) -> Request:
@@ -85,7 +74,7 @@ LINES = {
 
 
 def test_the_note_on_orca_with_prompts_drawn_token_by_token() -> None:
-    engine = make(StallFree(FixedChunks(1)), num_slots=4, budget=4)
+    engine = make(policy=StallFree(FixedChunks(1)), budget=4)
     for name, line in LINES.items():
         num_prompt = line.count(name)
         engine.add(ask(name, num_prompt, len(line) - num_prompt + 1))
@@ -96,7 +85,7 @@ def test_the_note_on_orca_with_prompts_drawn_token_by_token() -> None:
     ("policy", "drawing"), [(Orca(), CONTINUOUS), (Static(4, 0.0), STATIC)], ids=["orca", "static"]
 )
 def test_the_note_on_orca_with_a_step_for_each_cell(policy: Policy, drawing: str) -> None:
-    engine = make(policy, num_slots=4, budget=40)
+    engine = make(policy=policy, budget=128)
     for name, line in LINES.items():
         engine.add(ask(name, 1, len(line)))
     assert draw(engine, LINES, 8) == cells(drawing)
@@ -122,62 +111,11 @@ FOUR_WAYS = {
 
 @pytest.mark.parametrize(("policy", "expected"), FOUR_WAYS.values(), ids=FOUR_WAYS)
 def test_the_four_ways_of_the_article_on_sarathi(policy: Policy, expected: list[dict[str, int]]) -> None:
-    engine = make(policy, num_slots=4, budget=40)
+    engine = make(policy=policy, budget=128)
     engine.add(ask("A", 2, 3))
     engine.add(ask("B", 2, 5))
     assert [spans(engine), spans(engine)] == [{"A": 2, "B": 2}, {"A": 1, "B": 1}]
-    engine.scheduler.max_batch_tokens = 5 if type(policy) is StallFree else 40
+    engine.scheduler.max_batch_tokens = 5 if type(policy) is StallFree else 128
     engine.add(ask("C", 6, 9))
     engine.add(ask("D", 4, 9))
     assert [spans(engine) for _ in expected] == expected
-
-
-def test_the_engine_designs_first_three_requests_stream_at_once() -> None:
-    engine = make(StallFree(), num_slots=4, budget=40)
-    for name in "ABC":
-        engine.add(ask(name, 3, 6))
-    assert [names(engine) for _ in range(6)] == [["A", "B", "C"]] * 6
-    assert not engine.has_work
-
-
-def test_the_engine_designs_second_three_take_no_more_steps_than_one() -> None:
-    steps = []
-    for crowd in ("A", "ABC"):
-        engine = make(StallFree(), num_slots=4, budget=40)
-        for name in crowd:
-            engine.add(ask(name, 3, 6))
-        while engine.has_work:
-            names(engine)
-        steps.append(engine.scheduler.counters.steps)
-    assert steps[0] == steps[1], "the throughput of three is three times that of one"
-
-
-def test_the_engine_designs_third_who_comes_two_seconds_later_starts_at_once() -> None:
-    engine = make(StallFree(), num_slots=4, budget=40)
-    engine.add(ask("A", 3, 20))
-    while engine.clock() < 2.0:
-        names(engine)
-    late = ask("B", 5, 20)
-    late.arrival_s = engine.clock()
-    engine.add(late)
-    assert spans(engine) == {"A": 1, "B": 5}
-    assert late.first_token_s is not None
-    assert late.first_token_s - late.arrival_s == 1.0, (
-        "two ticks of half a second: a step's start and its end"
-    )
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [StallFree(), StallFree(FixedChunks(2)), Orca(), PrefillFirst(), Static(3, 0.0)],
-    ids=["stall_free", "chunks", "orca", "prefill_first", "static"],
-)
-def test_the_engine_designs_fourth_together_they_get_what_each_gets_alone(policy: Policy) -> None:
-    engine = make(policy, num_slots=4, budget=40)
-    requests = [ask(name, 3 + index, 6) for index, name in enumerate("ABCDEF")]
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        names(engine)
-    for request in requests:
-        assert request.answer.tolist() == alone(request.prompt.tolist(), 6)

@@ -1,28 +1,22 @@
-"""A reading agrees with what a recount finds, and bytes with the pages of the copies that were asked for."""
+"""A reading and a server's own recount agree with what is there, and see what is wrong."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import numpy as np
+import pytest
 
 from continuous_batching.engine import Engine
-from continuous_batching.inspection import Usage, usage
+from continuous_batching.inspection import Recount, Usage, recount, usage
 from continuous_batching.request import Request, SamplingParams
-from tests.continuous_batching.test_slot_lifecycle import ask, make, run_out
+from tests.continuous_batching.test_slot_lifecycle import ask, make
 
 PAGE_BYTES = 1000
 
 
 def gauges(engine: Engine) -> Usage:
     return usage(engine.scheduler, PAGE_BYTES)
-
-
-def test_an_engine_without_work_holds_nothing() -> None:
-    seen = gauges(make(num_pages=40))
-    assert (seen.held_pages, seen.idle_pages, seen.free_pages, seen.fragmentation) == (0, 0, 39, 0.0)
-    assert (seen.swapped_host_pages, seen.resting_host_pages, seen.free_host_pages) == (0, 0, 0)
-    assert seen.hit_rate == seen.host_hit_rate == 0.0
 
 
 def test_pools_are_parted_among_rows_cache_and_nobody() -> None:
@@ -78,16 +72,21 @@ def test_free_pages_below_the_highest_held_one_are_fragmented() -> None:
     assert gauges(engine).fragmentation == 0.0
 
 
-def test_lookups_are_counted_by_what_came_of_them() -> None:
-    engine = make(num_pages=40, num_host_pages=40)
-    first = ask("first", 20, 2)
-    for request in (first, ask("tiny", 3, 1), Request("same", first.prompt, SamplingParams(max_tokens=1))):
-        engine.add(request)
-        run_out(engine)
-    engine.scheduler.tables.evict(engine.scheduler.prefix.num_idle)
-    engine.add(Request("from the host", first.prompt, SamplingParams(max_tokens=1)))
-    run_out(engine)
-    seen = gauges(engine)
-    assert seen.lookups == {"whole": 2, "unseen": 1, "too_short": 1}
-    assert seen.hit_rate == 32 / 63
-    assert seen.host_hit_rate == 16 / 63
+@pytest.mark.parametrize("what", ["nobody gives it back", "free and held"])
+def test_a_recount_sees_a_page_that_is_nobodys_or_held_twice(what: str) -> None:
+    engine = make()
+    engine.add(ask("a", 20, 9))
+    engine.step()
+    assert recount(engine.scheduler) == Recount(wrong_pages=0, shared_pages=0)
+    if what == "free and held":
+        engine.scheduler.pool.release(engine.slots.pages(int(engine.slots.busy[0]))[-1:])
+    else:
+        engine.scheduler.pool.take(1)
+    assert recount(engine.scheduler).wrong_pages == 1
+
+
+def test_a_recount_counts_the_pages_that_several_hold() -> None:
+    engine = make()
+    engine.add(ask("a", 20, 9, num_samples=3))
+    engine.step()
+    assert recount(engine.scheduler) == Recount(wrong_pages=0, shared_pages=5)

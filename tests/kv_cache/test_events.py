@@ -207,22 +207,6 @@ def test_a_late_reader_knows_all(engine: Engine, reader: Reader, monkeypatch: py
     assert snapshot[0] == {"type": "AllBlocksCleared"}
 
 
-def test_a_queue_that_overflows_is_replaced_by_all_pages(
-    engine: Engine, reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(events, "MOST_QUEUED", 2)
-    for number in range(200):
-        engine.compute([number % 23, 1, 2, 3, number, 5, 6, 7])
-    reader.until(engine.held())
-
-
-def test_other_salts_are_other_pages(engine: Engine, reader: Reader) -> None:
-    tokens = list(range(8))
-    assert not {*engine.compute(tokens, "a")} & {*engine.compute(tokens, "b")}
-    reader.until(engine.held())
-    assert len(reader.pages) == 4
-
-
 def test_nonsense_on_the_socket_ends_nothing(engine: Engine, reader: Reader) -> None:
     for frames in ([b""], [b"", b"x"], [b"", b"", b"", b""], [b"", (2**63).to_bytes(8, "big")]):
         reader.again.send_multipart(frames)

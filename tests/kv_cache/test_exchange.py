@@ -19,7 +19,6 @@ from kv_cache.exchange.messages import (
     HEAD,
     LONGEST_MESSAGE,
     VERSION,
-    AllSent,
     Damaged,
     Hello,
     PageIdentity,
@@ -171,11 +170,6 @@ def test_addresses() -> None:
     for wrong in ("ipc://x", "tcp://host", "tcp://:1", "tcp://host:99999", "host:1"):
         with pytest.raises(ValueError, match=r"is no tcp://HOST:PORT"):
             address_of_pages(wrong)
-
-
-def test_an_end_says_how_many_bytes_there_were() -> None:
-    frame = framed(AllSent(4, 1 << 40))
-    assert read(frame) == AllSent(4, 1 << 40)
 
 
 @pytest.mark.parametrize("way", ["nobody listens", "it is silent and goes"])

@@ -28,15 +28,6 @@ FEW = cases(300, 10_000)
 SIZE = 1000
 
 
-def test_an_entry_that_was_changed_anywhere_is_not_used() -> None:
-    mutator, entry = Mutator(1), entry_of(b"c" * SIZE, key(1), ONE)
-    for _ in range(FEW):
-        changed = mutator.data(entry)
-        if changed != entry:
-            with pytest.raises(WrongEntry):
-                content_of(changed, key(1), ONE, SIZE)
-
-
 def path_of(folder: Path, number: int) -> Path:
     name = key(number).hex()
     return folder / ONE.hex()[:16] / name[:2] / name

@@ -75,13 +75,6 @@ def test_evicted_pages_rest_and_are_found_after_those_on_the_device(
     assert counted_as(cache, owner) == "whole"
 
 
-def test_without_a_host_pool_nothing_rests(pool: PagePool) -> None:
-    cache = PrefixCache(pool, SIZE)
-    owner = left(pool, cache, 0, 3)
-    assert cache.evict(2) is None
-    assert found(cache, owner) == owner.pages[:1].tolist()
-
-
 def test_of_more_than_there_is_room_for_the_last_used_and_the_first_of_chains_rest(
     pool: PagePool, cache: PrefixCache
 ) -> None:
@@ -150,20 +143,6 @@ def test_a_page_that_came_back_is_shared_and_what_rests_after_it_still_found(
     assert cache.resting_pages[0] == -three, "a leaf goes before the page it continues"
 
 
-def test_a_page_computed_again_takes_the_place_of_the_one_at_rest(
-    pool: PagePool, host: PagePool, cache: PrefixCache
-) -> None:
-    owner = left(pool, cache, 0, 3)
-    early = Owner(pool, cache, [])
-    early.tokens, early.keys, early.pages = owner.tokens, owner.keys[:2], pool.take(2)
-    cache.evict(3)
-    early.publish()
-    assert host.num_held == cache.num_resting == 1
-    assert found(cache, owner)[:2] == early.pages.tolist()
-    assert len(found(cache, owner)) == 3, "what continues it may stay"
-    assert pool.holders[early.pages].tolist() == [2, 2]
-
-
 def test_what_continues_a_forgotten_page_is_forgotten_at_rest_too(
     pool: PagePool, host: PagePool, cache: PrefixCache
 ) -> None:
@@ -175,37 +154,6 @@ def test_what_continues_a_forgotten_page_is_forgotten_at_rest_too(
     assert found(cache, owner) == []
     assert len(found(cache, other)) == 1
     assert host.num_held == 1
-
-
-def test_resting_pages_keep_their_places_when_the_device_is_compacted_and_resized(
-    pool: PagePool, cache: PrefixCache
-) -> None:
-    filler = pool.take(3)
-    owner = left(pool, cache, 0, 3)
-    cache.evict(2)
-    names = found(cache, owner)[1:]
-    pool.release(filler)
-    sources, targets = pool.scattered(1)
-    pool.move(sources, targets)
-    cache.move(sources, targets)
-    for num_pages in (4, 30):
-        pool.resize(num_pages)
-        cache.resize(num_pages)
-        assert found(cache, owner) == [*targets.tolist(), *names]
-
-
-def test_a_lookup_misses_beside_resting_pages_as_beside_others(pool: PagePool, cache: PrefixCache) -> None:
-    left(pool, cache, 0, 2)
-    cache.evict(2)
-    for ids, salt, why in (
-        ([0, 1, 99, 99], "", "unaligned"),
-        ([0, 1, 2, 3], "b", "other_salt"),
-        ([9, 9, 9, 9], "", "unseen"),
-    ):
-        asking = Owner(pool, cache, ids, salt)
-        before = cache.lookups.copy()
-        cache.count_lookup(asking.keys, asking.tokens, salt, asking.pages[:0])
-        assert cache.lookups - before == {why: 1}
 
 
 def test_pages_from_elsewhere_rest_beside_what_they_continue_and_go_before_it(

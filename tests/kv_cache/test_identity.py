@@ -41,50 +41,27 @@ def check(engine: Engine, attention: str, num_samples: int = 1, **how) -> None:
     assert pool.num_free + prefix.num_idle == pool.num_pages - 1
 
 
-@pytest.fixture(params=["fused", "reference", "int8"])
-def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "int8":
-        device.exact(monkeypatch)
-    return str(request.param)
-
-
 @pytest.fixture(params=cases(["fused"], ["fused", "reference", "int8"]))
-def of_the_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The attention where the host's tables alone decide: whose pages they are is the same to them."""
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whose pages they are, the host's tables alone decide; `test_poison.py` has each way to attend."""
     if request.param == "int8":
         device.exact(monkeypatch)
     return str(request.param)
 
 
-def test_pages_that_rest_in_a_full_host_give_the_tokens_of_each_alone(of_the_host: str) -> None:
-    engine = device.make(of_the_host, num_pages=14, num_host_pages=24)
-    check(engine, of_the_host)
-    assert engine.scheduler.counters.promoted_pages >= COUNT // 10
-
-
-def test_prompts_that_arrive_together_give_the_tokens_of_each_alone(of_the_host: str) -> None:
-    engine = device.make(of_the_host, num_slots=16)
-    check(engine, of_the_host, at_once=COUNT)
+def test_prompts_that_arrive_together_give_the_tokens_of_each_alone(attention: str) -> None:
+    engine = device.make(attention, num_slots=16)
+    check(engine, attention, at_once=COUNT)
     assert engine.scheduler.counters.hit_tokens > 10 * COUNT
-
-
-def test_keys_of_four_bits_give_the_tokens_of_each_alone(
-    of_the_host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shorten_keys(monkeypatch, bits=4)
-    check(device.make(of_the_host, num_pages=60), of_the_host)
-    engine = device.make(of_the_host, num_pages=14, num_host_pages=60, poisoned=True)
-    check(engine, of_the_host)
-    assert engine.scheduler.counters.promoted_pages
 
 
 @pytest.mark.parametrize("num_samples", [1, 4])
 def test_aborts_at_every_step_leave_the_others_the_tokens_of_each_alone(
-    of_the_host: str, num_samples: int
+    attention: str, num_samples: int
 ) -> None:
     aborts = Aborts([each.id for each in device.requests(COUNT, num_samples)])
-    engine = device.make(of_the_host, num_pages=24, num_host_pages=20)
-    check(engine, of_the_host, num_samples, meddle=aborts)
+    engine = device.make(attention, num_pages=24, num_host_pages=20)
+    check(engine, attention, num_samples, meddle=aborts)
     assert aborts.count >= COUNT // 5
 
 

@@ -25,11 +25,11 @@ EMPTY = np.empty(0, dtype=np.int64)
 class Store:
     """In memory; waits at `gate`, and fails while it `fails`."""
 
-    def __init__(self) -> None:
-        self.entries: dict[bytes, bytes] = {}
+    def __init__(self, entries: dict[bytes, bytes] | None = None, *, fails: bool = False) -> None:
+        self.entries: dict[bytes, bytes] = {} if entries is None else entries
         self.gate = threading.Event()
         self.gate.set()
-        self.fails = self.is_full = False
+        self.fails, self.is_full = fails, False
         self.calls: list[str] = []
         self.num_answered = 0
 
@@ -241,18 +241,6 @@ def test_a_dead_store_is_told_once_left_alone_and_asked_again(
     assert sum("reading pages from a store fails" in each for each in said) == 1
     assert sum("writing pages to a store fails" in each for each in said) == 1
     assert sum("works again" in each for each in said) == 2
-
-
-def test_a_full_store_is_still_read(make: Make, store: Store) -> None:
-    tier = make(pause_s=PATIENCE_S)
-    save(tier, 1)
-    assert tier.settle(PATIENCE_S)
-    store.is_full = True
-    save(tier, 2)
-    assert tier.settle(PATIENCE_S)
-    save(tier, 3)
-    assert tier.counters.dropped == 2
-    assert ended(tier, 1, 2) == [1]
 
 
 def test_what_does_not_fit_into_the_queue_is_dropped_and_counted(make: Make, store: Store) -> None:

@@ -17,7 +17,6 @@ SCENARIOS: dict[str, dict[str, object]] = {
     "recomputed": {"num_pages": 14},
     "swapped": {"num_pages": 14, "num_host_pages": 60},
     "compacted": {"num_pages": 30, "compact_every_steps": 1},
-    "resized": {"num_pages": 40},
     "all": {"num_pages": 14, "num_host_pages": 9, "compact_every_steps": 1, "compact_pages_per_step": 1},
 }
 
@@ -32,7 +31,7 @@ def test_poison_reaches_no_answer(
         device.exact(monkeypatch)
     engine = device.make(attention, poisoned=True, **SCENARIOS[scenario])
     made = device.requests(COUNT, num_samples)
-    meddle: Callable[[Engine, int], None] | None = device.resize if scenario in ("resized", "all") else None
+    meddle: Callable[[Engine, int], None] | None = device.resize if scenario == "all" else None
     device.serve(engine, made, at_once=3, meddle=meddle)
     assert [tuple(each.answer.tolist()) for each in made] == list(device.alone(attention, COUNT, num_samples))
     counters = engine.scheduler.counters

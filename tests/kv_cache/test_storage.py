@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -130,36 +129,6 @@ def test_copies_keep_every_bit() -> None:
         assert torch.equal(cache.of(0)[0].view(torch.int16)[back], bits[sources])
 
 
-@pytest.mark.usefixtures("_chunks")
-def test_copies_are_made_in_their_order_and_pages_come_back_from_the_host() -> None:
-    cache = numbered(6, num_host_pages=3)
-    cache.apply(
-        [
-            PageCopy(np.array([4, 5]), np.array([2, 1]), "to_host"),
-            PageCopy(np.array([3]), np.array([4])),
-            PageCopy(np.array([1, 2]), np.array([3, 5]), "from_host"),
-        ]
-    )
-    assert held(cache) == [0, 1, 2, 5, 3, 4]
-
-
-WAYS = [
-    storage._to_host,
-    storage._from_host,
-    *(partial(storage._copy, indexed=each) for each in (True, False)),
-]
-
-
-@each_of("way", WAYS)
-def test_every_way_between_device_and_host_brings_the_same(way: Way) -> None:
-    source, target = torch.arange(36.0).view(12, 3), torch.zeros(12, 3)
-    read, written = np.array([1, 2, 3, 8, 5, 6]), np.array([4, 5, 9, 1, 2, 3])
-    want = target.clone()
-    want[written] = source[read]
-    way(source, read, target, written)
-    assert torch.equal(target, want)
-
-
 def test_a_run_is_copied_without_sending_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = plain_cache(1, 8, (16, 2, 8), torch.bfloat16)
     monkeypatch.delattr(storage, "to_device")
@@ -208,13 +177,6 @@ def test_the_bytes_of_a_layer_come_to_the_same_in_other_pages(head_dim: int, ind
     assert np.array_equal(target.read_layer(1, written)(), kept)
     with pytest.raises(AssertionError, match="are not those of 3 pages"):
         target.write_layer(1, written[:3], kept)
-
-
-def test_bytes_that_were_read_are_not_changed_by_what_is_written_later() -> None:
-    cache = numbered(6)
-    wait = cache.read_layer(0, np.array([2, 3]))
-    cache.of(0)[0].zero_()
-    assert np.array_equal(wait(), numbered(6).read_layer(0, np.array([2, 3]))())
 
 
 def test_planes_of_unlike_types_and_a_layer_of_one() -> None:

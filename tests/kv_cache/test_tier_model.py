@@ -21,6 +21,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.kv_cache import device
 from tests.patience import PATIENCE_S
+from tests.thorough import cases
 
 COUNT = 40
 
@@ -39,7 +40,7 @@ def attach(engine: Engine, folder: Path) -> PageTier:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["fused", "int8"])
+@pytest.mark.parametrize("attention", cases(["int8"], ["fused", "int8"]))
 def test_requests_through_two_lives_of_an_engine_get_the_tokens_of_each_alone(
     attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,32 +34,6 @@ def test_engines_in_turn_are_engines_alone() -> None:
     assert together.figures() == alone.figures()
 
 
-def test_who_is_least_loaded_answers_sooner() -> None:
-    waits = {
-        route: fleet(4, route, list(requests(120, 30.0))).figures()["ttft_ms"]["mean"]
-        for route in ("round_robin", "least_loaded")
-    }
-    assert waits["least_loaded"] < waits["round_robin"]
-
-
-def test_prefixes_find_their_pages() -> None:
-    random = np.random.default_rng(0)
-    begins = [random.integers(0, 1000, 136) for _ in range(4)]
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
-
-    def trace() -> list[Request]:
-        drawn = np.random.default_rng(1)
-        return [
-            Request(str(n), np.append(begins[drawn.integers(4)], n), params, arrival_s=0.3 * n)
-            for n in range(80)
-        ]
-
-    rates = {
-        route: fleet(4, route, trace()).figures()["prefix_hit_rate"] for route in ("round_robin", "prefix")
-    }
-    assert rates["prefix"] > rates["round_robin"] > 0.5
-
-
 def test_a_router_sees_when_an_answer_begins_and_when_it_has_ended() -> None:
     """By hand: a prompt of 30 tokens takes 40 ms; the engine tells its load after 10 ms, and not again."""
     routing = Routing(1, "prefix")
@@ -192,22 +166,6 @@ def test_what_has_ended_counts_no_more(route: Route) -> None:
     assert bool(routing.supposed.masks) == (route == "text_prefix"), (
         "where nothing is told, it stays supposed"
     )
-
-
-def test_a_prompt_waits_until_its_answer_begins() -> None:
-    """Before the engine tells of it anew: by hand, prompts of 30 tokens take 40 ms, and answers go on."""
-    long = SamplingParams(max_tokens=90, ignore_eos=True)
-    fleet = Fleet([Replica(scheduler(), Fixed(), RunTotals())], Routing(1, "least_loaded"))
-
-    def waiting(number: int, at_s: float) -> int:
-        fleet.add(Request(str(number), np.arange(30) + 50 * number, long, arrival_s=at_s), at_s)
-        return int(fleet.routing.queued_tokens[0]) - 30  # its own
-
-    assert waiting(0, 0.0) == 0
-    assert waiting(1, 0.05) == 0, "the first has begun, and its engine tells so"
-    assert waiting(2, 0.07) == 30, "the second is being computed, and the engine tells nothing now"
-    assert waiting(3, 0.20) == 0, "both have begun"
-    assert int(fleet.routing.requests[0]) == 4
 
 
 @pytest.mark.parametrize("tokens", [1, 90])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -114,29 +113,6 @@ def test_who_comes_during_a_long_step_is_in_the_system() -> None:
     assert totals.records is not None
     waited_s = sum(each["finish_s"] - each["arrival_s"] for each in totals.records)
     assert totals.running_s + totals.waiting_s == pytest.approx(waited_s, rel=1e-4)
-
-
-def test_who_waits_for_a_fuller_batch_is_in_the_system() -> None:
-    patient = scheduler(policy="static", batch_size=4, max_wait_ms=500.0)
-    totals = serve(requests(40, 2.0), patient, Fixed(), keep_records=True)
-    assert totals.records is not None
-    waited_s = sum(each["finish_s"] - each["arrival_s"] for each in totals.records)
-    assert totals.running_s + totals.waiting_s == pytest.approx(waited_s, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_trace() -> None:
-    def peak_bytes(count: int) -> int:
-        tracemalloc.start()
-        try:
-            serve(requests(count, 3.0), scheduler(num_pages=60), Fixed())
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    peak_bytes(50)  # what is made once and kept
-    short, long = peak_bytes(100), peak_bytes(300)
-    assert long - short < 200 * 60, f"{(long - short) / 200:.0f} bytes for each request more"
 
 
 def test_who_is_refused_has_failed() -> None:

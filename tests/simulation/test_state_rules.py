@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmark.simulate.states import PEERS, print_table, scheduler
+from benchmark.simulate.states import PEERS, scheduler
 from benchmark.verbs import simulate
 from simulation import shared_prompts
 from simulation.shared_prompts import WORKLOADS, Turn, few_shot
@@ -100,18 +100,3 @@ def test_one_command_compares_them(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("SIMULATED")
     assert len(lines) == 3 + len(rows)
-
-
-def test_the_table_says_what_the_default_loses(capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside the best split, or the default where no other is better."""
-    row = {"workload": "chats", "memory_gib": 8, **dict.fromkeys((each.name for each in PEERS), 0.5)}
-    row |= {
-        "everything kept": 0.1,
-        STATELESS.name: 0.2,
-        "all foreseen": 0.25,
-        "pages alone": {0.3: 0.21, 0.4: 0.25, 0.5: 0.3},
-    }
-    result = {"SIMULATED": "", "seeds": [7], "host_gib": 0, "default_fraction": 0.4}
-    for shares, shown in (([0.5, 0.45, 0.4], "40.0 (0.5) | 30.0 | 45.0 | 5.0"), ([0.4] * 3, "40.0 (0.4)")):
-        print_table(result | {"rows": [row | {"ours": dict(zip((0.3, 0.4, 0.5), shares))}]})
-        assert f"| chats | 8 | 10.0 | 20.0 | 25.0 | {shown}" in capsys.readouterr().out
