@@ -15,91 +15,10 @@ from tests.each_of import each_of
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 PROMPT: dict[str, Any] = {"prompt": "Hello"}
 
-# What each engine's own client sends of itself: its defaults
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "vLLM": {
-        "add_special_tokens": False,
-        "detokenize": True,
-        "documents": [],
-        "echo": False,
-        "guided_decoding_backend": "xgrammar",
-        "guided_whitespace_pattern": None,
-        "include_reasoning": True,
-        "kv_transfer_params": None,
-        "mm_processor_kwargs": None,
-        "return_tokens_as_token_ids": False,
-        "seed": -1,
-        "spaces_between_special_tokens": True,
-        "structural_tag": None,
-        "use_beam_search": False,
-    },
-    "SGLang": {
-        "custom_params": None,
-        "lora_path": None,
-        "no_stop_trim": False,
-        "return_hidden_states": False,
-        "rid": None,
-        "separate_reasoning": True,
-        "stream_reasoning": True,
-    },
-    "llama.cpp": {
-        "cache_prompt": True,
-        "dry_allowed_length": 2,
-        "dry_base": 1.75,
-        "dry_multiplier": 0.0,
-        "dry_penalty_last_n": -1,
-        "dry_sequence_breakers": ["\n"],
-        "dynatemp_exponent": 1.0,
-        "dynatemp_range": 0.0,
-        "grammar": "",
-        "id_slot": -1,
-        "min_keep": 0,
-        "mirostat": 0,
-        "mirostat_eta": 0.1,
-        "mirostat_tau": 5.0,
-        "n_keep": 0,
-        "n_predict": -1,
-        "n_probs": 0,
-        "post_sampling_probs": False,
-        "reasoning_format": "auto",
-        "repeat_last_n": 64,
-        "repeat_penalty": 1.0,
-        "return_progress": False,
-        "tfs_z": 1.0,
-        "timings_per_token": False,
-        "top_n_sigma": -1.0,
-        "typical_p": 1.0,
-        "xtc_probability": 0.0,
-        "xtc_threshold": 0.1,
-    },
-    "others": {
-        "keep_alive": "5m",
-        "max_tokens": -1,
-        "models": ["a"],
-        "options": {},
-        "plugins": [],
-        "provider": {"order": []},
-        "raw": False,
-        "route": "fallback",
-        "top_a": 0.0,
-        "transforms": [],
-        "ttl": 5,
-        "usage": {"include": True},
-        "service_tier": "flex",
-    },
-}
-
 
 def read(body: Any, fields: dict[str, Any]) -> dict[str, Any]:
     own = body.model_validate(fields).model_dump(exclude_unset=True)
     return {name: value for name, value in own.items() if name not in ("messages", "prompt")}
-
-
-@pytest.mark.parametrize("engine", DEFAULTS)
-def test_the_defaults_of_other_clients_ask_for_nothing(engine: str) -> None:
-    asked = read(ChatBody, CHAT | DEFAULTS[engine])
-    assert set(asked) <= {"repetition_penalty", "service_tier"}
-    assert asked.get("repetition_penalty", 1) == 1
 
 
 def test_every_foreign_field_is_taken_as_null() -> None:
