@@ -63,7 +63,7 @@ class Watch:
 
     def _look(self) -> None:
         with httpx.Client(base_url=self._url, timeout=PATIENCE_S, trust_env=False) as client:
-            while not self._ended.wait(0.02):
+            while not self._ended.wait(cases(0.2, 0.02)):
                 start_s = time.monotonic()
                 assert client.get("/health").status_code == 200
                 self.longest_s = max(self.longest_s, time.monotonic() - start_s)
