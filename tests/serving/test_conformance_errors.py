@@ -63,13 +63,7 @@ def test_every_refusal_has_openais_shape(http: httpx.Client, method: str, path: 
             "prompt",
             "prompt[1] is -1; it must be a token id, an integer from 0 to 2147483647",
         ),
-        (
-            {"prompt": [[5], [7, 2**31]]},
-            "prompt",
-            "prompt[1] is 2147483648; it must be a token id, an integer from 0 to 2147483647",
-        ),
         ({"user": "a" * 1025}, "user", "user: string should have at most 1024 characters"),
-        ({"n": 10**30}, "n", f"n is {10**30}; it must be an integer from 1 to 128"),
         ({"best_of": 1000, "n": 2}, "best_of", "best_of is 1000; it must be an integer from 1 to 128"),
         ({"stop": 5}, "stop", "stop: input should be a valid string or a valid list"),
         (
@@ -78,8 +72,6 @@ def test_every_refusal_has_openais_shape(http: httpx.Client, method: str, path: 
             "early_stopping: input should be a valid boolean or 'never'",
         ),
         ({"logit_bias": {"a": "x", "b": "x"}}, "logit_bias", "logit_bias: input should be a valid number"),
-        ({"stream_options": {}}, "stream_options", "stream_options needs stream: true"),
-        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "prompt_logprobs needs stream: false"),
     ],
 )
 def test_a_refusal_is_of_a_field_that_was_sent(
@@ -118,7 +110,6 @@ def test_an_unknown_route_is_not_found(client: openai.OpenAI) -> None:
     ("field", "value", "message"),
     [
         ("temprature", 1, 'unknown field "temprature"; did you mean temperature?'),
-        ("guided_jsons", {}, 'unknown field "guided_jsons"; did you mean guided_json?'),
         (
             "tools",
             [{"type": "function", "function": {"name": "f"}}],

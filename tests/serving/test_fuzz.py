@@ -25,7 +25,7 @@ from tests.serving.described import check
 from tests.serving.server import Server, defects
 from tests.thorough import cases
 
-NUM_INPUTS = int(os.environ.get("FUZZ_INPUTS", cases("300", "2000")))
+NUM_INPUTS = int(os.environ.get("FUZZ_INPUTS", cases("200", "2000")))
 STALL_S = float(os.environ.get("FUZZ_STALL_S", PATIENCE_S))  # a machine at rest is asked for 1
 # fmt: off
 WORDS = [

@@ -22,56 +22,18 @@ IDS = {"id": "a", "prompt_token_ids": [1, 2]}
 
 def test_every_field_arrives(texts: dict[str, Text]) -> None:
     text = texts["byte_level"]
-    request = parse_request(
-        {
-            "id": "a",
-            "prompt": "Hello",
-            "arrival_s": 2,
-            "max_tokens": 30,
-            "min_tokens": 2,
-            "temperature": 0.5,
-            "top_k": 4,
-            "top_p": 0.9,
-            "min_p": 0.1,
-            "repetition_penalty": 1.1,
-            "presence_penalty": 0.1,
-            "frequency_penalty": -0.1,
-            "seed": 7,
-            "logit_bias": {"123": -1.5, "4": 2},
-            "logprobs": 3,
-            "stop": ["\n", "end"],
-            "stop_token_ids": [5],
-            "ignore_eos": True,
-            "max_draft_tokens": 0,
-            "tenant": "us",
-            "cache_salt": "salt",
-            "priority": -3,
-            "timeout_s": 2.5,
-        },
-        text,
-    )
+    same: dict[str, Any] = {"max_tokens": 30, "min_tokens": 2, "temperature": 0.5, "top_k": 4, "top_p": 0.9}
+    same |= {"min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": -0.1}
+    same |= {"seed": 7, "logprobs": 3, "ignore_eos": True, "max_draft_tokens": 0}
+    own = {"logit_bias": {"123": -1.5, "4": 2}, "stop": ["\n", "end"], "stop_token_ids": [5]}
+    beside = {"tenant": "us", "cache_salt": "salt", "priority": -3, "timeout_s": 2.5}
+    request = parse_request({"id": "a", "prompt": "Hello", "arrival_s": 2, **same, **own, **beside}, text)
     assert request.id == "a"
     assert request.prompt.tolist() == text.encode("Hello")
     assert (request.arrival_s, request.tenant, request.cache_salt) == (2.0, "us", page_salt("salt"))
-    assert request.priority == -3
-    assert request.timeout_s == 2.5
+    assert (request.priority, request.timeout_s) == (-3, 2.5)
     assert request.params == SamplingParams(
-        max_tokens=30,
-        min_tokens=2,
-        temperature=0.5,
-        top_k=4,
-        top_p=0.9,
-        min_p=0.1,
-        repetition_penalty=1.1,
-        presence_penalty=0.1,
-        frequency_penalty=-0.1,
-        seed=7,
-        logit_bias={123: -1.5, 4: 2.0},
-        logprobs=3,
-        stop=("\n", "end"),
-        stop_token_ids=(5,),
-        ignore_eos=True,
-        max_draft_tokens=0,
+        **same, logit_bias={123: -1.5, 4: 2.0}, stop=("\n", "end"), stop_token_ids=(5,)
     )
 
 
