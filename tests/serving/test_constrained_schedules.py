@@ -14,6 +14,7 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
+import torch
 
 from continuous_batching.batch import LATE
 from continuous_batching.constraints import Constraint, Mask, Matcher
@@ -26,6 +27,7 @@ from continuous_batching.request import Request
 from continuous_batching.samples.mask_maker import Made, MaskMaker
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
+from models.sampling import token_masks
 from models.sampling.sampler import Sampler
 from recipes.assembly.engine import BuiltEngine, build
 from recipes.assembly.scheduler import scheduler_from
@@ -144,6 +146,16 @@ def test_answers_have_their_form(alone: dict[str, list[int]]) -> None:
                 assert re.fullmatch(str(FORMS[1]["guided_regex"]), said)
             ended[kind] += 1
     assert min(ended[:3]) >= 1
+
+
+def test_every_bit_of_a_mask_is_a_token() -> None:
+    """The last of a word too, which is the sign of a number."""
+    may = np.random.default_rng(0).random((3, 96)) < 0.5
+    words = np.packbits(may, axis=1, bitorder="little").view(np.int32)
+    made = token_masks.grammar_columns([0, 1, 2], [*words])
+    bits = torch.from_numpy(made["grammar_bits"]).view(3, -1)
+    found = token_masks.unpacked(bits, torch.from_numpy(made["place"]), 100)
+    assert np.array_equal(found.numpy(), np.pad(may, ((0, 0), (0, 4))))
 
 
 def check_schedule(
