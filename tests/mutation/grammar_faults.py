@@ -45,7 +45,7 @@ FAULTS = {
         "(words[:, :, None] & place) != 0",
         "(words[:, :, None] & place) > 0",
         "the last token of every 32 may come exactly where the sign says otherwise",
-        "tests/serving/test_constrained_schedules.py::test_answers_have_their_form",
+        "tests/serving/test_constrained_schedules.py::test_every_bit_of_a_mask_is_a_token",
     ),
     "one_end_token": Fault(
         "serving/grammars/matching.py::Grammars._ready",
@@ -94,14 +94,14 @@ FAULTS = {
         "end == NO",
         "end < 0",
         "vLLM #43436: a marker that is cut in two pieces is shown as text, and its call is lost",
-        "tests/serving/test_tool_parsing.py::test_no_way_to_cut_an_answer_changes_what_is_found",
+        "tests/serving/test_call_templates.py::test_no_way_to_cut_a_damaged_answer_changes_what_it_says",
     ),
     "escaped_quote_ends_a_string": Fault(
         "serving/tools/parsing.py::_Scan._step",
         'char == "\\\\"',
         'char == "\\0"',
         "brackets in a string with an escaped quote end the arguments",
-        "tests/serving/test_tool_parsing.py::test_calls_are_found_with_all_their_arguments",
+        "tests/serving/test_call_templates.py::test_calls_thoughts_and_text_are_those_of_the_template",
     ),
     "first_tag_ends_a_value": Fault(
         "serving/tools/arguments.py::PairReader._followed",

@@ -200,6 +200,7 @@ TEXTS = (
     "<tool_call> or </tool_call> or <function=f>",
     "<parameter=other> <arg_key>other",
     "it's \t'quoted'",
+    'Bei"jing})]',
     "<|tool_call> call: <x|> <｜DSML｜>",
 )
 _WORDS = ("plain", "a b", "天", "x < y", "")

@@ -144,7 +144,7 @@ def whole(store: BatchStore, file: StoredFile) -> bytes:
     return found
 
 
-@pytest.mark.parametrize("seed", range(cases(12, 1000)))
+@pytest.mark.parametrize("seed", range(cases(8, 1000)))
 def test_after_a_kill_at_any_statement_each_line_is_answered_once(seed: int, tmp_path: Path) -> None:
     drive = Drive(seed)
     folder = tmp_path / "0"

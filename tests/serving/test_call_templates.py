@@ -29,7 +29,6 @@ from serving.text.tokenizer import Text
 from serving.tools.channels import HARMONY
 from serving.tools.definitions import tool_use
 from serving.tools.formats import THOUGHT_FORMATS, TOOL_FORMATS
-from serving.tools.parsing import ToolParser
 from tests.each_of import each_of
 from tests.serving.call_templates import (
     CALLS,
@@ -49,7 +48,7 @@ from tests.serving.call_templates import (
 from tests.serving.conftest import write_settings
 from tests.thorough import cases
 
-NUM_TURNS = cases(20, 1000)
+NUM_TURNS = cases(10, 1000)
 # The end of all calls, which models forget
 CLOSINGS = {
     "mistral": "]",
@@ -330,18 +329,6 @@ def test_a_call_that_breaks_off_in_thoughts_is_given_once(form: str) -> None:
         assert found.thoughts.startswith("x")
 
 
-@pytest.mark.parametrize("text", ["</answer>", "foo </answer> bar\n</answer>", " </answer"])
-def test_marks_of_an_answer_within_arguments_are_text(text: str) -> None:
-    rng = random.Random(text)
-    said = Turn("Hm.", "ok", [{"name": "write", "arguments": {"path": text, "text": text}}])
-    found = agree("hunyuan_a13b", render("hunyuan_a13b", said), rng)
-    assert (called(found), found.content.strip(), found.thoughts) == (said.calls, "ok", "Hm.")
-    calls = render("hunyuan_a13b", replace(said, says="", thoughts=None))
-    answer = f"<think>\nHm.\n</think>\n<answer>\nok {calls}\n</answer>"
-    found = agree("hunyuan_a13b", answer, rng)
-    assert (called(found), found.content, found.thoughts) == (said.calls, "ok ", "Hm.")
-
-
 STRICT = [
     {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
     for name, schema in SCHEMAS.items()
@@ -396,7 +383,7 @@ def spoilt(answer: str, rng: random.Random) -> str:
 def test_the_parser_finds_valid_calls_in_what_the_grammar_takes(form: str) -> None:
     rng = random.Random(f"{form} taken")
     num_taken = 0
-    for _ in range(NUM_TURNS * 3):
+    for _ in range(cases(60, 3000)):
         said = turn(form, rng, num_calls=rng.choice((1, 2)))
         said.thoughts, said.says = None, ""
         answer = spoilt(render(form, said), rng)
@@ -408,6 +395,20 @@ def test_the_parser_finds_valid_calls_in_what_the_grammar_takes(form: str) -> No
             for each in called(found):
                 jsonschema.validate(each["arguments"], SCHEMAS[each["name"]])
     assert num_taken > 0
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+def test_no_way_to_cut_a_damaged_answer_changes_what_it_says(form: str) -> None:
+    """Text, calls, and calls that are spoilt or of what is no tool, one behind the other."""
+    rng, parts = random.Random(f"{form} damaged"), TOOL_FORMATS[form]
+    words = ["Let me see. ", "[1] {", "<tool", parts.opening, parts.head, parts.middle, parts.tail, ""]
+    num_calls = 0
+    for _ in range(NUM_TURNS * 3):
+        _, other = unknown(form, rng)
+        whole = render(form, turn(form, rng))
+        pieces = [whole, spoilt(other, rng), spoilt(whole, rng), rng.choice(words)]
+        num_calls += len(agree(form, "".join(rng.sample(pieces, rng.randint(1, 4))), rng).calls)
+    assert num_calls > 5
 
 
 MARKS = sorted({mark for form in TOOL_FORMATS.values() for mark in form.marks})
@@ -477,22 +478,3 @@ def test_texts_before_control_tokens_are_held_to_their_schema(form: str, marked:
         matcher, tokens = beginning.deep_copy(), marked.encode(answer)
         is_taken = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
         assert is_taken == (values not in wrong), answer
-
-
-COUNT = {"type": "object", "additionalProperties": {"type": "integer"}}
-
-
-@pytest.mark.parametrize("form", [*PAIRS, "gemma4"])
-def test_arguments_of_any_name_have_the_type_of_all_others(form: str) -> None:
-    use = tool_use({"tools": [{"type": "function", "function": {"name": "count", "parameters": COUNT}}]})
-    assert use is not None
-    grammar = replace(use, must_call=True).grammar(TOOL_FORMATS[form], {})
-    assert grammar is not None
-    beginning = LLMatcher(of_bytes(), json.loads(grammar)[2], log_level=0)
-    for values, is_valid in (({"a": 1, "b": -20}, True), ({}, True), ({"a": "x"}, False)):
-        answer = render(form, Turn(None, "", [{"name": "count", "arguments": values}]))
-        matcher, data = beginning.deep_copy(), [*answer.encode()]
-        is_taken = matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
-        assert is_taken == is_valid, matcher.get_error()
-        parser = ToolParser(TOOL_FORMATS[form], use.schemas, schemas=use.parameters)
-        assert json.loads("".join(each.arguments for each in parser.push(answer).calls)) == values

@@ -1,4 +1,4 @@
-"""Requests of other engines' clients are answered over HTTP, or refused by the name of the field.
+"""Requests of other engines' clients are answered, or refused by the name of the field.
 
 The fields are those of users of vLLM, SGLang, llama.cpp, Ollama, OpenRouter, LM Studio and OpenAI, most with
 a value that asks for nothing; the messages and tools are those that frameworks send back; the schemas are
@@ -24,7 +24,15 @@ import pydantic
 import pytest
 from pydantic import AnyUrl, BaseModel, Field, create_model
 
+from borders.refusal import BadRequest
+from recipes.schema.reader import load
+from serving.api.schemas import ChatBody
 from serving.grammars.json_schema import prepared
+from serving.grammars.matching import Grammars
+from serving.grammars.structured_output import grammar_of
+from serving.text.chat_options import ChatOptions
+from serving.text.tokenizer import Text
+from serving.tools.definitions import tool_use
 from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server
@@ -70,6 +78,8 @@ NOTHING: dict[str, dict[str, Any]] = {
     },
     "out of our own range": {"max_tokens": -1, "top_k": -1, "seed": -1},
 }  # fmt: skip
+# They set the form of an answer, its effort, or a penalty beside the number of tokens that it looks back at
+ALONE = {"regex", "ebnf", "json_schema", "grammar", "format", "reasoning", "repeat_penalty"}
 # What would change the answer, or asks for what is not here: the field, and what is said about it
 REFUSED: list[tuple[str, Any, str]] = [
     ("chat_template", "{{ messages[0].content }}", "chat_template is not supported as vLLM has it"),
@@ -93,12 +103,6 @@ def tiny(shared: Server) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def tooled(agent: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=agent.url, timeout=PATIENCE_S) as client:
-        yield client
-
-
 def asked(client: httpx.Client, **fields: Any) -> tuple[int, str]:
     body = {"messages": HELLO, "max_tokens": 2, **fields}
     answer = client.post("/v1/chat/completions", json=body)
@@ -106,10 +110,13 @@ def asked(client: httpx.Client, **fields: Any) -> tuple[int, str]:
     return answer.status_code, error.get("message", "")
 
 
-@pytest.mark.parametrize("who", NOTHING)
+@each_of("who", NOTHING)
 def test_a_field_that_asks_for_nothing_or_for_what_is_here_is_taken(tiny: httpx.Client, who: str) -> None:
-    found = {name: asked(tiny, **{name: value}) for name, value in NOTHING[who].items()}
-    assert {name: each for name, each in found.items() if each[0] != 200} == {}
+    """All that a client has beside each other, but for those of which a request has one."""
+    together = {name: value for name, value in NOTHING[who].items() if name not in ALONE}
+    assert asked(tiny, **together) == (200, "")
+    for name in NOTHING[who].keys() & ALONE:
+        assert asked(tiny, **{name: NOTHING[who][name]}) == (200, ""), name
 
 
 @each_of("name, value, said", REFUSED)
@@ -181,13 +188,21 @@ TALKS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def agents() -> Text:
+    found = Text.of(load("recipes/tiny/agent.yaml"))
+    assert found is not None
+    return found
+
+
 @each_of("name", TALKS)
-def test_messages_are_taken_as_frameworks_send_them_back(tooled: httpx.Client, name: str) -> None:
-    assert asked(tooled, messages=TALKS[name]) == (200, "")
+def test_messages_are_taken_as_frameworks_send_them_back(agents: Text, name: str) -> None:
+    body = ChatBody.model_validate({"messages": TALKS[name]})
+    assert agents.chat(body.messages)
 
 
-@pytest.mark.parametrize(
-    ("message", "said"),
+@each_of(
+    "message, said",
     [
         ({"role": "user", "content": None}, "messages[0].content must be a string"),
         ({**SAYS, "reasoning_details": [{"text": "r"}]}, "messages[0].reasoning_details is not supported"),
@@ -202,9 +217,10 @@ def test_messages_are_taken_as_frameworks_send_them_back(tooled: httpx.Client, n
         ),
     ],
 )
-def test_what_is_no_message_is_refused(tooled: httpx.Client, message: dict[str, Any], said: str) -> None:
-    status, text = asked(tooled, messages=[message])
-    assert (status, said in text) == (400, True), text
+def test_what_is_no_message_is_refused(agents: Text, message: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        agents.chat([message])
+    assert said in str(refused.value)
 
 
 def tool(name: str = "f", **more: Any) -> dict[str, Any]:
@@ -222,22 +238,24 @@ TOOLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TOOLS)
-def test_tools_are_taken_as_frameworks_send_them(tooled: httpx.Client, name: str) -> None:
-    assert asked(tooled, tools=[TOOLS[name]]) == (200, "")
+@each_of("name", TOOLS)
+def test_tools_are_taken_as_frameworks_send_them(agents: Text, name: str) -> None:
+    assert tool_use({"tools": [TOOLS[name]]}) is not None
+    assert agents.chat([USER], ChatOptions(tools=[TOOLS[name]]))
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
+@each_of(
+    "given, said",
     [
         (tool("mcp__" + "a" * 64), "it must be 1 to 64 letters, digits, _, . and -"),
         ({"type": "web_search"}, 'must be {"type": "function"'),
         ({"type": "custom", "custom": {"name": "x"}}, 'must be {"type": "function"'),
     ],
 )
-def test_what_is_no_function_is_refused(tooled: httpx.Client, given: dict[str, Any], said: str) -> None:
-    status, text = asked(tooled, tools=[given])
-    assert (status, said in text) == (400, True), text
+def test_what_is_no_function_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        tool_use({"tools": [given]})
+    assert said in str(refused.value)
 
 
 class Unit(enum.Enum):
@@ -340,16 +358,16 @@ def test_a_pattern_with_look_around_is_followed_by_one_without(pattern: str, sig
     assert min(found) > 1000
 
 
-@pytest.mark.parametrize("name", [*SCHEMAS, "true"])
-def test_schemas_are_taken_as_libraries_write_them(
-    tiny: httpx.Client, tooled: httpx.Client, name: str
-) -> None:
+@each_of("name", [*SCHEMAS, "true"])
+def test_schemas_are_taken_as_libraries_write_them(agents: Text, name: str) -> None:
     """As the form of an answer and, where it is an object, as the parameters of a tool."""
     schema = SCHEMAS.get(name, True)
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    assert asked(tiny, response_format=form, max_tokens=3) == (200, "")
+    grammar = grammar_of({"response_format": form})
+    assert grammar is not None
+    assert Grammars(lambda: agents, agents.vocab_size, agents.eos_token_ids).beginning(grammar)
     if name in ("arr", "true"):
-        status, message = asked(tooled, tools=[tool(parameters=schema)])
-        assert (status, "tools" in message) == (400, True)
+        with pytest.raises(BadRequest, match="tools"):
+            tool_use({"tools": [tool(parameters=schema)]})
     else:
-        assert asked(tooled, tools=[tool(parameters=schema)], max_tokens=3) == (200, "")
+        assert tool_use({"tools": [tool(parameters=schema)]}) is not None

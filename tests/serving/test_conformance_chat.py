@@ -1,4 +1,4 @@
-"""Chats, as OpenAI's own client sees them: the 18 things that clients rely on."""
+"""Chats, as OpenAI's own client sees them: what clients rely on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import pytest
 
 from tests.lazy import openai
 from tests.serving.server import Server
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 
 HELLO = [{"role": "user", "content": "Hello"}]
 ANSWER = "Hello! Ask me for a sum, a count or a story."
-SUM = [{"role": "user", "content": "What is 12+30?"}]
 
 
 def ask(client: openai.OpenAI, messages: list[Any] = HELLO, **fields: Any) -> ChatCompletion:
@@ -45,32 +43,12 @@ def test_content_may_be_parts(client: openai.OpenAI) -> None:
     assert text(answer) == text(ask(client, [{"role": "user", "content": "What is\n12+30?"}]))
 
 
-def test_a_system_prompt_is_read(client: openai.OpenAI) -> None:
-    system = {"role": "system", "content": "You are a calculator."}
-    answer = ask(client, [system, *SUM])
-    assert "42" in text(answer)
-    assert answer.usage is not None
-    alone = ask(client, SUM).usage
-    assert alone is not None
-    assert answer.usage.prompt_tokens > alone.prompt_tokens
-
-
-def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
-    first = ask(client).choices[0].message.model_dump()  # all that is None stays in it, as people send it
-    assert "42" in text(ask(client, [*HELLO, first, *SUM]))
-
-
 def test_max_tokens_bounds_an_answer(client: openai.OpenAI) -> None:
     answer = ask(client, max_tokens=4)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 4
+    assert answer.choices[0].finish_reason == "length"
     assert ANSWER.startswith(text(answer))
-
-
-def test_max_completion_tokens_wins(client: openai.OpenAI) -> None:
-    answer = ask(client, max_tokens=9, max_completion_tokens=4)
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 4
 
 
 def test_n_answers_have_their_indices(client: openai.OpenAI) -> None:
@@ -78,12 +56,6 @@ def test_n_answers_have_their_indices(client: openai.OpenAI) -> None:
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.usage is not None
     assert answer.usage.completion_tokens > 12
-
-
-def test_a_seed_repeats(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"temperature": 2, "seed": 7, "max_tokens": 12}
-    assert text(ask(client, **fields)) == text(ask(client, **fields))
-    assert text(ask(client, **fields)) != text(ask(client, **fields | {"seed": 8}))
 
 
 def test_a_seed_repeats_every_answer(client: openai.OpenAI) -> None:
@@ -99,18 +71,6 @@ def test_a_stop_string_ends_before_itself(client: openai.OpenAI) -> None:
     assert text(answer) == "Hello! Ask me for a"
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].model_dump()["stop_reason"] == " sum"
-
-
-def test_the_first_of_four_stop_strings_counts(client: openai.OpenAI) -> None:
-    assert text(ask(client, stop=["story", "count", "zebra", "or"])) == "Hello! Ask me f"
-
-
-def test_a_stop_string_over_several_tokens_does_not_leak(client: openai.OpenAI) -> None:
-    pieces = client.chat.completions.create(
-        model="tiny", messages=HELLO, temperature=0, stop="me for a sum, a co", stream=True
-    )
-    told = "".join(piece.choices[0].delta.content or "" for piece in pieces)
-    assert told == "Hello! Ask "
 
 
 def test_a_stop_token_may_be_told(client: openai.OpenAI, http: httpx.Client) -> None:
@@ -143,23 +103,6 @@ def test_a_bias_of_logits_bans_and_forces(client: openai.OpenAI, http: httpx.Cli
     ids = http.post("/tokenize", json={"prompt": "Hello猫", "add_special_tokens": False}).json()["tokens"]
     assert not text(ask(client, logit_bias={str(ids[0]): -100})).startswith("Hello")
     assert text(ask(client, logit_bias={str(ids[-1]): 100}, max_tokens=3)) == "猫猫猫"
-
-
-def test_penalties_lower_what_was_said(client: openai.OpenAI) -> None:
-    body: dict[str, Any] = {"ignore_eos": True}
-    plain = text(ask(client, max_tokens=32, extra_body=body))
-    for changed in (
-        {"frequency_penalty": 2},
-        {"presence_penalty": 2},
-        {"repetition_penalty": 50.0},
-        {"repetition_penalty": 0.01},
-    ):
-        assert text(ask(client, max_tokens=32, extra_body=body | changed)) != plain
-
-
-@pytest.mark.parametrize(("limit", "reason"), [(100, "stop"), (3, "length")])
-def test_the_reason_of_an_end_is_told(client: openai.OpenAI, limit: int, reason: str) -> None:
-    assert ask(client, max_tokens=limit).choices[0].finish_reason == reason
 
 
 def test_usage_is_exact(client: openai.OpenAI, http: httpx.Client, shared: Server) -> None:

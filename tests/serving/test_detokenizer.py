@@ -22,7 +22,7 @@ SIGNS = st.text(st.sampled_from("ab <你好👩‍👧\n?é龘"), max_size=25)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skip", [True, False])
 @given(data=st.data())
-@settings(max_examples=cases(40, 150), deadline=None)
+@settings(max_examples=cases(25, 150), deadline=None)
 def test_any_tokens_in_any_pieces_add_up_to_their_text(
     texts: dict[str, Text], kind: str, skip: bool, data: st.DataObject
 ) -> None:
@@ -56,14 +56,6 @@ def test_a_character_comes_with_its_last_byte_and_not_before(
     assert detokenizer.flush() == ""
 
 
-def test_a_cut_character_is_shown_as_wrong_only_at_the_end(texts: dict[str, Text]) -> None:
-    text = texts["byte_fallback"]
-    ids = text.encode("a👩")
-    detokenizer = Detokenizer(text)
-    assert detokenizer.push(ids[:-1]) == "a"
-    assert detokenizer.flush() == "\ufffd"
-
-
 # ---- stop strings
 
 
@@ -79,7 +71,7 @@ def slow_stop(whole: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(whole=SIGNS, stops=st.lists(SIGNS.filter(bool), max_size=3), data=st.data())
-@settings(max_examples=cases(60, 200), deadline=None)
+@settings(max_examples=cases(30, 200), deadline=None)
 def test_stop_strings_are_found_wherever_tokens_are_cut(
     texts: dict[str, Text], kind: str, whole: str, stops: list[str], data: st.DataObject
 ) -> None:

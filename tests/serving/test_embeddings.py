@@ -109,11 +109,6 @@ def test_what_cannot_be_embedded_is_refused(
     assert refusal.value.param == param
 
 
-def test_a_model_for_embeddings_also_answers(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="tiny", prompt="348+275=", temperature=0)
-    assert answer.choices[0].text == "623"
-
-
 def test_a_model_that_was_not_trained_for_it_has_none(shared: Server) -> None:
     with (
         openai.OpenAI(base_url=f"{shared.url}/v1", api_key="any", max_retries=0) as client,

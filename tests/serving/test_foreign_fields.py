@@ -15,91 +15,10 @@ from tests.each_of import each_of
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 PROMPT: dict[str, Any] = {"prompt": "Hello"}
 
-# What each engine's own client sends of itself: its defaults
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "vLLM": {
-        "add_special_tokens": False,
-        "detokenize": True,
-        "documents": [],
-        "echo": False,
-        "guided_decoding_backend": "xgrammar",
-        "guided_whitespace_pattern": None,
-        "include_reasoning": True,
-        "kv_transfer_params": None,
-        "mm_processor_kwargs": None,
-        "return_tokens_as_token_ids": False,
-        "seed": -1,
-        "spaces_between_special_tokens": True,
-        "structural_tag": None,
-        "use_beam_search": False,
-    },
-    "SGLang": {
-        "custom_params": None,
-        "lora_path": None,
-        "no_stop_trim": False,
-        "return_hidden_states": False,
-        "rid": None,
-        "separate_reasoning": True,
-        "stream_reasoning": True,
-    },
-    "llama.cpp": {
-        "cache_prompt": True,
-        "dry_allowed_length": 2,
-        "dry_base": 1.75,
-        "dry_multiplier": 0.0,
-        "dry_penalty_last_n": -1,
-        "dry_sequence_breakers": ["\n"],
-        "dynatemp_exponent": 1.0,
-        "dynatemp_range": 0.0,
-        "grammar": "",
-        "id_slot": -1,
-        "min_keep": 0,
-        "mirostat": 0,
-        "mirostat_eta": 0.1,
-        "mirostat_tau": 5.0,
-        "n_keep": 0,
-        "n_predict": -1,
-        "n_probs": 0,
-        "post_sampling_probs": False,
-        "reasoning_format": "auto",
-        "repeat_last_n": 64,
-        "repeat_penalty": 1.0,
-        "return_progress": False,
-        "tfs_z": 1.0,
-        "timings_per_token": False,
-        "top_n_sigma": -1.0,
-        "typical_p": 1.0,
-        "xtc_probability": 0.0,
-        "xtc_threshold": 0.1,
-    },
-    "others": {
-        "keep_alive": "5m",
-        "max_tokens": -1,
-        "models": ["a"],
-        "options": {},
-        "plugins": [],
-        "provider": {"order": []},
-        "raw": False,
-        "route": "fallback",
-        "top_a": 0.0,
-        "transforms": [],
-        "ttl": 5,
-        "usage": {"include": True},
-        "service_tier": "flex",
-    },
-}
-
 
 def read(body: Any, fields: dict[str, Any]) -> dict[str, Any]:
     own = body.model_validate(fields).model_dump(exclude_unset=True)
     return {name: value for name, value in own.items() if name not in ("messages", "prompt")}
-
-
-@pytest.mark.parametrize("engine", DEFAULTS)
-def test_the_defaults_of_other_clients_ask_for_nothing(engine: str) -> None:
-    asked = read(ChatBody, CHAT | DEFAULTS[engine])
-    assert set(asked) <= {"repetition_penalty", "service_tier"}
-    assert asked.get("repetition_penalty", 1) == 1
 
 
 def test_every_foreign_field_is_taken_as_null() -> None:
@@ -112,28 +31,22 @@ def test_every_foreign_field_is_taken_as_null() -> None:
         ({"n_predict": 5}, {"max_tokens": 5}),
         ({"max_new_tokens": 5, "min_new_tokens": 2}, {"max_tokens": 5, "min_tokens": 2}),
         ({"max_tokens": -1, "n_predict": 7}, {"max_tokens": 7}),
-        ({"max_tokens": 2, "n_predict": 7}, {"max_tokens": 2}),
         ({"max_completion_tokens": 9, "n_predict": 7}, {"max_completion_tokens": 7}),
         ({"max_tokens": 9, "n_predict": 7, "max_new_tokens": 8}, {"max_tokens": 7}),
         (
             {"max_tokens": 5, "max_completion_tokens": 9, "n_predict": 7},
             {"max_tokens": 5, "max_completion_tokens": 5},
         ),
-        ({"penalize_nl": True, "repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
         ({"penalize_nl": False, "presence_penalty": 0}, {"presence_penalty": 0}),
         ({"think": True, "reasoning_effort": "high"}, {"reasoning_effort": "high"}),
         ({"think": "low", "enable_thinking": True}, {"reasoning_effort": "low"}),
         ({"reasoning": {"effort": "high"}, "thinking": {"type": "enabled"}}, {"reasoning_effort": "high"}),
-        ({"reasoning": {"enabled": True, "effort": "high"}}, {"reasoning_effort": "high"}),
         ({"reasoning": {"enabled": True}, "think": True}, {"reasoning_effort": "medium"}),
         ({"think": False, "reasoning_effort": "minimal"}, {"reasoning_effort": "minimal"}),
-        ({"reasoning": {"enabled": False, "effort": "minimal"}}, {"reasoning_effort": "minimal"}),
         (
             {"think": True, "chat_template_kwargs": {"enable_thinking": True}},
             {"reasoning_effort": "medium", "chat_template_kwargs": {"enable_thinking": True}},
         ),
-        ({"reasoning": {"enabled": False, "effort": "none"}}, {"reasoning_effort": "none"}),
-        ({"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
         ({"repeat_penalty": 1.1, "repeat_last_n": -1}, {"repetition_penalty": 1.1}),
         ({"regex": "a+"}, {"guided_regex": "a+"}),
         ({"ebnf": 'root ::= "a"'}, {"guided_grammar": 'root ::= "a"'}),
@@ -142,7 +55,6 @@ def test_every_foreign_field_is_taken_as_null() -> None:
         ({"format": "json"}, {"response_format": {"type": "json_object"}}),
         ({"format": {"type": "object"}}, {"guided_json": {"type": "object"}}),
         ({"think": False}, {"reasoning_effort": "none"}),
-        ({"think": "high"}, {"reasoning_effort": "high"}),
         ({"enable_thinking": True}, {"reasoning_effort": "medium"}),
         ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
         (
@@ -152,7 +64,6 @@ def test_every_foreign_field_is_taken_as_null() -> None:
         ({"reasoning": {"effort": "low", "exclude": False}}, {"reasoning_effort": "low"}),
         ({"reasoning": {"max_tokens": 9}}, {"thinking_token_budget": 9}),
         ({"reasoning": {"enabled": False}}, {"reasoning_effort": "none"}),
-        ({"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, {"reasoning_effort": "low"}),
     ],
 )
 def test_what_means_the_same_is_read_by_our_name(foreign: dict[str, Any], own: dict[str, Any]) -> None:
@@ -206,7 +117,6 @@ def test_prompts_of_completions_get_their_special_tokens() -> None:
         ({"mirostat": 2}, "mirostat is not supported as llama.cpp has it; `0` is accepted: leave it out"),
         ({"typical_p": 0.9}, "typical_p is not supported"),
         ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n is not supported"),
-        ({"repetition_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n is not supported"),
         ({"chat_template": "{{ x }}"}, "chat_template .* null is accepted: the model's own is used"),
         ({"request_id": "a"}, "send it as the header x-request-id"),
         ({"options": {"num_ctx": 1024}}, "send each of them as a field of its own"),
@@ -216,19 +126,13 @@ def test_prompts_of_completions_get_their_special_tokens() -> None:
         ({"thinking": {"type": "enabled", "depth": 3}}, "thinking is not supported"),
         ({"reasoning": {"exclude": True}}, "reasoning is not supported"),
         ({"reasoning": {"enabled": "false"}}, "reasoning is not supported"),
-        ({"reasoning": {"enabled": 0}}, "reasoning is not supported"),
         ({"reasoning": {"enabled": False, "effort": "high"}}, "reasoning is not supported"),
-        ({"reasoning": {"enabled": False, "max_tokens": 5}}, "reasoning is not supported"),
         ({"reasoning": {"enabled": True, "effort": "none"}}, "reasoning is not supported"),
-        ({"reasoning": {"enabled": True, "effort": "minimal"}}, "reasoning is not supported"),
         ({"reasoning": {"effort": "none", "max_tokens": 500}}, "reasoning is not supported"),
-        ({"reasoning": {"exclude": 0}}, "reasoning is not supported"),
         ({"thinking": {"type": "disabled"}, "thinking_token_budget": 100}, "thinking is not supported"),
         ({"enable_thinking": False, "reasoning": {"max_tokens": 9}}, "enable_thinking is not supported"),
         ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking is"),
-        ({"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking is"),
         ({"guided_json": {"const": 1}, "json_schema": {"const": True}}, "json_schema means guided_json"),
-        ({"guided_json": {"enum": [0]}, "format": {"enum": [False]}}, "format means guided_json"),
         (
             {"usage": {"include": False}, "stream": True, "stream_options": {"include_usage": True}},
             "usage is not supported",
@@ -236,11 +140,9 @@ def test_prompts_of_completions_get_their_special_tokens() -> None:
         ({"think": True, "reasoning_effort": "none"}, "think means reasoning_effort, which is another"),
         ({"think": False, "reasoning_effort": "high"}, "think means reasoning_effort, which is another"),
         ({"thinking": {"type": "disabled", "budget_tokens": 9}}, "thinking is not supported"),
-        ({"thinking": {"type": "disabled", "clear_thinking": True}}, "thinking is not supported"),
         ({"penalize_nl": False, "repeat_penalty": 1.1}, "penalize_nl is not supported"),
         ({"presence_penalty": 0.5, "repeat_last_n": 64}, "repeat_last_n is not supported"),
         ({"max_tokens": -1.0}, "max_tokens"),
-        ({"max_tokens": 5, "n_predict": True}, "max_tokens"),
         ({"keep_alive": []}, "keep_alive is not supported"),
         ({"detokenize": 1}, "detokenize is not supported"),
         ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "means repetition_penalty, which is another"),

@@ -25,7 +25,7 @@ from tests.serving.described import check
 from tests.serving.server import Server, defects
 from tests.thorough import cases
 
-NUM_INPUTS = int(os.environ.get("FUZZ_INPUTS", cases("300", "2000")))
+NUM_INPUTS = int(os.environ.get("FUZZ_INPUTS", cases("200", "2000")))
 STALL_S = float(os.environ.get("FUZZ_STALL_S", PATIENCE_S))  # a machine at rest is asked for 1
 # fmt: off
 WORDS = [
@@ -63,7 +63,7 @@ class Watch:
 
     def _look(self) -> None:
         with httpx.Client(base_url=self._url, timeout=PATIENCE_S, trust_env=False) as client:
-            while not self._ended.wait(0.02):
+            while not self._ended.wait(cases(0.2, 0.02)):
                 start_s = time.monotonic()
                 assert client.get("/health").status_code == 200
                 self.longest_s = max(self.longest_s, time.monotonic() - start_s)

@@ -60,7 +60,7 @@ from tests.serving.test_hostile_peers import TOKENS, WISH, part_of
 from tests.serving.test_page_credentials import OURS, tls
 from tests.thorough import cases
 
-FEW = cases(300, 10_000)
+FEW = cases(200, 10_000)
 
 
 def tree_of(message: Any) -> Any:

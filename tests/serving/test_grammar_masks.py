@@ -63,7 +63,7 @@ def test_choices(texts: dict[str, Text], kind: str) -> None:
     constraint = constraint_of(text, "choice", WORDS)
     waiting: list[list[int]] = [[]]
     seen = 0
-    while waiting and seen < 400:
+    while waiting and seen < 150:
         answer = waiting.pop()
         seen += 1
         said = b"".join(map(text.token_bytes, answer))
@@ -85,7 +85,7 @@ def test_masks_behind_drafts_are_those_behind_answers(texts: dict[str, Text], ki
     spelt = [
         token for token in range(text.vocab_size) if text.token_bytes(token) in {b"a", b"b", b"c", b"d", b"1"}
     ]
-    for _ in range(60):
+    for _ in range(30):
         answer: list[int] = []
         constraint.leave()
         for _ in range(int(random.integers(0, 6))):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
-import numpy as np
 import pytest
 from tqdm import tqdm
 
-from continuous_batching.batch import Batch, Sampled
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
-from serving.llm import LLM, CompletionOutput, SamplingParams
+from serving.llm import LLM, SamplingParams
 from serving.offline import read_jobs, run_jobs
 
 RECIPE = "recipes/tiny/cpu.yaml"
@@ -98,15 +95,6 @@ def test_a_chat_goes_by_the_models_template(llm: LLM) -> None:
     assert len(outputs) == 2
 
 
-def test_a_search_answers_best_first(llm: LLM) -> None:
-    (output,) = llm.generate(PROMPTS[0], SamplingParams(n=2, beam_width=4, max_tokens=8), use_tqdm=False)
-    assert [each.text for each in output.outputs] == ["623", "723"]
-    totals = [each.cumulative_logprob for each in output.outputs]
-    assert totals[0] is not None
-    assert totals[1] is not None
-    assert 0 > totals[0] > totals[1] > -math.inf
-
-
 def test_without_a_longest_answer_it_takes_what_there_is(llm: LLM) -> None:
     tight = LLM(RECIPE, *SMALL, "scheduler.max_request_tokens=40")
     endless = SamplingParams(max_tokens=None, ignore_eos=True, seed=1, n=2)
@@ -138,11 +126,6 @@ def test_a_bad_prompt_is_named_before_anything_runs(
     assert not llm.engine.has_work
 
 
-def test_sampling_params_are_as_many_as_prompts(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="1 sampling_params are given for 2 prompts; give as many"):
-        llm.generate(["a", "b"], [SamplingParams()])
-
-
 def test_a_full_queue_is_waited_for() -> None:
     bounded = LLM(RECIPE, *SMALL, "scheduler.max_waiting_requests=2")
     outputs = bounded.generate([PROMPTS[0]] * 20, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
@@ -159,22 +142,6 @@ def test_an_interrupted_call_leaves_nothing_behind(llm: LLM) -> None:
     with pytest.raises(KeyboardInterrupt):
         llm.generate([PROMPTS[1]] * 9, wanted, use_tqdm=Impatient)
     assert not llm.engine.has_work
-
-
-def test_one_whose_logits_are_not_finite_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh = LLM(RECIPE, *SMALL)
-    run = fresh.engine.runner.run
-
-    def failing(batch: Batch) -> Sampled:
-        sampled = run(batch)
-        names = [fresh.engine.slots.requests[row].id for row in batch.owners.tolist()]
-        return Sampled(np.where(np.array(names) == "1", -1, sampled.tokens))
-
-    monkeypatch.setattr(fresh.engine.runner, "run", failing)
-    greedy = SamplingParams(temperature=0, max_tokens=8)
-    good, bad = fresh.generate([PROMPTS[0]] * 2, greedy, use_tqdm=False)
-    assert good.outputs[0].text == "623"
-    assert bad.outputs == [CompletionOutput(0, "", [], None, None, "error", None)]
 
 
 def test_progress_counts_prompts(llm: LLM) -> None:

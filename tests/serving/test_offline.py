@@ -13,7 +13,7 @@ import pytest
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Step
-from continuous_batching.policies.batching import StallFree, Static
+from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import TokenLogprobs
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
@@ -21,7 +21,6 @@ from kv_cache.pages import PagePool
 from serving.offline import Job, read_jobs, run_jobs
 from serving.text.tokenizer import Text
 from tests.each_of import each_of
-from tests.serving.conftest import KINDS
 
 EOS = 2  # the token <|im_end|> of byte_level
 STEP_S = 0.5
@@ -153,21 +152,6 @@ def test_the_first_token_of_a_prompt_has_no_log_probability() -> None:
     assert record["prompt_logprobs"] == [None, *told]
 
 
-@pytest.mark.parametrize("stop", [None, "zzz", "two?"])
-@pytest.mark.parametrize("skip", [True, False])
-def test_what_ended_an_answer_may_be_a_part_of_its_text(
-    texts: dict[str, Text], stop: str | None, skip: bool
-) -> None:
-    text = texts["byte_level"]
-    answer = [*text.encode("one two?"), EOS]
-    fields = {"include_stop_str_in_output": True, "skip_special_tokens": skip}
-    record = serve([line("a", max_tokens=20, stop=stop, **fields)], {"a": answer}, text)["a"]
-    assert record["finish_reason"] == "stop"
-    ends_by_token = stop != "two?"
-    assert record["token_ids"] == (answer if ends_by_token else answer[:-1])
-    assert record["text"] == "one two?" + ("<|im_end|>" if ends_by_token and not skip else "")
-
-
 ABORTED: dict[str, dict[str, Any]] = {
     "plain": {},
     "stop": {"stop": "zzz"},
@@ -206,59 +190,10 @@ def test_a_job_that_somebody_aborts_has_its_record(texts: dict[str, Text], kind:
     assert not engine.has_work
 
 
-def test_control_tokens_are_shown_if_wanted(texts: dict[str, Text]) -> None:
-    text = texts["byte_level"]
-    answer = [*text.encode("one"), 1, *text.encode("two"), EOS]
-    for stop in (None, "zzz"):
-        fields = {"max_tokens": 20, "stop": stop, "skip_special_tokens": False}
-        assert serve([line("a", **fields)], {"a": answer}, text)["a"]["text"] == "one<|im_start|>two"
-
-
 def test_without_a_tokenizer_answers_are_token_ids() -> None:
     record = serve([line("a", max_tokens=3)], {"a": [9, 8, 7]}, None)["a"]
     assert record["token_ids"] == [9, 8, 7]
     assert record["text"] is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_stop_strings_end_an_answer_wherever_tokens_are_cut(texts: dict[str, Text], kind: str) -> None:
-    text = texts[kind]
-    whole = "It is 42, 你好 of course.\nEND"
-    answer = text.encode(whole)
-    answer = answer[1:] if answer[0] == 1 else answer
-    for stop in ("42", "好 o", "e.\n", "EN", "It", "ND", "nothing"):
-        lines = [line("a", max_tokens=len(answer), stop=[stop, "nope"]), line("b", max_tokens=len(answer))]
-        records = serve(lines, {"a": answer, "b": answer}, text)
-        record, cut = records["a"], whole.partition(stop)
-        lead = " " * text.num_lead_spaces  # the answer goes on where its prompt ended
-        assert record["text"] == lead + cut[0]
-        assert records["b"]["text"] == lead + whole
-        if not cut[1]:
-            assert record["finish_reason"] == "length"
-            continue
-        assert record["finish_reason"] == "stop"
-        taken = record["token_ids"]
-        assert taken == answer[: len(taken)]
-        assert stop in text.decode(taken)
-        assert stop not in text.decode(taken[:-1]).removesuffix("\ufffd")
-
-
-def test_a_chats_answer_is_a_text_of_its_own(texts: dict[str, Text]) -> None:
-    text = texts["sentence_pieces"]
-    answer = text.encode("What is 3")[1:]
-    lines = [
-        {"id": name, "messages": [{"role": "user", "content": "x"}], "max_tokens": len(answer), "stop": stop}
-        for name, stop in (("a", None), ("b", "zzz"))
-    ]
-    for record in serve(lines, {"a": answer, "b": answer}, text).values():
-        assert record["text"] == "What is 3"
-
-
-def test_stop_strings_wait_for_min_tokens(texts: dict[str, Text]) -> None:
-    text = texts["byte_level"]
-    answer = text.encode("1,2,3,4")
-    records = serve([line("a", max_tokens=7, min_tokens=3, stop=",")], {"a": answer}, text)
-    assert records["a"]["text"] == "1,2"
 
 
 def test_a_request_that_fails_ends_alone(texts: dict[str, Text]) -> None:
@@ -329,35 +264,3 @@ def test_requests_join_when_they_arrive() -> None:
     times = [(r["id"], r["arrival_s"], r["first_token_s"], r["finish_s"]) for r in records]
     assert times == [("soon", 0.75, 1.25, 1.75), ("late", 10.0, 10.5, 11.0)]
     assert clock.slept_s == [0.75, 8.25]
-
-
-def test_one_that_arrives_during_a_step_joins_the_next() -> None:
-    lines = [line("a", max_tokens=4), line("b", arrival_s=0.6, max_tokens=1)]
-    records = serve(lines, {"a": [9] * 4, "b": [9]}, None)
-    assert records["b"]["first_token_s"] == 1.5
-    assert records["a"]["finish_s"] == 2.0
-
-
-def test_a_static_batch_waits_without_a_step() -> None:
-    lines = [line("a", max_tokens=2), line("b", arrival_s=0.05, max_tokens=2)]
-    records = serve(lines, {"a": [9] * 2, "b": [9] * 2}, None, policy=Static(2, 3600))
-    assert records["a"]["first_token_s"] == records["b"]["first_token_s"] == pytest.approx(0.55, abs=1e-5)
-    assert serve([line("a", max_tokens=1)], {"a": [9]}, None, policy=Static(2, 0.01))["a"]["token_ids"] == [9]
-
-
-def test_every_step_can_be_observed() -> None:
-    steps: list[Step] = []
-    serve([line("a", max_tokens=3)], {"a": [9] * 3}, None, observe=steps.append)
-    assert [step.batch.num_tokens for step in steps] == [3, 1, 1]
-
-
-def test_preemption_changes_no_text(texts: dict[str, Text]) -> None:
-    text = texts["byte_level"]
-    answer = (text.encode("1,2,3,4,5 你好，世界！") * 3)[:30]
-    whole = text.decode(answer)
-    lines = [line(str(n), max_tokens=30, stop=None if n % 2 else "世界！1,2,3,4,5 你好") for n in range(6)]
-    scripts = {str(n): answer for n in range(6)}
-    records = serve(lines, scripts, text, num_pages=14)
-    for n in range(6):
-        expected = whole if n % 2 else whole.partition("世界！1,2,3,4,5 你好")[0]
-        assert records[str(n)]["text"] == expected

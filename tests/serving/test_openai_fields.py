@@ -21,11 +21,10 @@ from recipes.schema.recipe import ROOT
 from serving import fingerprint
 from serving.api.embeddings import EmbeddingsBody
 from serving.api.responses import ResponsesBody
-from serving.api.schemas import IGNORED, ChatBody, CompletionBody, problem_of
+from serving.api.schemas import ChatBody, CompletionBody, problem_of
 from serving.failures import ClientGone, CutOff, ShutDown
 from tests.each_of import each_of
 from tests.lazy import openai
-from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
 
 OWN = {"self", "extra_body", "extra_headers", "extra_query", "timeout"}  # the client's own, never sent
@@ -47,23 +46,6 @@ def test_no_field_of_openai_s_client_is_unknown(route: str, body: Any) -> None:
         create = attrgetter(f"{route}.create")(client)
     sent = set(inspect.signature(create).parameters) - OWN
     assert not sent - body.model_fields.keys() - body.ignored.keys()
-
-
-@each_of(
-    "fields",
-    [
-        {"metadata": {f"{n:064}": "x" * 512 for n in range(16)}},
-        {"store": True},
-        {"prompt_cache_key": "a", "safety_identifier": "b", "prompt_cache_retention": "24h"},
-        {"verbosity": "low"},
-        {"prediction": {"type": "content", "content": "Hello"}},
-        {"functions": [{"name": "f"}], "function_call": "none"},
-        {"modalities": ["text"]},
-        dict.fromkeys(IGNORED),
-    ],
-)
-def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
-    assert ChatBody(**HELLO, **fields).messages == HELLO["messages"]
 
 
 @each_of(
@@ -181,17 +163,6 @@ def test_too_long_a_prompt_is_refused_so_too(client: openai.OpenAI, prompt: Any)
     answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=1, extra_body=cut)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == 2047
-
-
-def test_an_aborted_answer_ends_with_a_status_of_its_own(named: Server, client: openai.OpenAI) -> None:
-    body = {"model": "tiny", "prompt": "One day", "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
-    stream = client.completions.create(stream=True, **body)
-    first = next(iter(stream))
-    aborted = httpx.post(f"{named.url}/abort/{first.id}", timeout=PATIENCE_S)
-    assert aborted.json()["aborted"] == 1
-    with pytest.raises(openai.APIError) as cut:
-        list(stream)
-    assert (cut.value.code, cut.value.message) == ("aborted", "the request was aborted")
 
 
 def test_a_request_that_forbids_itself_every_token_is_a_mistake_of_its_own(client: openai.OpenAI) -> None:

@@ -12,6 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from serving.api.openapi import ANSWERS
+from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.serving.described import check
 from tests.serving.server import TINY, Server
@@ -22,16 +23,16 @@ TOOL = {
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
 }
 SHORT = {"max_tokens": 4}
-STREAMS = [{}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}]
+STREAMS = [{}, {"stream": True, "stream_options": {"include_usage": True}}]
 COMPLETIONS: list[dict[str, Any]] = [
     {"logprobs": 2, "prompt_logprobs": 1, "n": 2, "temperature": 1, "service_tier": "auto"},
-    {"echo": True, "logprobs": 1, "return_token_ids": True},
-    *({"logprobs": 1, "return_token_ids": True, **each} for each in STREAMS),
+    *({"echo": True, "logprobs": 1, "return_token_ids": True, **each} for each in STREAMS),
+    {"stream": True},
 ]
 CHATS: list[dict[str, Any]] = [
     {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 0, "return_token_ids": True},
     *({"tools": [TOOL], "tool_choice": "required", "max_tokens": 60, **each} for each in STREAMS),
-    *({"max_tokens": 60, **each} for each in STREAMS),
+    {"max_tokens": 60, **STREAMS[1]},
 ]
 RESPONSES: list[dict[str, Any]] = [
     {"input": "What is 12+30?", "max_output_tokens": 60},
@@ -58,21 +59,26 @@ def asks(shared: Server) -> Checked:
     return Checked(shared)
 
 
-@pytest.mark.parametrize("body", COMPLETIONS, ids=str)
+@pytest.fixture(scope="module")
+def agents(agent: Server) -> Checked:
+    return Checked(agent)
+
+
+@each_of("body", COMPLETIONS)
 def test_completions(asks: Checked, body: dict[str, Any]) -> None:
     answer = asks.ask("POST", "/v1/completions", {"prompt": "1+", **SHORT, **body})
     assert answer.status_code == 200
 
 
-@pytest.mark.parametrize("body", CHATS, ids=str)
-def test_chats(agent: Server, body: dict[str, Any]) -> None:
-    answer = Checked(agent).ask("POST", "/v1/chat/completions", {"messages": ASKED, **SHORT, **body})
+@each_of("body", CHATS)
+def test_chats(agents: Checked, body: dict[str, Any]) -> None:
+    answer = agents.ask("POST", "/v1/chat/completions", {"messages": ASKED, **SHORT, **body})
     assert answer.status_code == 200
 
 
-@pytest.mark.parametrize("body", RESPONSES, ids=str)
-def test_responses(agent: Server, body: dict[str, Any]) -> None:
-    assert Checked(agent).ask("POST", "/v1/responses", body).status_code == 200
+@each_of("body", RESPONSES)
+def test_responses(agents: Checked, body: dict[str, Any]) -> None:
+    assert agents.ask("POST", "/v1/responses", body).status_code == 200
 
 
 def test_vectors_and_scores(pooled: Server) -> None:
@@ -82,10 +88,9 @@ def test_vectors_and_scores(pooled: Server) -> None:
         assert asks.ask("POST", "/v1/embeddings", body).status_code == 200
     for path in ("/score", "/v1/score"):
         assert asks.ask("POST", path, {"text_1": "a", "text_2": ["b", "c"]}).status_code == 200
-    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-        for shown in (True, False):
-            body = {"query": "a", "documents": ["b", "c"], "return_documents": shown}
-            assert asks.ask("POST", path, body).status_code == 200
+    for path, shown in (("/rerank", True), ("/v1/rerank", False), ("/v2/rerank", True)):
+        body = {"query": "a", "documents": ["b", "c"], "return_documents": shown}
+        assert asks.ask("POST", path, body).status_code == 200
 
 
 def test_what_operators_ask(asks: Checked) -> None:

@@ -15,9 +15,9 @@ from recipes.schema.reader import load
 from serving.offline import read_jobs, run_jobs
 from serving.own_processors import KnownProcessors, read_processors
 from serving.text.tokenizer import Text
-from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
+from tests.thorough import cases
 
 CLASSES = "server.logits_processors=[{}]".format(
     ", ".join(f"'tests.serving.own_classes:{name}'" for name in ("Ban", "Echo", "Fail"))
@@ -49,6 +49,10 @@ DRAWN = {"prompt": "One day", "temperature": 1.5, "seed": 3, "ignore_eos": True}
 SUM = {"prompt": "348+275=", "temperature": 0}
 
 
+PROMPT = [300, 400, 500]
+ECHO = {"prompt_token_ids": PROMPT, "ignore_eos": True, "max_tokens": 30} | own("Echo")
+
+
 @pytest.fixture(scope="module")
 def banned() -> list[int]:
     """The tokens that a story begins with."""
@@ -56,24 +60,24 @@ def banned() -> list[int]:
     return sorted({*record["token_ids"][:6]})
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_processor_is_a_bias_by_another_name(way: str, banned: list[int]) -> None:
-    """The same answers as by `logit_bias`, which is tested against vLLM's meaning, whatever the schedule."""
+@pytest.fixture(scope="module")
+def biased(banned: list[int]) -> list[Any]:
+    """The answers without these tokens by `logit_bias`, which is tested against vLLM's meaning."""
     bias = {"logit_bias": {str(token): -100 for token in banned}}
-    pairs = [(each | bias, each | own("Ban", tokens=banned)) for each in (STORY, DRAWN)]
-    wanted = answers(*(first for first, _ in pairs), SUM)
-    found = answers(*(second for _, second in pairs), SUM, options=WAYS[way])
-    assert [each["token_ids"] for each in found] == [each["token_ids"] for each in wanted]
+    return answers(*(each | bias for each in (STORY, DRAWN)), SUM)
+
+
+@pytest.mark.parametrize("way", cases([way for way in WAYS if way != "plain"], [*WAYS]))
+def test_a_processor_sees_prompt_and_answer_and_acts_as_a_bias_does(
+    way: str, banned: list[int], biased: list[Any]
+) -> None:
+    """Whatever the schedule."""
+    asked = [each | own("Ban", tokens=banned) for each in (STORY, DRAWN)]
+    *found, first, second = answers(*asked, SUM, ECHO, ECHO | {"temperature": 0}, options=WAYS[way])
+    assert [each["token_ids"] for each in found] == [each["token_ids"] for each in biased]
     assert not {*banned} & {*found[0]["token_ids"]}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_processor_sees_prompt_and_answer(way: str) -> None:
-    prompt = [300, 400, 500]
-    echo = {"prompt_token_ids": prompt, "ignore_eos": True, "max_tokens": 30} | own("Echo")
-    (first, second, third) = answers(echo, SUM, echo | {"temperature": 0}, options=WAYS[way])
-    assert first["token_ids"] == third["token_ids"] == prompt * 10
-    assert second["text"] == "623"
+    assert first["token_ids"] == second["token_ids"] == PROMPT * 10
+    assert found[-1]["text"] == "623"
 
 
 def test_they_act_in_turn_and_masks_hold_after_them() -> None:
@@ -101,23 +105,23 @@ def test_what_fails_ends_its_request_alone(way: str) -> None:
     assert last["text"] == "623"
 
 
-@each_of(
-    "fields, said",
-    [
-        (own("Other"), 'logits_processors[0].name is "Other"; it must be "Ban" or "Echo" or "Fail"'),
-        (own("Ban"), "logits_processors[0].args of Ban: TypeError: "),
-        (own("Ban", tokens=[5000]), "ValueError: token 5000 is not in the vocabulary"),
-        ({"logits_processors": "Ban"}, "logits_processors must be a list of at most 8 processors"),
-        ({"logits_processors": [{"name": "Ban"}] * 9}, "logits_processors must be a list of at most 8"),
-        ({"logits_processors": [{"name": "Ban", "arg": {}}]}, "logits_processors[0] is"),
-        ({"logits_processors": [{"name": "Ban", "args": [3]}]}, "logits_processors[0].args is [3]"),
-        (own("Ban", tokens=[1] * 2000), "logits_processors[0].args has"),
-        (own("Echo") | {"beam_width": 2, "temperature": 0}, "left out beside beam_width"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
-    refused, served = answers(SUM | fields, SUM)
-    assert said in refused["error"]
+REFUSED = [
+    (own("Other"), 'logits_processors[0].name is "Other"; it must be "Ban" or "Echo" or "Fail"'),
+    (own("Ban"), "logits_processors[0].args of Ban: TypeError: "),
+    (own("Ban", tokens=[5000]), "ValueError: token 5000 is not in the vocabulary"),
+    ({"logits_processors": "Ban"}, "logits_processors must be a list of at most 8 processors"),
+    ({"logits_processors": [{"name": "Ban"}] * 9}, "logits_processors must be a list of at most 8"),
+    ({"logits_processors": [{"name": "Ban", "arg": {}}]}, "logits_processors[0] is"),
+    ({"logits_processors": [{"name": "Ban", "args": [3]}]}, "logits_processors[0].args is [3]"),
+    (own("Ban", tokens=[1] * 2000), "logits_processors[0].args has"),
+    (own("Echo") | {"beam_width": 2, "temperature": 0}, "left out beside beam_width"),
+]
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    *refused, served = answers(*(SUM | fields for fields, _ in REFUSED), SUM)
+    for record, (_, said) in zip(refused, REFUSED, strict=True):
+        assert said in record["error"]
     assert served["text"] == "623"
 
 

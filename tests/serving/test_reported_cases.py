@@ -1,8 +1,8 @@
 """Conversations of public bug reports are answered over HTTP as their templates want them.
 
-The right prompts are those of transformers' `apply_chat_template`, except where a template asks whether a
-content is none, as transformers 4 gave it. The small models here have random weights, and say what a logits
-processor makes them say.
+test_conversations.py compares what templates read with transformers; here are those that need a whole server.
+The right prompts are those of transformers' `apply_chat_template`. The small model has random weights, and
+says what a logits processor makes it say.
 """
 
 from __future__ import annotations
@@ -29,22 +29,9 @@ EACH, TURN, SAY, END = (
     "<|im_end|>\n",
 )
 LAST = END + "{% endfor %}" + BEGIN
-CALLS = (
-    "{% for c in m.tool_calls %}CALL {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
-)
 PLAIN = EACH + TURN + SAY + LAST
-# Templates of the reports, which the variable `case` chooses between; what one of them reads decides how
-# messages are handed to all templates of a folder, so that those that read others are in another folder.
+# Templates of the reports, which the variable `case` chooses between
 FIRST = {
-    "prints": EACH + TURN + SAY + "{% if m.tool_calls %}" + CALLS + "{% endif %}" + LAST,
-    "is_string": EACH
-    + TURN
-    + "{% if m.content is string %}"
-    + SAY
-    + "{% else %}"
-    + CALLS
-    + "{% endif %}"
-    + LAST,
     "own": EACH
     + TURN
     + "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
@@ -53,58 +40,14 @@ FIRST = {
     + "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}"
     + "</tool_call>{% endfor %}"
     + LAST,
-    "keys": EACH
-    + TURN
-    + "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}"
-    + SAY
-    + "{% endif %}"
-    + LAST,
-    "object": EACH
-    + TURN
-    + SAY
-    + "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
-    + LAST,
     "thought": EACH
     + TURN
     + "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}"
     + "{% if m.content %}\n</think>\n\n{% endif %}{% endif %}"
     + SAY
     + LAST,
-    "switch": PLAIN
-    + "{% if add_generation_prompt %}{% if enable_thinking is defined and enable_thinking %}<think>"
-    + "{% else %}</think>{% endif %}{% endif %}",
     "plain": PLAIN,
 }
-SECOND = {
-    "is_none": EACH
-    + "{% if m.role == 'assistant' and m.content is none %}<|im_start|>assistant\n"
-    + CALLS
-    + "{% else %}"
-    + TURN
-    + SAY
-    + "{% endif %}"
-    + LAST,
-    "reasoning": EACH
-    + TURN
-    + "{% if m.reasoning is defined and m.reasoning %}<think>{{ m.reasoning }}</think>{% endif %}"
-    + SAY
-    + LAST,
-    "parts": EACH
-    + TURN
-    + "{% if m.content is string %}"
-    + SAY
-    + "{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
-    + LAST,
-}
-THIRD = {
-    "thinking": EACH
-    + TURN
-    + "{% if m.thinking is defined and m.thinking %}<think>{{ m.thinking }}</think>{% endif %}"
-    + SAY
-    + LAST,
-    "eos": "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
-}
-GO_ON = "<|im_start|>assistant\n"
 
 
 def chosen(templates: dict[str, str]) -> str:
@@ -174,20 +117,6 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     yield from served(folder, "server.reasoning=think")
 
 
-@pytest.fixture(scope="module")
-def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    folder = write_model(tmp_path_factory.mktemp("second"), chosen(SECOND), eos_token="<|im_end|>")
-    yield from served(folder)
-
-
-@pytest.fixture(scope="module")
-def third(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """Its end token is named by special_tokens_map.json alone."""
-    folder = write_model(tmp_path_factory.mktemp("third"), chosen(THIRD))
-    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}', encoding="utf-8")
-    yield from served(folder)
-
-
 def check(client: httpx.Client, fields: dict[str, Any], right: str) -> None:
     """The prompt is this text to the token, and the conversation is answered."""
     expected = tokenizer().encode(right, add_special_tokens=False).ids
@@ -209,11 +138,6 @@ def case(name: str, messages: list[dict[str, Any]], **fields: Any) -> dict[str, 
 SUM = {"role": "user", "content": "1+1?"}
 ADD = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "2"}
-CALLED: list[dict[str, Any]] = [SUM, {"role": "assistant", "content": None, "tool_calls": [ADD]}, RESULT]
-WITH_CALL = (
-    "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\nCALL add {\"a\": 1}<|im_end|>\n"
-    "<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
-)  # fmt: skip
 ASKED = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
 TOOL = {
     "type": "function",
@@ -221,36 +145,10 @@ TOOL = {
 }
 
 
-@pytest.mark.parametrize("name", ["prints", "is_string"])
-def test_a_call_stands_without_text(first: httpx.Client, name: str) -> None:
-    check(first, case(name, CALLED), WITH_CALL)
-
-
-def test_a_template_asks_whether_a_content_is_none(second: httpx.Client) -> None:
-    check(second, case("is_none", CALLED), WITH_CALL)
-
-
-def test_a_prompt_is_longer_than_the_truncation_of_training(first: httpx.Client) -> None:
-    question = "Answer in one word: is the sky blue?"
-    right = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    check(first, case("plain", [{"role": "user", "content": question}]), right)
-
-
 def test_tools_have_a_template_of_their_own(first: httpx.Client) -> None:
     right = f"<|im_start|>system\nTools: add<|im_end|>\n{ASKED}"
     check(first, {"messages": [SUM], "tools": [TOOL]}, right)
     check(first, case("plain", [SUM]), ASKED)
-
-
-def test_an_end_token_of_the_map_is_known(third: httpx.Client) -> None:
-    check(third, case("eos", [{"role": "user", "content": "ok"}]), "ok<|im_end|>")
-
-
-def test_a_server_takes_back_its_thoughts(first: httpx.Client) -> None:
-    answer = {"role": "assistant", "content": None, "reasoning_content": "I add one", "tool_calls": None}
-    right = f"{ASKED}<think>I add one</think><|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n"
-    right += GO_ON
-    check(first, case("own", [SUM, answer, {"role": "user", "content": "go on"}]), right)
 
 
 def test_a_server_takes_back_arguments_that_were_cut(first: httpx.Client) -> None:
@@ -268,64 +166,10 @@ def test_a_server_takes_back_arguments_that_were_cut(first: httpx.Client) -> Non
     check(first, case("own", talk), right)
 
 
-def test_text_parts_are_joined_by_the_template(second: httpx.Client) -> None:
-    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
-    right = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-    check(second, case("parts", [{"role": "user", "content": parts}]), right)
-
-
-@pytest.mark.parametrize(("name", "sent"), [("reasoning", "reasoning"), ("thinking", "reasoning_content")])
-def test_thoughts_reach_the_template_under_its_name(
-    name: str, sent: str, request: pytest.FixtureRequest
-) -> None:
-    client = request.getfixturevalue("second" if name == "reasoning" else "third")
-    talk = [
-        SUM,
-        {"role": "assistant", "content": "2", sent: "I add"},
-        {"role": "user", "content": "and 2+2?"},
-    ]
-    right = f"{ASKED}<think>I add</think>2<|im_end|>\n<|im_start|>user\nand 2+2?<|im_end|>\n{GO_ON}"
-    check(client, case(name, talk), right)
-
-
-def test_the_keys_of_a_call_keep_their_order(first: httpx.Client) -> None:
-    function = {"arguments": '{"b": 2, "a": 1}', "name": "add"}
-    call = {"function": function, "id": "call_1", "type": "function"}
-    talk = [
-        {"role": "user", "content": "go"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        RESULT | {"tool_call_id": "call_1"},
-    ]
-    right = (
-        '<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n[{"function": {"arguments": {"b": 2, "a": 1},'
-        ' "name": "add"}, "id": "call_1", "type": "function"}]<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n'
-        + GO_ON
-    )
-    check(first, case("keys", talk), right)
-
-
-def test_arguments_may_be_an_object(first: httpx.Client) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 75, "b": 50}}}
-    talk = [
-        {"role": "user", "content": "go"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        RESULT | {"tool_call_id": "1"},
-    ]
-    right = (
-        '<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n{"a": 75, "b": 50}<|im_end|>\n'
-        "<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
-    )
-    check(first, case("object", talk), right)
-
-
 def test_a_thought_that_was_cut_goes_on(first: httpx.Client) -> None:
     talk = [SUM, {"role": "assistant", "content": None, "reasoning_content": "I add one"}]
     fields = case("thought", talk, add_generation_prompt=False, continue_final_message=True)
     check(first, fields, f"{ASKED}<think>\nI add one")
-
-
-def test_an_effort_switches_thinking_on(first: httpx.Client) -> None:
-    check(first, case("switch", [SUM], reasoning_effort="high"), f"{ASKED}<think>")
 
 
 def said(client: httpx.Client, answer: str, **fields: Any) -> list[list[Any]]:

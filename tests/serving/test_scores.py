@@ -7,11 +7,10 @@ from functools import cache
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import torch
 
-from continuous_batching.request import Request, SamplingParams
+from continuous_batching.request import SamplingParams
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
@@ -20,7 +19,6 @@ from serving.llm import LLM
 from serving.offline import read_jobs, run_jobs
 from serving.text.tokenizer import Text
 from tests.lazy import transformers
-from tests.models.test_prompt_logprobs import SETTINGS, engine_of, serve
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
 from tests.serving.test_embeddings import expected
@@ -160,21 +158,6 @@ def test_a_question_that_cannot_be_asked_is_refused_at_the_start(overrides: list
     with pytest.raises(RecipeError) as refusal:
         Question.of(load(TINY, overrides), tokenizer())
     assert said in str(refusal.value)
-
-
-@pytest.mark.parametrize("name", ["whole", "chunks", "few pages"])
-def test_labels_have_the_log_probabilities_of_the_model(name: str) -> None:
-    made = []
-    for number in range(8):
-        labels = ((5,), (300, 7, 1000), ())[number % 3]
-        pooling = "last" if labels else "mean"
-        params = SamplingParams(max_tokens=1, pooling=pooling, label_token_ids=labels)
-        made.append(Request(str(number), np.array(tokenizer().encode(DOCUMENTS[number % 2] * 3)), params))
-    serve(engine_of(SETTINGS[name]), made)
-    for request in made:
-        if labels := list(request.params.label_token_ids):
-            known = logprobs(tuple(request.prompt.tolist()))[labels]
-            np.testing.assert_allclose(request.embedding, known, atol=1e-4)
 
 
 def test_labels_of_a_line_are_told_and_checked() -> None:

@@ -178,7 +178,7 @@ def test_a_form_begins_behind_the_thoughts_whatever_the_schedule() -> None:
             jsonschema.validate(json.loads(text.decode(tokens[at + 1 : -1])), FORM)
     assert sum(tokens[-1] in text.eos_token_ids for tokens in alone) >= 2
     assert alone[0][: alone[0].index(end)] == text.encode("506+3", add_special_tokens=False)
-    for way in ("overlap", "ngram", "few pages"):
+    for way in ("suffix", "few pages"):
         assert answered(way, text, opened=True) == alone, way
 
 
@@ -254,14 +254,3 @@ def test_a_block_is_found_however_it_is_cut(answer: str, is_open: bool, thoughts
     rng = random.Random(3)
     for pieces in ([answer], list(answer), *(cut(answer, rng) for _ in range(20))):
         assert parsed(pieces, is_open=is_open) == (thoughts, text)
-
-
-def test_every_way_to_cut_made_answers_gives_the_same() -> None:
-    rng = random.Random(4)
-    words = ["<think>", "</think>", " ", "\n\n", "<", "</", "think>", "So", "42.", "天气"]
-    for _ in range(1000):
-        answer = "".join(rng.choice(words) for _ in range(rng.randrange(9)))
-        is_open = rng.random() < 0.5
-        whole = parsed([answer], is_open=is_open)
-        assert parsed(list(answer), is_open=is_open) == whole, answer
-        assert parsed(cut(answer, rng), is_open=is_open) == whole, answer

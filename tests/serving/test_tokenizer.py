@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from serving.text.tokenizer import Text
 from serving.text.tokenizer_settings import MORE_KEYS, SPECIAL_KEYS
@@ -21,73 +19,12 @@ from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.serving.conftest import KINDS, byte_level, write_settings
 
-SAMPLES = [
-    "What is 12 plus 30?",
-    "  two spaces, then  two more ",
-    "你好，世界！龘",
-    "👩‍👩‍👧‍👦 family, 🇨🇳 flag",
-    "tab\tand\nline\r\n",
-    "ﬁ naïve ▁ café é",
-    "\x00 nul",
-]
-
-
-@each_of("kind", KINDS)
-@each_of("sample", SAMPLES)
-def test_a_text_survives_the_round_trip(texts: dict[str, Text], kind: str, sample: str) -> None:
-    if "▁" in sample and kind != "byte_level":
-        sample = sample.replace("▁", " ")  # these tokenizers write a space so
-    assert texts[kind].decode(texts[kind].encode(sample)) == sample
-
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(sample=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=60))
 @settings(max_examples=100, deadline=None)
 def test_any_text_survives_the_round_trip(texts: dict[str, Text], kind: str, sample: str) -> None:
     assert texts[kind].decode(texts[kind].encode(sample)) == sample
-
-
-@each_of("kind", ["byte_level", "byte_fallback"])
-@each_of("sample", [*SAMPLES, "a<|im_end|>b", "<s>x</s>y"])
-def test_encode_and_decode_are_the_librarys(
-    texts: dict[str, Text], folders: dict[str, Path], kind: str, sample: str
-) -> None:
-    tokenizer = Tokenizer.from_file(str(folders[kind] / "tokenizer.json"))
-    ids = texts[kind].encode(sample)
-    assert ids == tokenizer.encode(sample).ids
-    for skip in (True, False):
-        ours = texts[kind].decode(ids, skip_special_tokens=skip)
-        assert ours == tokenizer.decode(ids, skip_special_tokens=skip)
-    assert texts[kind].vocab_size == tokenizer.get_vocab_size()
-
-
-@each_of("kind", ["sentence_pieces", "sentence_pieces_bare"])
-@each_of("sample", SAMPLES)
-def test_encode_and_decode_are_sentencepieces(
-    texts: dict[str, Text], folders: dict[str, Path], kind: str, sample: str
-) -> None:
-    model = sentencepiece.SentencePieceProcessor(model_file=str(folders[kind] / "tokenizer.model"))
-    ids = texts[kind].encode(sample)
-    assert ids == [model.bos_id(), *model.encode(sample)]
-    assert texts[kind].decode(ids) == model.decode(ids)
-    assert texts[kind].vocab_size == model.vocab_size()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_transformers_encodes_and_decodes_the_same(
-    texts: dict[str, Text], folders: dict[str, Path], kind: str
-) -> None:
-    from transformers import AutoTokenizer
-
-    theirs = AutoTokenizer.from_pretrained(folders[kind])
-    for sample in ("What is 12 plus 30?", "你好，世界！👩‍👧", "two  spaces"):
-        ids = texts[kind].encode(sample)
-        assert ids == theirs(sample).input_ids
-        assert texts[kind].decode(ids) == theirs.decode(ids, skip_special_tokens=True)
-    if texts[kind].has_chat_template:
-        messages = [{"role": "user", "content": "你好 4+4?"}]
-        rendered = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        assert texts[kind].chat(messages) == theirs(rendered, add_special_tokens=False).input_ids
 
 
 def test_a_text_that_continues_keeps_its_first_space(texts: dict[str, Text]) -> None:
@@ -115,20 +52,6 @@ def test_wrong_bytes_become_replacement_signs(texts: dict[str, Text]) -> None:
 # ---- what the configuration says
 
 
-def test_bos_is_added_when_the_configuration_says_so(folders: dict[str, Path], tmp_path: Path) -> None:
-    for add, first in ((True, 1), (False, None)):
-        folder = tmp_path / str(add)
-        folder.mkdir()
-        for kind, name in (("byte_fallback", "tokenizer.json"), ("sentence_pieces", "tokenizer.model")):
-            (folder / name).write_bytes((folders[kind] / name).read_bytes())
-            write_settings(folder, bos_token="<s>", eos_token="</s>", add_bos_token=add)
-            text = Text.load(folder)
-            assert text is not None
-            assert (text.encode("a")[0] == first) == add
-            assert text.eos_token_ids == (2,)
-            (folder / name).unlink()
-
-
 def test_a_directory_without_a_tokenizer_has_no_text(tmp_path: Path) -> None:
     assert Text.load(tmp_path) is None
     (tmp_path / "config.json").write_text("{}")
@@ -142,6 +65,8 @@ def test_a_directory_without_a_tokenizer_has_no_text(tmp_path: Path) -> None:
         ("tokenizer.model", "junk", "tokenizer.model is not a sentencepiece model"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json holds no JSON object"),
+        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json is nested too deeply"),
+        ("tokenizer_config.json", "\x00", "tokenizer_config.json is not JSON"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "the chat template does not compile"),
     ],
 )
@@ -253,12 +178,6 @@ def test_messages_that_are_malformed_are_refused(texts: dict[str, Text], message
         texts["byte_level"].chat(messages)
 
 
-def test_without_a_template_messages_are_refused(texts: dict[str, Text]) -> None:
-    assert not texts["byte_fallback"].has_chat_template
-    with pytest.raises(ValueError, match="no chat template; send prompt"):
-        texts["byte_fallback"].chat([{"role": "user", "content": "a"}])
-
-
 def test_half_a_surrogate_pair_is_refused(texts: dict[str, Text]) -> None:
     with pytest.raises(ValueError, match="prompt is not Unicode text: character 1 is half"):
         texts["byte_level"].encode("a\ud83d")
@@ -287,15 +206,6 @@ def test_a_token_far_beyond_the_vocabulary_is_refused_by_its_id(tmp_path: Path) 
     added = {"1000000000": {"content": "<far>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
     with pytest.raises(ValueError, match=r"added_tokens_decoder: '1000000000'; it must be of ids from 0 to"):
-        read_tokenizer_files(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "\x00"])
-def test_a_file_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(text)
-    with pytest.raises(
-        ValueError, match=r"tokenizer_config\.json (is not JSON|is nested too deeply|holds no JSON object)"
-    ):
         read_tokenizer_files(tmp_path)
 
 

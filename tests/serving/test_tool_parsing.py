@@ -13,7 +13,6 @@ from serving.tools.formats import MOST_SPACE, TOOL_FORMATS, ToolFormat
 from serving.tools.parsing import ToolParser
 from tests.each_of import each_of
 from tests.serving.call_templates import Turn, render
-from tests.thorough import cases
 
 NAMES = ("get_weather", "add", "mcp.files-read")
 Calls = list[tuple[str, str]]
@@ -51,100 +50,12 @@ def cut(text: str, rng: random.Random) -> list[str]:
     return pieces
 
 
-def made(name: str, rng: random.Random) -> str:
-    """An answer: text, calls, and calls that are spoilt, in any order."""
-    form = TOOL_FORMATS[name]
-    words = [
-        "Let me see. ",
-        "\n\n",
-        "{",
-        "[1] ",
-        "<tool",
-        form.opening,
-        form.head,
-        form.trigger,
-        form.middle,
-        form.tail,
-        "}]",
-        "天气 ",
-    ]
-    values: list[Any] = ["a", 'q"}', "]) \\", -1.5, True, None, {"b": [1, {"c": "}"}]}, [[]], "é天"]
-    parts = [rng.choice(["", "", *words])]
-    for _ in range(rng.choice((0, 1, 1, 2))):
-        calls = [
-            (
-                rng.choice((*NAMES, *NAMES, "unknown")),
-                {f"p{n}": rng.choice(values) for n in range(rng.randrange(4))},
-            )
-            for _ in range(rng.choice((1, 1, 2, 3)))
-        ]
-        text = written(name, calls)
-        parts.append(text if rng.random() < 0.7 else text[: rng.randrange(len(text))])
-        parts.append(rng.choice(["", "", *words]))
-    return "".join(parts)
-
-
-@pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_no_way_to_cut_an_answer_changes_what_is_found(name: str) -> None:
-    rng, form, num_calls = random.Random(19), TOOL_FORMATS[name], 0
-    for _ in range(cases(150, 1000)):
-        answer = made(name, rng)
-        whole = parsed(form, [answer])
-        num_calls += len(whole[1])
-        assert parsed(form, list(answer)) == whole, answer
-        assert parsed(form, cut(answer, rng)) == whole, answer
-    assert num_calls > 15
-
-
-@each_of("name", TOOL_FORMATS)
-def test_calls_are_found_with_all_their_arguments(name: str) -> None:
-    form = TOOL_FORMATS[name]
-    calls = [
-        ("get_weather", {"city": 'Bei"jing})]', "days": [1, {"a": None}]}),
-        ("add", {}),
-        ("add", {"x": True}),
-    ]
-    content, found = parsed(form, [written(name, calls)])
-    assert content == ""
-    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
-
-
-@each_of("name", TOOL_FORMATS)
-def test_what_only_begins_like_a_call_is_given_back(name: str) -> None:
-    form = TOOL_FORMATS[name]
-    known = written(name, [("add", {"x": 1})])
-    for answer in (
-        written(name, [("unknown", {"x": 1})]),
-        known[: known.index("add") + 1],
-        "{ [ <tool_call [TOOL_CALLS",
-        form.opening + form.head,
-        " \n",
-    ):
-        assert parsed(form, [answer]) == (answer, [])
-
-
-@each_of("name", [name for name, form in TOOL_FORMATS.items() if not form.is_whole])
-def test_text_stands_before_and_behind_calls(name: str) -> None:
-    form = TOOL_FORMATS[name]
-    answer = f"I look.\n{written(name, [('add', {'x': 1})])}\nDone."
-    content, found = parsed(form, [answer])
-    assert (content, found) == ("I look.\n\nDone.", [("add", '{"x": 1}')])
-
-
 @pytest.mark.parametrize("name", [name for name, form in TOOL_FORMATS.items() if form.is_whole])
 def test_calls_without_a_mark_stand_alone(name: str) -> None:
     form = TOOL_FORMATS[name]
     answer = f"I look. {written(name, [('add', {'x': 1})])}"
     assert parsed(form, [answer]) == (answer, [])
     assert parsed(form, [answer.removeprefix("I look.")])[1] == [("add", '{"x": 1}')]
-
-
-def test_white_space_may_be_another_but_not_without_end() -> None:
-    form = TOOL_FORMATS["hermes"]
-    call = '<tool_call> { "name" :"add" , "arguments":\n{} }</tool_call>'
-    assert parsed(form, [call]) == ("", [("add", "{}")])
-    too_wide = call.replace(" {", " " * (MOST_SPACE + 1) + "{")
-    assert parsed(form, [too_wide]) == (too_wide, [])
 
 
 def test_arguments_leave_before_they_are_complete() -> None:
@@ -159,9 +70,9 @@ def read(name: str, answer: str, schemas: Mapping[str, Any] | None = None) -> tu
     """What a parser finds in an answer, which is the same however it is cut."""
     rng, form = random.Random(6), TOOL_FORMATS[name]
     whole = parsed(form, [answer], schemas)
-    for pieces in (list(answer), *(cut(answer, rng) for _ in range(20))):
+    for pieces in (list(answer), *(cut(answer, rng) for _ in range(5))):
         assert parsed(form, pieces, schemas) == whole, pieces
-    for at in range(len(answer)):
+    for at in range(0, len(answer), 7):
         assert parsed(form, [answer[:at], answer[at:]], schemas) == whole, answer[:at]
     return whole
 
@@ -238,20 +149,6 @@ def test_a_block_ends_with_its_end() -> None:
         assert read(name, block + "\n" + inner) == (block + "\n" + inner, [])
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "minimax_m2"])
-def test_a_last_value_that_is_not_closed_ends_with_its_call(name: str) -> None:
-    schemas = {"add": {"type": "object", "properties": {"s": {"type": "string"}, "i": {"type": "integer"}}}}
-    calls: list[tuple[str, dict[str, Any]]] = [("add", {"s": "x"}), ("add", {"s": "y\n</a", "i": 3})]
-    for spoilt in (calls, calls[:1], calls[1:]):
-        tag, gap = "</parameter>\n", "" if name == "qwen3_coder" else "\n"
-        answer = written(name, spoilt)
-        at = answer.index(tag)
-        for text in (answer[:at] + gap + answer[at + len(tag) :], answer.replace(tag, gap)):
-            content, found = read(name, text, schemas)
-            assert content == ""
-            assert [(each, json.loads(arguments)) for each, arguments in found] == spoilt, text
-
-
 def test_a_value_of_seed_is_all_between_its_tags_and_may_be_a_list_of_python() -> None:
     properties = {"s": {"type": "string"}, "l": {"type": "array"}, "o": {"type": "object"}, "u": {}}
     schemas = {"add": {"type": "object", "properties": properties}}
@@ -264,14 +161,6 @@ def test_a_value_of_seed_is_all_between_its_tags_and_may_be_a_list_of_python() -
     content, [(_, arguments)] = read("seed_oss", answer, schemas)
     meant = {"s": "\na\n\nb\n", "l": ["a", "it's", None], "o": {"b": [True, 1.5]}, "u": "['a']"}
     assert (content, json.loads(arguments)) == ("", meant)
-
-
-def test_both_wraps_of_llamas_calls_are_no_text() -> None:
-    call = '{"name": "add", "parameters": {"x": 1}}'
-    for wrap in ("", "<|python_tag|>", "<|python_start|><|python_end|>"):
-        assert read("llama3_json", wrap + call) == ("", [("add", '{"x": 1}')])
-    for text in ("<|python_start|>x", "<|python_start|><|python_end|>x", "<|python_start|><|pyth"):
-        assert read("llama3_json", text) == (text, [])
 
 
 def test_a_call_id_of_no_length_is_none() -> None:
@@ -302,15 +191,6 @@ def test_white_space_may_stand_before_a_name(name: str) -> None:
     too_wide = call.replace(begin, " " * (MOST_SPACE + 1) + begin, 1)
     if name != "olmo3":  # whose calls need nothing but a line of the block
         assert read(name, too_wide) == (too_wide, [])
-
-
-def test_a_key_that_comes_twice_and_is_not_closed_loses_nothing_behind_it() -> None:
-    schemas = {"add": {"type": "object", "properties": {"s": {"type": "string"}, "i": {"type": "integer"}}}}
-    answer = (
-        "<tool_call>\n<function=add>\n<parameter=s>\na\n</parameter>\n<parameter=s>\nb\n<parameter=i>\n3\n"
-        "</parameter>\n</function>\n</tool_call>"
-    )
-    assert read("qwen3_coder", answer, schemas) == ("", [("add", '{"s": "a", "i": 3}')])
 
 
 def test_keywords_that_are_no_plain_values_stay_text() -> None:
