@@ -79,7 +79,7 @@ def _count(shape: tuple[int, ...]) -> int:
     return int(torch.Size(shape).numel())
 
 
-@pytest.mark.parametrize(("variant", "dtype"), zip(RECURRENT_VARIANTS, cycle(["float32", "bfloat16"])))
+@pytest.mark.parametrize(("variant", "dtype"), [*zip(RECURRENT_VARIANTS, cycle(["float32", "bfloat16"]))])
 def test_the_plan_equals_what_is_allocated(variant: Any, dtype: Any, tmp_path: Any) -> None:
     _, path = make(variant, tmp_path)
     decoder = empty_decoder(path, dtype=dtype)
