@@ -217,9 +217,9 @@ inline Vec exponential(Vec x) {
 
 constexpr float LOG2_E = 1.44269504f;
 
-// 2^x for x up to 0, with a relative error of 3 parts in a million: a polynomial approximates it between whole numbers,
-// with the least maximal error. What is under 2^-126, and 0 in bfloat16, is 0: the processor takes some hundred cycles
-// for a vector in which it makes such a number, as of each token that a query does not see.
+// 2^x for x up to 0, or a rounding more, with a relative error of 3 parts in a million: a polynomial approximates it
+// between whole numbers, with the least maximal error. What is under 2^-126, and 0 in bfloat16, is 0: the processor
+// takes some hundred cycles for a vector in which it makes such a number, as of each token that a query does not see.
 inline Vec rough_power(Vec x) {
 #if defined(__AVX512F__)
     const Vec count = (Vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

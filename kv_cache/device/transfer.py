@@ -30,7 +30,7 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 def all_to_device(arrays: Arrays, device: torch.device) -> Tensors:
     """Copy arrays of small integers (int64 on the device) and of float32 to the device in one transfer.
 
-    On the CPU they are the arrays themselves, where they have the type.
+    On the CPU they are the arrays themselves where these have the type, and must not be changed meanwhile.
     """
     if device.type == "cpu":
         return {

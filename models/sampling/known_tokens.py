@@ -1,7 +1,8 @@
 """Count the tokens that requests know, for the penalties of tokens that were seen before.
 
-What a request knows never changes, it only grows, unless it is a beam. So a row's count goes on from the last
-step's, and a step costs as much as a row has distinct tokens, however often it has them.
+What a request with penalties knows never changes, it only grows, unless it is a beam: no batch is made ahead
+of its tokens (`InFlight.takes_another`). So a row's count goes on from the last step's, and a step costs as
+much as a row has distinct tokens, however often it has them.
 
 Legend: R rows, N pairs of a row and one of its tokens.
 """
@@ -19,7 +20,7 @@ from kv_cache.pages import Index
 
 
 class KnownTokens:
-    """Keeps the counts of the requests that were last asked for in each slot row."""
+    """Keeps the counts of requests in slot rows, as long as they occupy these."""
 
     def __init__(self) -> None:
         self._of_row: dict[int, _Count] = {}
@@ -37,11 +38,12 @@ class KnownTokens:
         return owner, np.concatenate(tokens), np.concatenate(occurrences)
 
     def _count(self, row: int, target: int, slots: SlotPool) -> _Count:
-        request, num_known = slots.requests[row], int(slots.num_tokens[row])
+        request, num_known = slots.requests[row], min(target, int(slots.num_tokens[row]))
         count = self._of_row.get(row)
         if count is None or count.request is not request or count.num_taken > num_known:
-            prompt = slots.token_ids[row, : slots.num_prompt[row]]
-            count = self._of_row[row] = _Count(request, prompt)
+            busy = set(slots.busy.tolist())
+            self._of_row = {other: kept for other, kept in self._of_row.items() if other in busy}
+            count = self._of_row[row] = _Count(request, slots.token_ids[row, : slots.num_prompt[row]])
         count.take(slots.token_ids[row, :num_known])
         if target == num_known:
             return count

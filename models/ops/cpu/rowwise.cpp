@@ -316,6 +316,7 @@ float Weights::least_gathered(double enough) {
     constexpr long PLACES = 1 << 11;
     static thread_local double sums[PLACES];
     double above = 0.0;
+    if (some_.empty()) return least_;  // no weight is a number
     for (const int shift : {20, 10, 0}) {
         if (some_.size() <= FEW) break;
         const auto place = [shift](float weight) {
