@@ -60,22 +60,16 @@ def compiled_source(source: Path, *options: str) -> ctypes.CDLL | str:
     missing = missing_for_sources()
     if missing is not None:
         return missing
-    openmp = loaded_library("libgomp")
-    if openmp is not None:  # the library's own team computes, not a second one beside it
-        ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
     try:
-        library = _library(source, options)
-        try:
-            return ctypes.CDLL(str(library))
-        except OSError:  # it was torn when the machine lost its power
-            log.warning("%s cannot be loaded, and is compiled again", library)
-            library.unlink()
-            return ctypes.CDLL(str(_library(source, options)))
+        openmp = loaded_library("libgomp")
+        if openmp is not None:  # the library's own team computes, not a second one beside it
+            ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
+        return _library(source, options)
     except (OSError, subprocess.SubprocessError) as error:
         return f"{source.name} cannot be compiled: {_last_line(error)}"
 
 
-def _library(source: Path, own: Sequence[str]) -> Path:
+def _library(source: Path, own: Sequence[str]) -> ctypes.CDLL:
     """Return a source compiled for this machine, kept in the user's folder under the name of its content."""
     compiler = os.environ.get("CXX", "g++")
     cpu = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
@@ -87,35 +81,60 @@ def _library(source: Path, own: Sequence[str]) -> Path:
     texts = [each.read_bytes() for each in (source, *HEADERS)]
     content = [*texts, version, processor().encode(), *map(str.encode, options[:-1])]
     name = f"{source.stem}-{hashlib.sha256(b'|'.join(content)).hexdigest()[:16]}.so"
-    kept = _folder()
-    if kept is not None and (kept / name).is_file():
-        return kept / name
-    made = Path(tempfile.mkdtemp(prefix=f"{source.stem}-"))
-    command = [compiler, *options, "-c", str(source), "-o", str(made / "source.o")]
-    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-    # Linked without OpenMP's library: the one that torch has loaded is meant
-    command = [compiler, "-shared", str(made / "source.o"), "-o", str(made / name)]
-    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-    if kept is None:
-        return made / name
-    handle, for_all = tempfile.mkstemp(prefix=f".{name}.", dir=kept)
-    os.close(handle)
-    shutil.copyfile(made / name, for_all)
-    Path(for_all).replace(kept / name)  # Other processes may compile it as well: one move
-    shutil.rmtree(made)
-    return kept / name
+    folder = _folder()
+    if folder is not None and (folder / name).is_file():
+        try:
+            return ctypes.CDLL(str(folder / name))
+        except OSError as error:  # it is not removed, because another process may be replacing it
+            log.warning("%s cannot be loaded (%s), and is compiled again", folder / name, error)
+    with tempfile.TemporaryDirectory(prefix=f"{source.stem}-") as made:
+        library = Path(made) / name
+        command = [compiler, *options, "-c", str(source), "-o", f"{made}/source.o"]
+        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+        # Linked without OpenMP's library: the one that torch has loaded is meant
+        command = [compiler, "-shared", f"{made}/source.o", "-o", str(library)]
+        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+        if folder is not None:
+            library = _kept(library, folder)
+        return ctypes.CDLL(str(library))  # which stays loaded when its file is gone
+
+
+def _kept(library: Path, folder: Path) -> Path:
+    """Keep a library for other starts, which may be doing the same; return where it is to be loaded from."""
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{library.name}.", dir=folder)
+        try:
+            with open(handle, "wb") as file:
+                file.write(library.read_bytes())
+                file.flush()
+                os.fsync(file.fileno())  # a part of it behind a whole name would end every start
+            return Path(name).replace(folder / library.name)
+        except OSError:
+            Path(name).unlink()
+            raise
+    except OSError as error:
+        log.warning("%s cannot be kept for the next start: %s", folder / library.name, error)
+        return library
 
 
 def _folder() -> Path | None:
-    """Return the folder in which libraries are kept, or None if it cannot be written."""
+    """Return the folder in which libraries are kept, or None if it cannot be written, or others could."""
     cache_folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(cache_folder) / "continuous_batching" / "products"
     if folder.parts[0] == "~":  # a user without a home
         return None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
     except OSError as error:
         log.info("products: %s cannot be written (%s), so they are compiled at each start", folder, error)
+        return None
+    if found.st_uid not in (0, os.getuid()) or found.st_mode & 0o022:
+        log.warning(
+            "products: other users can write to %s, so its libraries are not loaded, and are compiled at each"
+            " start; make it yours, with mode 700",
+            folder,
+        )
         return None
     return folder if os.access(folder, os.W_OK | os.X_OK) else None
 

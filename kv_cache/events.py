@@ -177,7 +177,6 @@ class PageEvents(PageListener):
         if len(self._queue) < MOST_QUEUED:
             self._queue.append(event)
             return
-        self._queue.clear()
         everything = [
             BlockStored(
                 [short_key(key)], None if before is None else short_key(before), tokens, self._page_size
@@ -186,7 +185,7 @@ class PageEvents(PageListener):
             if key not in self._untold
         ]
         everything += [self._beside(*each) for each in self._cache.everything_beside()]
-        self._queue.append(everything)
+        self._queue = deque([everything])  # not emptied, because the thread may be about to take from it
 
     def _beside(self, keys: Sequence[bytes], group: int, window: int) -> BlockStored:
         return BlockStored(

@@ -154,7 +154,14 @@ class Cpu(Machine):
             return ops, self._latent_attention(shape)
         if self.asked.attention == "reference":
             return ops, Attention(shape)
-        return ops, CpuAttention(shape, library=library, batch_invariant=invariant)
+        attention = CpuAttention(shape, library=library, batch_invariant=invariant)
+        if library is not None and attention.compiled is None:
+            log.warning(
+                "compile: attention is plain torch's, since the source reads multiples of 16, not heads of %d"
+                " in pages of %d tokens of %s",
+                *(shape.head_dim, shape.page_size, stored_dtype(shape)),
+            )
+        return ops, attention
 
     def _latent_attention(self, shape: AttentionShape) -> LatentAttention:
         from attention.cpu.latent import CpuLatentAttention, compiled_latents

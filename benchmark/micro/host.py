@@ -110,12 +110,16 @@ def measure(
     scheduler = full_scheduler(num_slots, page_size, num_steps, chunk_tokens, proposer)
     if proposer is not None:
         step_us(scheduler, random)  # the first step stores all prompts
+    prompts = []
+    for number in range(num_steps // CHUNKS_PER_PROMPT + 1 if chunk_tokens else 0):
+        prompt = random.integers(0, VOCAB_SIZE, chunk_tokens * CHUNKS_PER_PROMPT).astype(np.int32)
+        prompts.append(Request(f"chunk {number}", prompt, SamplingParams(max_tokens=1)))
+        prompts[-1].page_keys = scheduler.page_keys(prompts[-1])  # as a server does, off the engine's thread
     gc.collect()
     times_us = []
-    for number in range(num_steps):
+    for _ in range(num_steps):
         if chunk_tokens and len(scheduler.slots.busy) < num_slots:
-            prompt = random.integers(0, VOCAB_SIZE, chunk_tokens * CHUNKS_PER_PROMPT).astype(np.int32)
-            scheduler.add(Request(f"chunk {number}", prompt, SamplingParams(max_tokens=1)))
+            scheduler.add(prompts.pop())
         times_us.append(step_us(scheduler, random))
     return percentiles(times_us)
 

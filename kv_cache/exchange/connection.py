@@ -24,6 +24,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -116,10 +117,15 @@ Job = Callable[[], tuple[Said, Bytes | None]]
 
 
 class Wake:
-    """Wakes a thread that polls `fd`; any thread may call `ring`."""
+    """Wakes a thread that polls `fd`; any thread may call `ring`.
+
+    The descriptor is closed with the last reference, because a receiving thread may ring after its engine has
+    ended, and would otherwise write to whatever has the number by then.
+    """
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.fd).atexit = False
 
     def ring(self) -> None:
         """Wake the thread."""

@@ -30,7 +30,11 @@ class KnownTokens:
 
         They are an index into `rows` [N], the token [N], and how often the answer has it [N].
         """
+        num_kept = len(self._of_row)
         counts = [self._count(row, target, slots) for row, target in zip(rows.tolist(), targets.tolist())]
+        if len(self._of_row) > num_kept:
+            busy = set(slots.busy.tolist())
+            self._of_row = {row: count for row, count in self._of_row.items() if row in busy}
         if not counts:
             return rows, rows, rows.astype(np.int32)
         owner = np.repeat(np.arange(len(rows)), [each.size for each in counts])
@@ -41,8 +45,6 @@ class KnownTokens:
         request, num_known = slots.requests[row], min(target, int(slots.num_tokens[row]))
         count = self._of_row.get(row)
         if count is None or count.request is not request or count.num_taken > num_known:
-            busy = set(slots.busy.tolist())
-            self._of_row = {other: kept for other, kept in self._of_row.items() if other in busy}
             count = self._of_row[row] = _Count(request, slots.token_ids[row, : slots.num_prompt[row]])
         count.take(slots.token_ids[row, :num_known])
         if target == num_known:

@@ -75,7 +75,7 @@ class BeamRows:
     ) -> None:
         self._slots, self._eos_token_ids, self._vocab_size = slots, eos_token_ids, vocab_size
         at = np.flatnonzero(slots.beam_width[rows])
-        counts = np.array([self._count(row) for row in rows[at].tolist()], dtype=np.int64)
+        counts = np.array([min(self._count(row), vocab_size) for row in rows[at].tolist()], dtype=np.int64)
         order = np.argsort(counts, kind="stable")  # beams with the same count are neighbours
         self.at, self._counts = at[order], counts[order]
         self._rows, self._targets = rows[self.at], targets[self.at]
@@ -122,4 +122,4 @@ class BeamRows:
         """Yield (count, first, stop) for each group of beams that need the same number of candidates."""
         for count in np.unique(self._counts).tolist():
             first, stop = np.searchsorted(self._counts, [count, count + 1]).tolist()
-            yield min(count, self._vocab_size), first, stop
+            yield count, first, stop

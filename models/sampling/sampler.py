@@ -224,7 +224,9 @@ class Sampler:
             changed = torch.where(is_possible, best, NONE_LEFT)
             chosen = torch.where(chosen == NOT_FINITE, chosen, changed)
         if "uniform" in sent:
-            chosen = self._ops.draw(scores, best, chosen, sent)
+            drawn = self._ops.draw(scores, best, chosen, sent)
+            # A change may have overwritten the one logit that was not finite
+            chosen = torch.where(chosen == NOT_FINITE, chosen, drawn) if "bias" in sent else drawn
         return chosen if work is None else best_of.chosen.index_copy(0, work, chosen)
 
 

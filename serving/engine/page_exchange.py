@@ -139,8 +139,8 @@ class PageFetches:
             return False
         num_pages = len(arrival.keys)
         first = _first_pages(self._are_states, arrival.num_found, num_pages)
-        until_s = engine.clock() + wait_s
         asked_s = time.monotonic()
+        until_s = engine.clock() + wait_s  # read later: what ends then has waited so long since `asked_s`
         self._fetches[asked] = Fetch(stream, leader, source, asked_s, *asked, num_pages, first, until_s)
         return True
 

@@ -36,6 +36,7 @@ class Stub:
     on_their_way: int = 0
     most: int = 0
     url: str = ""
+    over: asyncio.Event = field(init=False)  # the server ends
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -78,7 +79,7 @@ class Stub:
 
         if chat:
             await send([{"index": 0, "delta": {"role": "assistant", "content": ""}}], 0, usage=usage_in_each)
-        await asyncio.sleep(1.0 if fault == "slow" else self.first_s)
+        await (self.over.wait() if fault == "slow" else asyncio.sleep(self.first_s))
         for start in range(0, count, self.tokens_in_piece):
             if start:
                 await asyncio.sleep(self.gap_s)
@@ -130,7 +131,7 @@ class Stub:
 def running(stub: Stub, port: int = 0) -> Iterator[Stub]:
     """The server on a port, by default a free one, in a thread of its own."""
     loop, started = asyncio.new_event_loop(), threading.Event()
-    ended = asyncio.Event()
+    stub.over = asyncio.Event()
 
     async def serve() -> None:
         app = web.Application()
@@ -146,7 +147,7 @@ def running(stub: Stub, port: int = 0) -> Iterator[Stub]:
         await site.start()
         stub.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         started.set()
-        await ended.wait()
+        await stub.over.wait()
         await runner.cleanup()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
@@ -155,6 +156,6 @@ def running(stub: Stub, port: int = 0) -> Iterator[Stub]:
     try:
         yield stub
     finally:
-        loop.call_soon_threadsafe(ended.set)
+        loop.call_soon_threadsafe(stub.over.set)
         thread.join(PATIENCE_S)
         loop.close()

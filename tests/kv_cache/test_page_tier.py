@@ -183,14 +183,19 @@ def test_a_wrong_entry_is_never_used_and_taken_off(
     assert ended(tier, 1, 2) == [1, 2], "computed and kept again"
 
 
-def test_nobody_waits_for_a_store_that_does_not_answer(make: Make, store: Store) -> None:
+def test_nobody_waits_for_a_store_that_does_not_answer(
+    make: Make, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(page_tier, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now_s[0])}))
     tier = make(wait_s=0.05, pause_s=PATIENCE_S)
     until(lambda: store.num_answered == 1)  # the state is that of the start
     store.gate.clear()
     lookups = [tier.look_up(Sought([key(1)])) for _ in range(3)]
     until(lambda: len(store.calls) == 2)
-    time.sleep(0.05)  # it was asked after the lookups had begun: it is late by now, as they are
-    until(lambda: all(tier.is_over(each) for each in lookups if each is not None))
+    assert not any(tier.is_over(each) for each in lookups if each is not None)
+    now_s[0] += 0.1
+    assert all(tier.is_over(each) for each in lookups if each is not None)
     assert tier.counters.late == 3
     assert tier.counters.read_failures == 1
     assert tier.look_up(Sought([key(1)])) is None, "it is left alone"
@@ -273,10 +278,14 @@ def test_lookups_that_wait_are_bounded(make: Make, store: Store) -> None:
     until(lambda: all(tier.is_over(each) for each in (first, *lookups) if each is not None))
 
 
-def test_the_end_waits_a_moment_for_what_is_queued_and_no_longer(make: Make, store: Store) -> None:
+def test_the_end_waits_a_moment_for_what_is_queued_and_no_longer(
+    make: Make, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tier = make()
     save(tier, 1, 2)
-    tier.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(page_tier, "CLOSE_S", PATIENCE_S)
+        tier.close()
     assert set(store.entries) == {key(1), key(2)}
     stuck = make()
     store.gate.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import os
 import shutil
@@ -265,6 +266,28 @@ def test_it_is_compiled_once_for_all_starts(
         counts.append(len((tmp_path / "runs").read_text().splitlines()))
     assert counts == [3, 4, 8], "its version, the compilation and the link; its version; that, and all again"
     assert [each.suffix for each in (tmp_path / "continuous_batching/products").iterdir()] == [".so"]
+
+
+def test_a_folder_that_is_full_or_that_others_write_to_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, afresh: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "continuous_batching/products"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler(tmp_path, "-O0"))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cpp_sources.os, "fsync", full)
+        assert isinstance(products(), Products)
+    assert not [*folder.iterdir()]
+    assert "cannot be kept for the next start: [Errno 28]" in caplog.text
+    products.cache_clear()
+    folder.chmod(0o777)
+    assert isinstance(products(), Products)
+    assert not [*folder.iterdir()]
+    assert f"other users can write to {folder}" in caplog.text
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="names a processor of x86_64")

@@ -417,6 +417,19 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
         assert (result.tokens[others] == expected.tokens[others]).all()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_logit_that_is_not_finite_fails_its_row_where_its_token_is_forbidden_too(
+    temperature: float,
+) -> None:
+    logits = some_logits()
+    logits[13] = math.nan
+    params = SamplingParams(temperature=temperature, min_tokens=1, stop_token_ids=(13,), logprobs=2)
+    result = sample([Row(logits, params), Row(some_logits(), params)])
+    assert result.tokens[0] == -1
+    assert result.tokens[1] >= 0
+    assert [*result.logprobs] == [1]
+
+
 def test_a_row_with_no_possible_token_fails() -> None:
     assert token(Row(torch.full((V,), -math.inf), SamplingParams(temperature=0))) == -1
     assert token(Row(torch.full((V,), -math.inf), SamplingParams())) == -1

@@ -73,8 +73,9 @@ def test_a_start_that_takes_too_long_names_the_rank_and_the_key(tmp_path: Path) 
     done = generated("recipes/tiny/cpu.yaml", limit, environment={"PYTHONPATH": str(tmp_path)})
     assert done.returncode != 0
     assert re.search(
-        r"the start of the engine has not progressed for 2 s \(rank 0: .*rank 1 \(process \d+ on .*\): .*\);"
-        r" raise parallel\.start_timeout_s if these ranks need longer",
+        r"the start of the engine has not progressed for 2 s"
+        r" \(rank 0[:,] .*rank 1 \(process \d+ on .*\): .*\)"
+        r"; raise parallel\.start_timeout_s if these ranks need longer",
         done.stderr,
     ), done.stderr
 

@@ -110,6 +110,9 @@ class Pair:
         self.fetches = PageFetches(self.answers, cache_of(self.answers), sources, most_wait_s, other)
         self.sending = PageExchange(one, self.sends, None)
         self.fetching = PageExchange(other, None, self.fetches)
+        self._poller = select.poll()  # unlike `select`, it takes descriptors above 1,023
+        for wake in one, other:
+            self._poller.register(wake.fd, select.POLLIN)
         self.is_stopped = False  # the engine of prompts makes no more steps
         self.ends_with: list[Closeable] = [between] if isinstance(between, Listener) else []
         self.finished: list[Request] = []
@@ -142,7 +145,7 @@ class Pair:
             self.finished += step.finished
             stepped = True
         if not stepped:
-            select.select([self.sending.wake.fd, self.fetching.wake.fd], [], [], 0.05)
+            self._poller.poll(50)  # milliseconds
 
     def serve(self, requests: Sequence[Request]) -> list[list[int]]:
         """The answers to requests, whatever becomes of the transfers."""

@@ -152,11 +152,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_so_many_lines_run_at_a_time_and_below_all_others(tmp_path: Path) -> None:
     clients: list[Client] = []
+    three_run = asyncio.Event()
 
     async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
         clients.append(scope["state"]["client"])
         is_right = len(clients) % 3
-        await asyncio.sleep(0.005)
+        if len(bench.running) == 3:
+            three_run.set()
+        await three_run.wait()
         return (200, b'{"a": 1}') if is_right else (400, b'{"error": 1}')
 
     bench = Bench(tmp_path, answer)
@@ -244,10 +247,13 @@ def test_what_cannot_be_written_is_written_later(
 
 
 def test_a_batch_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    three_run = asyncio.Event()
+
     async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
         if len(bench.running) == 3:
             monkeypatch.setattr(runner.time, "time", lambda: batch.made_s + WINDOW_S)
-        await asyncio.sleep(0.02)
+            three_run.set()
+        await three_run.wait()
         return 200, b"{}"
 
     bench = Bench(tmp_path, answer)

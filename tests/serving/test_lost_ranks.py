@@ -19,6 +19,7 @@ import pytest
 
 from serving.engine.messages import Ready, Starting, decode_from_engine
 from serving.engine.process import EngineProcess
+from serving.engine.worker import BEAT_S
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
 from tests.thorough import cases
@@ -140,10 +141,10 @@ def test_the_death_of_a_rank_in_a_step_is_told_by_its_name(server: Server, _: in
 @pytest.mark.parametrize("leader", cases((True,), (False, True)))
 def test_the_death_of_a_rank_in_a_prompt_is_told_by_its_name(server: Server, leader: bool, _: int) -> None:
     (follower,) = followers(server.engine_pid)
-    prompt, first = [300] * 1900, steps(server)
+    prompt, first = [300] * 1900, steps_at_rest(server)
 
     def asked() -> httpx.Response:
-        body = {"prompt": prompt, "max_tokens": 1, "model": "tiny"}
+        body = {"prompt": prompt, "max_tokens": 100, "ignore_eos": True, "model": "tiny"}
         return httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
 
     with ThreadPoolExecutor(4) as threads:
@@ -162,6 +163,16 @@ def steps(server: Server) -> int:
     """How many this server's engines have made, by its metrics."""
     text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
     return int(float(re.search(r"^\S*steps_total(?:{.*})? (\S+)$", text, re.MULTILINE)[1]))
+
+
+def steps_at_rest(server: Server) -> int:
+    """How many there are when all have been told."""
+    told = steps(server)
+    while True:
+        time.sleep(2 * BEAT_S)
+        if (told_since := steps(server)) == told:
+            return told
+        told = told_since
 
 
 @pytest.mark.parametrize("_", range(cases(1, 20)))

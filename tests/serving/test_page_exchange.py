@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -29,6 +33,27 @@ def test_pages_that_came_are_found_and_the_tokens_are_those_of_one_engine(transp
         assert request.num_cached_tokens == (len(request.prompt) - 1) // 8 * 8
     assert counters.computed_tokens == sum(len(r.prompt) - r.num_cached_tokens + 5 for r in requests)
     pair.close()
+
+
+def test_what_wakes_an_engine_is_closed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    def close(descriptor: int, close: Callable[[int], None] = os.close) -> None:
+        closed.append(descriptor)
+        close(descriptor)
+
+    monkeypatch.setattr(os, "close", close)
+    pair = Pair()
+    descriptors = [each.wake.fd for each in (pair.sending, pair.fetching)]
+    pair.serve(prompts(1))
+    pair.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("pages"):
+            thread.join(PATIENCE_S)
+    assert not {*descriptors} & {*closed}
+    del pair
+    gc.collect()
+    assert {*descriptors} <= {*closed}
 
 
 def test_what_is_in_the_pages_is_what_the_other_engine_has_in_them() -> None:
@@ -245,7 +270,9 @@ def test_an_engine_of_prompts_that_stands_still_is_not_waited_for() -> None:
     assert pair.serve(requests) == alone(requests)
     assert time.monotonic() - start_s >= 0.3
     assert pair.answers.scheduler.counters.missed_pages
-    pair.is_stopped = False  # it hears of all at once, when nobody waits any more
+    # It hears of all at once, when nobody waits any more
+    pair.until(lambda: pair.server.asked.qsize() == 2 * len(requests))
+    pair.is_stopped = False
     pair.settle()
     assert pair.prompts.scheduler.counters.sent_pages == 0
     pair.close()

@@ -51,8 +51,7 @@ async def in_flight(server: Server, number: int, num_tokens: int) -> list[Told]:
 
 async def num_entered(session: aiohttp.ClientSession, url: str) -> float:
     """Those that the engine has had: the first may have ended before the last come."""
-    text = await metrics(session, url)
-    return num_in(text) + total(text, "vllm:request_success_total{")
+    return total(await metrics(session, url), "cb_samples_total{")
 
 
 async def metrics(session: aiohttp.ClientSession, url: str) -> str:

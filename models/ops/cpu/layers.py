@@ -8,6 +8,7 @@ of a decode step of 64 rows and 125 M parameters that took a third.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +26,8 @@ from models.ops.cpu.products import Panels, Products
 from models.ops.cpu.rowwise import GELU, SILU, Rowwise
 from models.ops.operands import PlainLayer
 from models.step_inputs import StepInputs
+
+log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("layers.cpp")
 _HEAD_NORMS = {"none": 0, "heads": 1, "rotated": 2}  # enum HeadNorm of the source
@@ -206,8 +209,11 @@ def compiled_layers(
         and all(products.takes(dtype, each) for each in weights)
         and all(each.dtype == dtype and each.is_contiguous() for each in norms)
     )
-    library = _library() if is_read else ""
+    if not is_read:
+        return None
+    library = _library()
     if isinstance(library, str):
+        log.warning("compile: layers are computed operator by operator, since %s", library)
         return None
     return CompiledLayers(library, products, rowwise, read, layers, dtype)
 

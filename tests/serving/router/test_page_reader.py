@@ -28,6 +28,12 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
+def end(engine: Engine) -> None:
+    """Close its events; its thread removes the files of its sockets by their names, which others get next."""
+    engine.events.close()
+    engine.events._thread.join(PATIENCE_S)
+
+
 def test_a_reader_knows_what_a_cache_holds(tmp_path: Path) -> None:
     """One that comes late; then evictions; then another engine at the same place, which counts from 0."""
 
@@ -45,7 +51,7 @@ def test_a_reader_knows_what_a_cache_holds(tmp_path: Path) -> None:
         for number in range(30):
             engine.compute([number, *range(7)])
         await until(knows)
-        engine.events.close()
+        end(engine)
         engine = Engine(tmp_path, 16)
         engine.compute(list(range(50, 58)))
         await until(knows)
@@ -71,7 +77,7 @@ def test_an_engine_in_the_place_of_another_is_known_from_its_beginning(tmp_path:
         reader = PageReader(old.endpoint, "127.0.0.1", 0, routing)
         reader.start()
         await until(lambda: {*routing.held.masks} == old.held())
-        old.events.close()
+        end(old)
         for file in ("events", "events.replay"):
             (tmp_path / "new" / file).rename(tmp_path / "old" / file)
         await until(lambda: {*routing.held.masks} == new.held())
