@@ -86,7 +86,7 @@ def _library(source: Path, own: Sequence[str]) -> ctypes.CDLL:
         try:
             return ctypes.CDLL(str(folder / name))
         except OSError as error:  # it is not removed, because another process may be replacing it
-            log.warning("%s cannot be loaded (%s), and is compiled again", folder / name, error)
+            log.warning("a library that was kept is compiled again, since it cannot be loaded: %s", error)
     with tempfile.TemporaryDirectory(prefix=f"{source.stem}-") as made:
         library = Path(made) / name
         command = [compiler, *options, "-c", str(source), "-o", f"{made}/source.o"]
