@@ -179,7 +179,10 @@ class Published:
 
 
 def check_head_drafts(
-    published: Published, drafts: list[tuple[str, int, list[int]]], tokens: dict[str, list[int]]
+    published: Published,
+    drafts: list[tuple[str, int, list[int]]],
+    tokens: dict[str, list[int]],
+    tie: float = TIE,
 ) -> tuple[int, int]:
     """All of a row's drafts are what the published head says after its known tokens; how many there were, and
     how many were right.
@@ -189,7 +192,7 @@ def check_head_drafts(
         for draft, logits in zip(made, published.drafts(tokens[name], known, len(made))):
             best = int(logits.argmax())
             if draft != best:
-                assert logits[best] - logits[draft] < TIE, (name, known, made)
+                assert logits[best] - logits[draft] < tie, (name, known, made)
                 break  # another draft follows from it
             num_made += 1
         right = [one == other for one, other in zip(made, tokens[name][known:])]

@@ -24,6 +24,9 @@ from tests.models.test_mtp import engine_of
 from tests.models.test_state_mtp import DRAFTS
 from tests.models.test_state_schedules import built, served
 
+# Of logits whose deviation is 8: what is rounded to int8 may fall to either side with another order of sums
+ROUNDED = 0.2
+
 
 def in_layer(of_layer: str) -> Types:
     """Attention static and experts by token; the layer behind the model's own is of one type."""
@@ -51,7 +54,7 @@ def test_a_further_layer_says_what_its_arithmetic_says(of_layer: str, tmp_path: 
     engine = engine_of(path, "cpu", 3)
     watched = Watched(engine)
     drafted = tokens_of(serve(engine))
-    num_made, num_right = check_head_drafts(model.further, watched.drafts, drafted)
+    num_made, num_right = check_head_drafts(model.further, watched.drafts, drafted, ROUNDED)
     assert num_made > 100
     assert num_right > 10
 
@@ -79,7 +82,7 @@ def test_a_layer_beside_layers_with_states_says_what_its_arithmetic_says(
     engine = built(path, DRAFTS).engine
     watched = Watched(engine)
     drafted = tokens_of(served(engine))
-    num_made, num_right = check_head_drafts(model.further, watched.drafts, drafted)
+    num_made, num_right = check_head_drafts(model.further, watched.drafts, drafted, ROUNDED)
     assert num_made > 100
     assert num_right > 10
 
