@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -81,26 +82,31 @@ def _library(source: Path, own: Sequence[str]) -> ctypes.CDLL:
     texts = [each.read_bytes() for each in (source, *HEADERS)]
     content = [*texts, version, processor().encode(), *map(str.encode, options[:-1])]
     name = f"{source.stem}-{hashlib.sha256(b'|'.join(content)).hexdigest()[:16]}.so"
-    folder = _folder()
+    folder = _folder_of(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     if folder is not None and (folder / name).is_file():
         try:
             return ctypes.CDLL(str(folder / name))
         except OSError as error:  # it is not removed, because another process may be replacing it
             log.warning("a library that was kept is compiled again, since it cannot be loaded: %s", error)
-    with tempfile.TemporaryDirectory(prefix=f"{source.stem}-") as made:
+    # What is loaded stays so when its file is gone; in some shared folders it cannot go before
+    with tempfile.TemporaryDirectory(prefix=f"{source.stem}-", ignore_cleanup_errors=True) as made:
         library = Path(made) / name
         command = [compiler, *options, "-c", str(source), "-o", f"{made}/source.o"]
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
         # Linked without OpenMP's library: the one that torch has loaded is meant
         command = [compiler, "-shared", f"{made}/source.o", "-o", str(library)]
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-        if folder is not None:
-            library = _kept(library, folder)
-        return ctypes.CDLL(str(library))  # which stays loaded when its file is gone
+        kept = None if folder is None else _kept(library, folder)
+        try:
+            return ctypes.CDLL(str(kept or library))
+        except OSError:  # one of the two folders may forbid it
+            if kept is None:
+                raise
+            return ctypes.CDLL(str(library))
 
 
-def _kept(library: Path, folder: Path) -> Path:
-    """Keep a library for other starts, which may be doing the same; return where it is to be loaded from."""
+def _kept(library: Path, folder: Path) -> Path | None:
+    """Keep a library for other starts, which may be doing the same; return where, or None if that fails."""
     try:
         handle, name = tempfile.mkstemp(prefix=f".{library.name}.", dir=folder)
         try:
@@ -114,27 +120,30 @@ def _kept(library: Path, folder: Path) -> Path:
             raise
     except OSError as error:
         log.warning("%s cannot be kept for the next start: %s", folder / library.name, error)
-        return library
+        return None
 
 
-def _folder() -> Path | None:
-    """Return the folder in which libraries are kept, or None if it cannot be written, or others could."""
-    cache_folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(cache_folder) / "continuous_batching" / "products"
+@cache
+def _folder_of(cache_folder: str) -> Path | None:
+    """Return where libraries are kept below a folder; None if it cannot be written, or if strangers could."""
+    parent = Path(cache_folder) / "continuous_batching"
+    folder = parent / "products"
     if folder.parts[0] == "~":  # a user without a home
         return None
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        for each in (parent, folder):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = each.stat()
+            # Those of its group may write to it, because a volume's driver may have set that
+            if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o002:
+                log.warning(
+                    "products: others can write to %s, so no library in it is loaded, and all are compiled at"
+                    " each start; make it yours, and writable by nobody else",
+                    each,
+                )
+                return None
     except OSError as error:
         log.info("products: %s cannot be written (%s), so they are compiled at each start", folder, error)
-        return None
-    if found.st_uid not in (0, os.getuid()) or found.st_mode & 0o022:
-        log.warning(
-            "products: other users can write to %s, so its libraries are not loaded, and are compiled at each"
-            " start; make it yours, with mode 700",
-            folder,
-        )
         return None
     return folder if os.access(folder, os.W_OK | os.X_OK) else None
 

@@ -4,9 +4,10 @@ The real scheduler, slot table and batch inputs run with a device that answers a
 slot holds a context of 1,000 to 1,300 tokens and gets one random token a step; the same is measured beside
 each proposer of drafts, which finds nothing to guess and so costs the most without a gain. With a chunk: one
 slot works on prompts of 16 chunks each, so that a step also computes and publishes a chunk, and every 16th
-step admits and ends a request. Work that proposers do every few steps shows in the median of the means of
-many consecutive steps. The same decodes are measured with recurrent states, of which there is room for those
-that prompts and answers leave, in turns with steps without: the median of the ratios of both counts.
+step admits and ends a request; prompts are hashed before, as a server does in another thread. Work that
+proposers do every few steps shows in the median of the means of many consecutive steps. The same decodes are
+measured with recurrent states, of which there is room for those that prompts and answers leave, in turns with
+steps without: the median of the ratios of both counts.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def full_scheduler(
     step_us(scheduler, random)
     assert len(scheduler.slots.busy) == num_busy, "not every slot decodes"
     assert not scheduler.lifecycle.matching.blocked, "prompts wait for each other"
-    scheduler.max_batch_tokens = num_slots + chunk_tokens
+    scheduler.max_batch_tokens = num_busy + chunk_tokens
     return scheduler
 
 

@@ -24,15 +24,16 @@ class KnownTokens:
 
     def __init__(self) -> None:
         self._of_row: dict[int, _Count] = {}
+        self._has_new = False  # since the counts of rows that have ended were dropped
 
     def pairs(self, rows: Index, targets: Index, slots: SlotPool) -> tuple[Index, Index, NDArray[np.int32]]:
         """Return the distinct tokens before positions `targets` [R] of slot rows [R], drafts among them.
 
         They are an index into `rows` [N], the token [N], and how often the answer has it [N].
         """
-        num_kept = len(self._of_row)
         counts = [self._count(row, target, slots) for row, target in zip(rows.tolist(), targets.tolist())]
-        if len(self._of_row) > num_kept:
+        if self._has_new:
+            self._has_new = False
             busy = set(slots.busy.tolist())
             self._of_row = {row: count for row, count in self._of_row.items() if row in busy}
         if not counts:
@@ -46,6 +47,7 @@ class KnownTokens:
         count = self._of_row.get(row)
         if count is None or count.request is not request or count.num_taken > num_known:
             count = self._of_row[row] = _Count(request, slots.token_ids[row, : slots.num_prompt[row]])
+            self._has_new = True
         count.take(slots.token_ids[row, :num_known])
         if target == num_known:
             return count

@@ -104,12 +104,12 @@ def test_tokens_in_pieces(
 
 
 def test_every_kind_of_failure_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    faults: Lines = [{"id": name, "prompt_token_ids": [key]} for key, name in FAULTS.items()]
-    slow = faults.pop()
+    faults = {name: {"id": name, "prompt_token_ids": [key]} for key, name in FAULTS.items()}
+    slow, limit = faults.pop("slow"), ("--request-timeout-s", "0.5", "--num-warmups", "0")
     with running(Stub()) as stub:
         goodput = ("--goodput", "ttft:9e6", "itl:9e6")
-        result = measured(stub, [*lines(3), *faults], tmp_path, capsys, *goodput)
-        late = measured(stub, [*lines(1), slow], tmp_path, capsys, "--request-timeout-s", "0.5")
+        result = measured(stub, [*lines(3), *faults.values()], tmp_path, capsys, *goodput)
+        late = measured(stub, [slow], tmp_path, capsys, *limit)
     told = {record["id"]: record.get("error", "") for record in (*late["records"], *result["records"])}
     assert told["refuses"] == "HTTP 400: no such thing"
     assert told["busy"] == "HTTP 429: busy"

@@ -187,14 +187,16 @@ def check_head_drafts(
     """All of a row's drafts are what the published head says after its known tokens; how many there were, and
     how many were right.
     """
-    num_right = num_made = 0
+    num_right = num_made = num_ties = 0
     for name, known, made in drafts:
         for draft, logits in zip(made, published.drafts(tokens[name], known, len(made))):
             best = int(logits.argmax())
             if draft != best:
                 assert logits[best] - logits[draft] < tie, (name, known, made)
+                num_ties += 1
                 break  # another draft follows from it
             num_made += 1
         right = [one == other for one, other in zip(made, tokens[name][known:])]
         num_right += right.index(False) if False in right else len(right)
+    assert num_ties <= num_made // 20
     return num_made, num_right

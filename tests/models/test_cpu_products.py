@@ -284,10 +284,27 @@ def test_a_folder_that_is_full_or_that_others_write_to_is_done_without(
     assert not [*folder.iterdir()]
     assert "cannot be kept for the next start: [Errno 28]" in caplog.text
     products.cache_clear()
+    cpp_sources._folder_of.cache_clear()
     folder.chmod(0o777)
     assert isinstance(products(), Products)
     assert not [*folder.iterdir()]
-    assert f"other users can write to {folder}" in caplog.text
+    assert f"others can write to {folder}" in caplog.text
+
+
+def test_a_folder_from_which_nothing_may_be_loaded_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, afresh: None
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler(tmp_path, "-O0"))
+    load, folder = ctypes.CDLL, str(tmp_path / "continuous_batching")
+
+    def opened(name: str, **options: int) -> ctypes.CDLL:
+        if name.startswith(folder):
+            raise OSError(f"{name}: failed to map segment from shared object")
+        return load(name, **options)
+
+    monkeypatch.setattr(cpp_sources.ctypes, "CDLL", opened)
+    assert isinstance(products(), Products)
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="names a processor of x86_64")

@@ -295,6 +295,18 @@ def test_known_tokens_are_those_of_a_new_count() -> None:
             assert (owners == index).sum() == len(found)
 
 
+def test_known_tokens_of_rows_that_have_ended_are_dropped() -> None:
+    slots, known = SlotPool(num_slots=4, max_tokens=9, page_size=4), KnownTokens()
+    for number in range(12):
+        request = Request(str(number), np.arange(3), SamplingParams())
+        request.number = number
+        row = np.array([slots.take(request)])
+        known.pairs(row, slots.num_tokens[row], slots)
+        if number != 2:  # all others end at once, in rows that come and go
+            slots.release(int(row[0]))
+        assert len(known._of_row) <= len(slots.busy) + 1
+
+
 def edited(row: Row) -> Tensor:
     from models.sampling.logit_processors import apply_changes, gather_changes
 

@@ -23,6 +23,7 @@ from serving.api.batch_runner import PRIORITY, Batches
 from serving.batches.lines import LineCheck, WrongLine, expired, read_line, split_lines
 from serving.batches.store import WINDOW_S, BatchStore, StoredBatch
 from tests.each_of import each_of
+from tests.patience import PATIENCE_S
 
 URL = "/v1/completions"
 
@@ -159,7 +160,8 @@ def test_so_many_lines_run_at_a_time_and_below_all_others(tmp_path: Path) -> Non
         is_right = len(clients) % 3
         if len(bench.running) == 3:
             three_run.set()
-        await three_run.wait()
+        await asyncio.wait_for(three_run.wait(), PATIENCE_S)
+        await asyncio.sleep(0.005)  # more might begin meanwhile
         return (200, b'{"a": 1}') if is_right else (400, b'{"error": 1}')
 
     bench = Bench(tmp_path, answer)
@@ -253,7 +255,7 @@ def test_a_batch_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         if len(bench.running) == 3:
             monkeypatch.setattr(runner.time, "time", lambda: batch.made_s + WINDOW_S)
             three_run.set()
-        await three_run.wait()
+        await asyncio.wait_for(three_run.wait(), PATIENCE_S)
         return 200, b"{}"
 
     bench = Bench(tmp_path, answer)

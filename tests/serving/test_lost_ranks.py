@@ -141,7 +141,7 @@ def test_the_death_of_a_rank_in_a_step_is_told_by_its_name(server: Server, _: in
 @pytest.mark.parametrize("leader", cases((True,), (False, True)))
 def test_the_death_of_a_rank_in_a_prompt_is_told_by_its_name(server: Server, leader: bool, _: int) -> None:
     (follower,) = followers(server.engine_pid)
-    prompt, first = [300] * 1900, steps_at_rest(server)
+    prompt, first, num_asked = [300] * 1900, steps_at_rest(server), counted(server, "cb_samples_total")
 
     def asked() -> httpx.Response:
         body = {"prompt": prompt, "max_tokens": 100, "ignore_eos": True, "model": "tiny"}
@@ -150,7 +150,9 @@ def test_the_death_of_a_rank_in_a_prompt_is_told_by_its_name(server: Server, lea
     with ThreadPoolExecutor(4) as threads:
         # Four prompts of a hundred steps, of which the first few have begun
         answers = [threads.submit(asked) for _ in range(4)]
-        while steps(server) < first + 3:
+        until_s = time.monotonic() + PATIENCE_S
+        while steps(server) < first + 3 or counted(server, "cb_samples_total") < num_asked + 4:
+            assert time.monotonic() < until_s, "they do not begin"
             time.sleep(0.002)
         with replaced(server, signal.SIGKILL, leader=leader):
             told = [each.result() for each in answers]
@@ -159,19 +161,24 @@ def test_the_death_of_a_rank_in_a_prompt_is_told_by_its_name(server: Server, lea
     assert all(said in each.json()["error"]["message"] for each in told)
 
 
-def steps(server: Server) -> int:
-    """How many this server's engines have made, by its metrics."""
+def counted(server: Server, name: str) -> int:
+    """A counter of this server's metrics, over all its engines."""
     text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
-    return int(float(re.search(r"^\S*steps_total(?:{.*})? (\S+)$", text, re.MULTILINE)[1]))
+    return int(float(re.search(rf"^\S*{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)[1]))
+
+
+def steps(server: Server) -> int:
+    return counted(server, "steps_total")
 
 
 def steps_at_rest(server: Server) -> int:
-    """How many there are when all have been told."""
-    told = steps(server)
+    """The steps of requests that have ended, of which a beat may still have to tell."""
+    told, until_s = steps(server), time.monotonic() + PATIENCE_S
     while True:
         time.sleep(2 * BEAT_S)
         if (told_since := steps(server)) == told:
             return told
+        assert time.monotonic() < until_s, "there is no rest"
         told = told_since
 
 
