@@ -115,7 +115,7 @@ def measure(
     for number in range(num_steps // CHUNKS_PER_PROMPT + 1 if chunk_tokens else 0):
         prompt = random.integers(0, VOCAB_SIZE, chunk_tokens * CHUNKS_PER_PROMPT).astype(np.int32)
         prompts.append(Request(f"chunk {number}", prompt, SamplingParams(max_tokens=1)))
-        prompts[-1].page_keys = scheduler.page_keys(prompts[-1])  # as a server does, off the engine's thread
+        prompts[-1].page_keys = scheduler.page_keys(prompts[-1])  # No server hashes in the engine's thread
     gc.collect()
     times_us = []
     for _ in range(num_steps):
