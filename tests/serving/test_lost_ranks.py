@@ -21,6 +21,7 @@ from serving.engine.messages import Ready, Starting, decode_from_engine
 from serving.engine.process import EngineProcess
 from serving.engine.worker import BEAT_S
 from tests.patience import PATIENCE_S
+from tests.serving.router.under_fire import figure
 from tests.serving.server import TINY, Server
 from tests.thorough import cases
 
@@ -33,6 +34,7 @@ OPTIONS = (
     "cache.prefix_sharing=false",
     *("scheduler.num_slots=8", "scheduler.max_batch_tokens=16"),  # so that a prompt takes many steps
 )
+STEPS = "cb_steps_total"
 NO_LIMIT = "server.step_timeout_s=300"
 FOLLOWER = "recipes.assembly.follower_process"
 COMM = FOLLOWER.rpartition(".")[2][:15]  # a fork's name, see `warm`; the system keeps so much of it
@@ -141,7 +143,7 @@ def test_the_death_of_a_rank_in_a_step_is_told_by_its_name(server: Server, _: in
 @pytest.mark.parametrize("leader", cases((True,), (False, True)))
 def test_the_death_of_a_rank_in_a_prompt_is_told_by_its_name(server: Server, leader: bool, _: int) -> None:
     (follower,) = followers(server.engine_pid)
-    prompt, first, num_asked = [300] * 1900, steps_at_rest(server), counted(server, "cb_samples_total")
+    prompt, first, num_asked = [300] * 1900, steps_at_rest(server), figure(server, "cb_samples_total")
 
     def asked() -> httpx.Response:
         body = {"prompt": prompt, "max_tokens": 100, "ignore_eos": True, "model": "tiny"}
@@ -151,7 +153,7 @@ def test_the_death_of_a_rank_in_a_prompt_is_told_by_its_name(server: Server, lea
         # Four prompts of a hundred steps, of which the first few have begun
         answers = [threads.submit(asked) for _ in range(4)]
         until_s = time.monotonic() + PATIENCE_S
-        while steps(server) < first + 3 or counted(server, "cb_samples_total") < num_asked + 4:
+        while figure(server, STEPS) < first + 3 or figure(server, "cb_samples_total") < num_asked + 4:
             assert time.monotonic() < until_s, "they do not begin"
             time.sleep(0.002)
         with replaced(server, signal.SIGKILL, leader=leader):
@@ -161,22 +163,12 @@ def test_the_death_of_a_rank_in_a_prompt_is_told_by_its_name(server: Server, lea
     assert all(said in each.json()["error"]["message"] for each in told)
 
 
-def counted(server: Server, name: str) -> int:
-    """A counter of this server's metrics, over all its engines."""
-    text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
-    return int(float(re.search(rf"^\S*{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)[1]))
-
-
-def steps(server: Server) -> int:
-    return counted(server, "steps_total")
-
-
 def steps_at_rest(server: Server) -> int:
     """The steps of requests that have ended, of which a beat may still have to tell."""
-    told, until_s = steps(server), time.monotonic() + PATIENCE_S
+    told, until_s = figure(server, STEPS), time.monotonic() + PATIENCE_S
     while True:
         time.sleep(2 * BEAT_S)
-        if (told_since := steps(server)) == told:
+        if (told_since := figure(server, STEPS)) == told:
             return told
         assert time.monotonic() < until_s, "there is no rest"
         told = told_since
