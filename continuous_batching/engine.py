@@ -245,13 +245,14 @@ class Engine:
     def expect_pages(self, request: Request) -> tuple[Arrival, tuple[PageCopy, ...]] | None:
         """Allocate pages for the part of a prompt that another engine computes, before the request is added.
 
+        The known beginning of an answer is computed there like the prompt before it.
         Returns the pages to fill and the copies that the device must make first, or None if nothing would be
         saved or no pages can be spared. Only the caller writes to these pages, until `pages_arrived`; before
         each write it asks `arriving_pages` whether they had to give way.
         """
         scheduler = self.scheduler
         keys = scheduler.page_keys(request)[: request.num_findable // self.slots.page_size]
-        tokens = request.prompt[: len(keys) * self.slots.page_size]
+        tokens = request.tokens[: len(keys) * self.slots.page_size]
         arrival = scheduler.lifecycle.expect(request.id, tokens, request.cache_salt, keys)
         if arrival is None:
             return None

@@ -106,7 +106,7 @@ class PageFetches:
         """The tokens of waiting requests that are to be computed here once their pages have arrived."""
         page_size = self._engine.slots.page_size
         waiting = (*self._fetches.values(), *self._ready)
-        return sum(each.leader.num_prompt_tokens - each.num_pages * page_size for each in waiting)
+        return sum(len(each.leader.tokens) - each.num_pages * page_size for each in waiting)
 
     def begin(self, stream: int, leader: Request) -> bool:
         """Ask for the pages of a request, which `take_ready` returns later; False if it need not wait.

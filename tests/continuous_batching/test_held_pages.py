@@ -11,7 +11,7 @@ from continuous_batching.engine import Engine
 from continuous_batching.recording.recorder import Recorder
 from continuous_batching.recording.replay import Divergence, replay
 from continuous_batching.request import Request, SamplingParams
-from tests.continuous_batching.checksum import POISON, VOCAB_SIZE, ChecksumRunner, keys_of
+from tests.continuous_batching.checksum import POISON, VOCAB_SIZE, ChecksumRunner, alone, keys_of
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_recorder import Memory
 from tests.continuous_batching.test_slot_lifecycle import ask, check, make, run_out
@@ -53,7 +53,7 @@ def expect(engine: Engine, request: Request) -> bool:
 def fill(engine: Engine, request: Request) -> None:
     arrival = engine.arriving_pages(request.id)
     assert arrival is not None
-    pages = content(request.prompt, len(arrival.keys), engine.slots.page_size)
+    pages = content(request.tokens, len(arrival.keys), engine.slots.page_size)
     pages_of(engine)[arrival.filled] = pages[arrival.num_found :]
     if isinstance(engine.runner, StateRunner):
         (state,) = arrival.state.tolist()
@@ -75,6 +75,20 @@ def test_pages_that_came_whole_are_an_ordinary_hit() -> None:
     assert request.num_cached_tokens == 28
     assert engine.scheduler.counters.computed_tokens == 2 + 3
     check(request)
+
+
+def test_pages_of_an_answer_that_goes_on_come_with_those_of_its_prompt() -> None:
+    engine, prompt = make(), ask("a", 11).prompt
+    answer = np.array(alone(prompt.tolist(), 14), dtype=np.int32)
+    request = Request("a", prompt, SamplingParams(max_tokens=14, temperature=0.0), known=answer[:10])
+    assert expect(engine, request)
+    assert engine.arriving_pages("a").tokens.tolist() == [*prompt, *answer[:9]]
+    fill(engine, request)
+    engine.pages_arrived("a", is_whole=True)
+    engine.add(request)
+    run_out(engine)
+    assert engine.scheduler.counters.computed_tokens == 1 + 3
+    assert request.answer.tolist() == answer.tolist()
 
 
 def test_of_a_cut_transfer_nothing_is_found_and_nothing_is_held() -> None:
