@@ -74,7 +74,12 @@ _SPARE = 64  # number of idle tenants remembered beyond those that matter, so th
 
 
 class FairShare:
-    """A counter for each tenant that waits, runs, or was served more than its share."""
+    """A counter for each tenant that waits, runs, or was served more than its share.
+
+    A tenant starts at the floor, which is the virtual time of weighted fair queueing (Demers, Keshav and
+    Shenker, 1989): whatever is served raises it by the share of each tenant that waits or is served. So
+    tenants that are new each time pass over one that had more than its share only until it has paid for that.
+    """
 
     def __init__(self, slots: SlotPool, weights: Mapping[str, float]) -> None:
         self._slots = slots
@@ -87,7 +92,6 @@ class FairShare:
         # Arrival number of the request with which a tenant's present wait began
         self._joined: Index = np.zeros(0, dtype=np.int64)
         self._floor = 0.0  # counter with which a tenant starts; it never falls
-        self._last = ""  # tenant of the request that left the queue last
         # Arrival number of the row's request when its tenant was looked up: a cache of `_row_tenant`
         self._row_number: Index = np.full(slots.num_slots, -1, dtype=np.int64)
         self._row_tenant: Index = np.zeros(slots.num_slots, dtype=np.int64)
@@ -99,8 +103,6 @@ class FairShare:
             waiting = self._num_waiting.any(axis=1)
             if waiting.any():
                 self._floor = max(self._floor, float(self._served[waiting].min()))
-            elif self._last in self._index:
-                self._floor = max(self._floor, self.served(self._last))
             self._served[tenant] = max(self._served[tenant], self._floor)
             self._joined[tenant] = request.number
         self._num_waiting[tenant, int(is_long)] += 1
@@ -108,7 +110,6 @@ class FairShare:
     def leave(self, request: Request, is_long: bool) -> None:
         """Count a request of a tenant that has left the queue."""
         self._num_waiting[self._index[request.tenant], int(is_long)] -= 1
-        self._last = request.tenant
 
     def next(self, short_only: bool) -> str | None:
         """Return the waiting tenant whose request goes next, or None; ties go by arrival."""
@@ -123,7 +124,7 @@ class FairShare:
     def charge_prompt(self, request: Request, num_tokens: int) -> None:
         """Charge a tenant for the prompt tokens that its admitted request will compute."""
         tenant = self._tenant(request.tenant)
-        self._served[tenant] += num_tokens / self._weight[tenant]
+        self._charge(np.bincount([tenant], [num_tokens], len(self._names)))
 
     def charge_answers(self, rows: Index) -> None:
         """Charge the tenants of these rows for one token each."""
@@ -133,7 +134,14 @@ class FairShare:
             # No tenant is forgotten here, because the indices found for earlier rows would then be stale.
             self._row_tenant[row] = self._tenant(slots.requests[row].tenant, may_forget=False)
             self._row_number[row] = slots.number[row]
-        self._served += np.bincount(self._row_tenant[rows], minlength=len(self._names)) / self._weight
+        self._charge(np.bincount(self._row_tenant[rows], minlength=len(self._names)))
+
+    def _charge(self, num_tokens: NDArray[np.float64] | Index) -> None:
+        """Charge each tenant for so many tokens, of which all that wait or are charged have their shares."""
+        self._served += num_tokens / self._weight
+        entitled = self._num_waiting.any(axis=1) | (num_tokens > 0)
+        if entitled.any():
+            self._floor += float(num_tokens.sum() / self._weight[entitled].sum())
 
     def served(self, tenant: str) -> float:
         """Return a tenant's counter: tokens served, divided by its weight."""

@@ -196,6 +196,20 @@ def test_tenants_that_would_start_like_new_ones_are_forgotten() -> None:
     assert len(shares._names) < 150
 
 
+def test_tenants_that_are_new_each_time_do_not_starve_one_that_was_served() -> None:
+    engine = make(weights={})
+    engine.add(ask("old 0", 8, 8, tenant="old"))
+    for number in range(5):
+        engine.add(ask(f"{number}", 4, 4, tenant=str(number)))
+    engine.add(old := ask("old 1", 8, 8, tenant="old"))
+    for number in range(5, 200):
+        while len(engine.scheduler.waiting) > 5:
+            engine.step()
+        engine.add(ask(f"{number}", 4, 4, tenant=str(number)))
+    assert old.finish_reason == "length"
+    assert len(engine.scheduler.waiting.shares._names) < 100, "who has paid is forgotten"
+
+
 @pytest.mark.parametrize("weights", [{}, {"heavy": 2.0}])
 def test_two_backlogged_tenants_get_shares_by_weight_however_much_they_send(
     weights: dict[str, float],
