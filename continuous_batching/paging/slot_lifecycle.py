@@ -204,6 +204,7 @@ class SlotLifecycle:
         slots.num_computed[row] = slots.reserved[row] = prompt
         slots.num_published[row] = slots.num_published[source]
         request.num_cached_tokens = slots.requests[source].num_cached_tokens
+        request.admitted_s = slots.requests[source].admitted_s
         if self.matching.checkpoints is not None:
             self.matching.checkpoints.answers(row)
         return row

@@ -89,6 +89,7 @@ def test_samples_of_a_prompt_share_its_pages_and_copy_the_last_on_write() -> Non
     assert tables[0] == tables[1] == tables[2]
     run_out(engine)
     assert engine.scheduler.counters.copied_pages == 2, "the last holder writes in place"
+    assert [each.admitted_s for each in followers] == [leader.admitted_s] * 2 == [0.0] * 2
     check(leader, *followers)
 
 
