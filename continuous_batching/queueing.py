@@ -344,11 +344,19 @@ class QueueGate:
 
     def over(self, now_s: float) -> Iterator[Request]:
         """Yield the requests whose time is over; each must be ended before the next is asked for."""
+        following = list[tuple[float, int, bool, Request]]()
         while self._due and self._due[0][0] <= now_s:
-            _, _, only_waiting, request = heapq.heappop(self._due)
+            due = heapq.heappop(self._due)
+            only_waiting, request = due[2:]
             waits = self._waiting.find(request.id) is request and not request.num_preemptions
-            if request.finish_reason is None and (waits or not only_waiting):
+            if request.finish_reason is not None:
+                continue
+            if waits or not only_waiting:
                 yield request
+            elif request.admitted_s is None:  # its leader runs, and it may have to wait again for a row
+                following.append(due)
+        for due in following:
+            heapq.heappush(self._due, due)
 
     def measure(self, now_s: float) -> None:
         """Record how far the queue has been served."""

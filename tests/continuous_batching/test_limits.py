@@ -90,6 +90,14 @@ def test_who_waits_too_long_ends_and_who_was_admitted_does_not() -> None:
     assert 5.0 <= ended["waits"].finish_s <= 7.0
 
 
+def test_a_sample_that_finds_no_row_beside_its_leader_has_waited_since_its_arrival() -> None:
+    engine = make(QueueLimits(max_queue_wait_s=5.0), num_slots=1)
+    engine.add(leader := ask("z", 100, 20, num_samples=2))
+    (sample,) = leader.followers
+    run_out(engine)
+    assert (leader.finish_reason, sample.finish_reason) == ("length", "timeout")
+
+
 def test_a_timeout_ends_a_request_wherever_it_is() -> None:
     engine = make(num_slots=1)
     engine.add(runs := ask("runs", max_tokens=30, timeout_s=10.0))
