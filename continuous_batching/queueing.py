@@ -122,7 +122,7 @@ class FairShare:
         return self._names[int(equal[np.argmin(self._joined[equal])])]
 
     def charge_prompt(self, request: Request, num_tokens: int) -> None:
-        """Charge a tenant for the prompt tokens that its admitted request will compute."""
+        """Charge a tenant for the known tokens that its admitted request will compute."""
         tenant = self._tenant(request.tenant)
         self._charge(np.bincount([tenant], [num_tokens], len(self._names)))
 

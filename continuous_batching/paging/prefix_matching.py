@@ -138,13 +138,15 @@ class PrefixMatching:
         slots.num_published[row] = slots.num_pages[row]
         slots.num_computed[row] = slots.num_pages[row] * slots.page_size
         request: Request = slots.requests[row]
-        found = len(pages) * slots.page_size
         if request.num_preemptions:
-            self._counters.refound_tokens += found
+            self._counters.refound_tokens += len(pages) * slots.page_size
         else:
-            request.num_cached_tokens += found
-            self._counters.hit_tokens += found
-            self._counters.host_hit_tokens += int((pages < 0).sum()) * slots.page_size
+            at = np.arange(slots.num_pages[row] - len(pages), slots.num_pages[row])
+            # A known beginning of the answer is no part of the prompt tokens, of which hits are a share
+            of_prompt = np.clip(request.num_prompt_tokens - at * slots.page_size, 0, slots.page_size)
+            request.num_cached_tokens += int(of_prompt.sum())
+            self._counters.hit_tokens += int(of_prompt.sum())
+            self._counters.host_hit_tokens += int(of_prompt[pages < 0].sum())
 
     def begin(self, row: int) -> None:
         """Block a row that has just entered while another row computes the page that it needs next.

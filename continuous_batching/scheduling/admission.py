@@ -134,7 +134,7 @@ class Admission:
         if first_time:
             self._counters.prompt_tokens += request.num_prompt_tokens
             if self._waiting.shares:
-                missing = request.num_prompt_tokens - int(lifecycle.slots.num_computed[row])
+                missing = len(request.tokens) - int(lifecycle.slots.num_computed[row])
                 self._waiting.shares.charge_prompt(request, missing)
         return row
 

@@ -170,6 +170,18 @@ def test_a_tenant_saves_up_no_turns() -> None:
     )
 
 
+def test_an_answer_that_goes_on_is_charged_for_what_it_computes_and_finds_no_more_than_its_prompt() -> None:
+    engine = make(weights={})
+    engine.add(first := ask("a", 10, 31, tenant="a"))
+    served(engine)
+    charged = engine.scheduler.waiting.shares.served("a")
+    engine.add(ask("a", 10, 31, tenant="a", known=first.answer[:30]))
+    served(engine)
+    assert engine.scheduler.waiting.shares.served("a") == charged + (40 - 36) + 1
+    assert engine.scheduler.counters.hit_tokens == 10
+    assert engine.scheduler.counters.prompt_tokens == 20
+
+
 def test_tenants_that_get_their_first_tokens_together_are_charged_each() -> None:
     slots = SlotPool(110, 16, 4)
     shares = FairShare(slots, {})
