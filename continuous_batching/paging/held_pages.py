@@ -146,6 +146,7 @@ class HeldPages:
         self._prefix.share(leased.pages)
         if states is not None:
             states.share(leased.state)
+        self.release(name)  # an id may come again before its lease is over
         self._leased[name] = leased
         self._pin()
 

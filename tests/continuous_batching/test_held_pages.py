@@ -157,6 +157,15 @@ def test_held_pages_give_way_to_who_runs(kind: str) -> None:
     check(running)
 
 
+def test_a_lease_ends_an_earlier_one_of_the_same_id() -> None:
+    engine = make()
+    for _ in range(2):
+        engine.add(ask("a", 28, 1, leases_pages=True))
+        run_out(engine)
+    engine.release_pages("a")
+    recount(engine.scheduler)
+
+
 @pytest.mark.parametrize("reason", ["abort", "failed"])
 def test_no_lease_on_what_was_not_computed_in_order(reason: str) -> None:
     engine = make()
