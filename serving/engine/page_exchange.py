@@ -37,6 +37,7 @@ from continuous_batching.engine import Engine, Step
 from continuous_batching.paging.held_pages import Leased
 from continuous_batching.queueing import QueueFull
 from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduling.validation import is_here
 from kv_cache.device.rank_pages import WholePages
 from kv_cache.exchange.channel import Credentials, TlsContexts
 from kv_cache.exchange.connection import Connection, Wake
@@ -97,6 +98,7 @@ class PageFetches:
         self._layer_bytes, self._are_states = cache.layer_bytes, cache.are_states
         self._fetches: dict[tuple[Connection, int], Fetch] = {}
         self._ready: list[Fetch] = []
+        self._ids = set[str]()  # of all samples that wait here, where the scheduler knows nothing of them
 
     def __len__(self) -> int:
         return len(self._fetches) + len(self._ready)
@@ -111,8 +113,11 @@ class PageFetches:
     def begin(self, stream: int, leader: Request) -> bool:
         """Ask for the pages of a request, which `take_ready` returns later; False if it need not wait.
 
-        Raises BadRequest for a request that could never be served.
+        Raises BadRequest for a request that could never be served, or whose id waits here.
         """
+        for each in (leader, *leader.followers):
+            if each.id in self._ids:
+                raise is_here(each)
         source = self._sources.get(leader.prompt_replica)
         if source is None:
             return False
@@ -141,6 +146,7 @@ class PageFetches:
         first = _first_pages(self._are_states, arrival.num_found, num_pages)
         asked_s = time.monotonic()
         until_s = engine.clock() + wait_s  # read later: what ends then has waited so long since `asked_s`
+        self._ids.update(each.id for each in (leader, *leader.followers))
         self._fetches[asked] = Fetch(stream, leader, source, asked_s, *asked, num_pages, first, until_s)
         return True
 
@@ -188,6 +194,8 @@ class PageFetches:
     def take_ready(self) -> list[Fetch]:
         """Return the requests that wait no longer, in the order in which they became ready."""
         ready, self._ready = self._ready, []
+        for fetch in ready:
+            self._ids.difference_update(each.id for each in (fetch.leader, *fetch.leader.followers))
         return ready
 
     def _hear(self, came: Came) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from borders.refusal import BadRequest
 from kv_cache.exchange import prompt_source
 from kv_cache.exchange.transports import Bytes, Tcp
 from serving.engine import page_exchange
@@ -260,6 +261,21 @@ def test_bytes_that_are_put_straight_into_the_window_are_verified() -> None:
             assert not pair.answers.scheduler.counters.arrived_pages
             pair.settle()
             pair.close()
+
+
+def test_an_id_whose_pages_are_on_their_way_is_refused_until_it_has_ended() -> None:
+    pair, request, (twin, other) = Pair(), prompts(1)[0], prompts(2, seed=1)
+    other.id, other.prompt_replica = request.id, ""
+    pair.is_stopped = True
+    pair.ask([request])
+    for each in (twin, other):
+        with pytest.raises(BadRequest, match="is being served already"):
+            pair.fetching.begin(1, each)
+    pair.is_stopped = False
+    pair.until(lambda: len(pair.fetches) == 0 and not pair.answers.has_work)
+    assert pair.serve([twin]) == alone([twin])
+    pair.settle()
+    pair.close()
 
 
 def test_an_engine_of_prompts_that_stands_still_is_not_waited_for() -> None:
