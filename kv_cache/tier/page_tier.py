@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
+from borders.refusal import one_line
 from kv_cache.page_keys import KEY_BYTES
 from kv_cache.pages import Index, PageCopy
 from kv_cache.tier.lookup import Lookup, PageName, Sought
@@ -82,6 +83,11 @@ class StoreHealth:
             if not self.is_well:
                 log.warning("%s works again", self._name)
             self.is_well = True
+
+
+def _in_words(error: Exception) -> str:
+    """Return a failure's reason; a store may raise what it should not, and its threads go on all the same."""
+    return str(error) if isinstance(error, StoreFailed) else one_line(f"{type(error).__name__}: {error}")
 
 
 def _ignore(lookup: Lookup) -> None:
@@ -204,8 +210,8 @@ class PageReads:
         self._asked_s = time.monotonic()
         try:
             entries = self._store.read(keys)
-        except StoreFailed as error:
-            self._health.failed(str(error))
+        except Exception as error:  # noqa: BLE001 - see `_in_words`
+            self._health.failed(_in_words(error))
             return None
         finally:
             self._asked_s = None
@@ -303,8 +309,8 @@ class PageWrites:
             if contents is None:
                 self._take_off(keys)
                 continue
-            for key, content in zip(keys, contents()):
-                is_new = self._written(key, content)
+            for key, content in zip(keys, self._ready(contents, len(keys))):
+                is_new = None if content is None else self._written(key, content)
                 with self._changed:
                     self._counters.written += is_new is True
                     self._counters.known += is_new is False
@@ -312,14 +318,22 @@ class PageWrites:
                     self._queued_bytes -= entry_bytes
                     self._changed.notify_all()
 
+    def _ready(self, contents: Contents, num_pages: int) -> Sequence[bytes | None]:
+        """Wait for the contents of pages; return None for each if they cannot be read."""
+        try:
+            return contents()
+        except Exception as error:  # noqa: BLE001 - see `_in_words`
+            self._health.failed(_in_words(error))
+            return [None] * num_pages
+
     def _written(self, key: bytes, content: bytes) -> bool | None:
         """Write a page; return False if the store has it or it is too large, and None if the store fails."""
         if self._is_closing or not self._health.may_be_asked:
             return None
         try:
             is_new = self._store.write(key, entry_of(content, key, self._identity, self._secret))
-        except StoreFailed as error:
-            self._health.failed(str(error))
+        except Exception as error:  # noqa: BLE001 - see `_in_words`
+            self._health.failed(_in_words(error))
             return None
         self._health.worked()
         return is_new
@@ -331,9 +345,10 @@ class PageWrites:
         """
         try:
             self._store.remove(keys)
-        except StoreFailed as error:
-            self._health.failed(str(error))
-            log.error("%d pages that turned out wrong could not be taken off the tier: %s", len(keys), error)
+        except Exception as error:  # noqa: BLE001 - see `_in_words`
+            why = _in_words(error)
+            self._health.failed(why)
+            log.error("%d pages that turned out wrong could not be taken off the tier: %s", len(keys), why)
 
 
 CLOSE_S = 0.2  # time for what is still queued at the end

@@ -248,6 +248,33 @@ def test_a_dead_store_is_told_once_left_alone_and_asked_again(
     assert sum("works again" in each for each in said) == 2
 
 
+def test_what_a_store_should_not_raise_is_told_as_a_failure_and_its_threads_go_on(
+    make: Make, store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(*_: object) -> None:
+        raise RuntimeError("nobody foresaw this")
+
+    tier = make()
+    until(lambda: store.num_answered == 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_call", raises)
+        assert ended(tier, 1) == []
+        save(tier, 1)
+        tier.apply(PageCopy(EMPTY, EMPTY, "off_tier", (key(1),)))
+        assert tier.settle(PATIENCE_S)
+        until(lambda: tier.counters.write_failures == 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._pages, "read", lambda *_: raises)
+        save(tier, 1)
+        assert tier.settle(PATIENCE_S)
+    assert tier.counters.dropped == 2
+    said = "fails, and is done without: RuntimeError: nobody foresaw this"
+    assert [each.message.endswith(said) for each in caplog.records].count(True) == 2
+    save(tier, 1)
+    assert tier.settle(PATIENCE_S)
+    assert ended(tier, 1) == [1]
+
+
 def test_what_does_not_fit_into_the_queue_is_dropped_and_counted(make: Make, store: Store) -> None:
     tier = make(most_queued_bytes=5 * (HEAD_BYTES + 8))
     until(lambda: store.num_answered == 1)
