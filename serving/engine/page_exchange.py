@@ -386,6 +386,8 @@ class PageSends:
 
     def _begin(self, link: PageLink, wanted: PagesWanted) -> None:
         """Add a request for a wanted prompt, whose fields `PagesWanted` and `PageLink` have checked."""
+        if not link.connection.is_open:
+            return  # that it is gone may have been heard before what it said last
         engine, size = self._engine, self._engine.slots.page_size
         if self._num_of[link] >= MOST_SENDINGS:
             link.conclude(NotSent(wanted.number, f"{MOST_SENDINGS} prompts of it wait here already"))

@@ -303,6 +303,21 @@ def test_an_engine_that_answers_and_goes_leaves_nothing_behind() -> None:
     pair.close()
 
 
+def test_nothing_is_computed_for_an_engine_that_is_gone() -> None:
+    pair, (request,) = Pair(), prompts(1)
+    pair.is_stopped = True
+    pair.ask([request])
+    pair.until(lambda: pair.server.asked.qsize() == 1)
+    wanted = pair.server.asked.get()
+    pair.source.close()
+    pair.until(lambda: not wanted.link.connection.is_open and pair.server.asked.qsize() == 1)
+    pair.server.asked.put(wanted)  # behind the word that its connection is lost
+    pair.is_stopped = False
+    pair.settle()
+    assert pair.prompts.scheduler.counters.prompt_tokens == 0
+    pair.close()
+
+
 @pytest.mark.parametrize("ends", ["lease", "connection"])
 def test_who_reads_nothing_holds_pages_no_longer_than_it_is_waited_for(
     ends: str, monkeypatch: pytest.MonkeyPatch
