@@ -292,7 +292,7 @@ class PageWrites:
             return self._changed.wait_for(lambda: not self._queue and not self._queued_bytes, limit_s)
 
     def close(self, limit_s: float) -> None:
-        """Write what is queued as far as the time allows, and end the thread."""
+        """Write what is queued as far as the time allows, and end the thread, which closes the store."""
         self.settle(limit_s)
         with self._changed:
             self._is_closing = True
@@ -304,7 +304,7 @@ class PageWrites:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._is_closing)
                 if self._is_closing:
-                    return
+                    break
                 keys, contents, entry_bytes = self._queue.popleft()
             if contents is None:
                 self._take_off(keys)
@@ -317,6 +317,7 @@ class PageWrites:
                     self._counters.dropped += is_new is None
                     self._queued_bytes -= entry_bytes
                     self._changed.notify_all()
+        self._store.close()  # not before: a write may outlast the time that its engine waits for it
 
     def _ready(self, contents: Contents, num_pages: int) -> Sequence[bytes | None]:
         """Wait for the contents of pages; return None for each if they cannot be read."""
@@ -461,6 +462,5 @@ class PageTier:
 
     def close(self) -> None:
         """Write what is queued within a short time limit, and end the threads."""
-        self._writes.close(CLOSE_S)
         self._reads.close(CLOSE_S)
-        self._store.close()
+        self._writes.close(CLOSE_S)

@@ -314,8 +314,11 @@ def test_the_end_waits_a_moment_for_what_is_queued_and_no_longer(
         patch.setattr(page_tier, "CLOSE_S", PATIENCE_S)
         tier.close()
     assert set(store.entries) == {key(1), key(2)}
-    stuck = make()
+    stuck, num_calls = make(), len(store.calls)
     store.gate.clear()
     save(stuck, 3)
     stuck.close()
     assert key(3) not in store.entries
+    assert "close" not in store.calls[num_calls:], "it is in use"
+    store.gate.set()
+    until(lambda: "close" in store.calls[num_calls:])
