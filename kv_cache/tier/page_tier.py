@@ -43,7 +43,7 @@ class TierCounters:
     misses: int = 0
     # Lookups that exceeded their time; what they had found by then was used
     late: int = 0
-    # Lookups that were not started, because the store fails or too many are queued
+    # Lookups that were not started, because the store fails, or those before them take too long
     skipped: int = 0
     read_failures: int = 0
     write_failures: int = 0
@@ -94,7 +94,7 @@ def _ignore(lookup: Lookup) -> None:
     """Ignore that a lookup has ended: its engine asks."""
 
 
-MOST_LOOKUPS = 1024  # lookups that may be queued
+MOST_LOOKUPS = 1024  # lookups that may be queued, with the one that is being read
 READ_BYTES = 2**23  # bytes of the smallest pages requested at once, or one page if that is larger
 NO_KEY = bytes(KEY_BYTES)
 
@@ -119,7 +119,9 @@ class PageReads:
         self._store, self._health, self._counters = store, health, counters
         self._identity, self._page_bytes, self._secret = identity, page_bytes, secret
         self._wait_s, self._take_off = wait_s, take_off
+        # The first is being read
         self._queue = deque[tuple[Lookup, Callable[[Lookup], None]]]()
+        self._took_s = 0.0  # time that recent lookups took, without their waits
         # Start of the call that the store has not answered yet, on the monotonic clock
         self._asked_s: float | None = None
         self._changed = threading.Condition()
@@ -135,7 +137,7 @@ class PageReads:
         lookup = Lookup(sought, time.monotonic() + self._wait_s)
         if not lookup.next(1):
             return None
-        if not self._health.may_be_asked or len(self._queue) >= MOST_LOOKUPS or self._is_stuck():
+        if not self._health.may_be_asked or self._is_crowded() or self._is_stuck():
             self._counters.skipped += 1
             return None
         with self._changed:
@@ -161,6 +163,12 @@ class PageReads:
             self._changed.notify()
         self._thread.join(limit_s)
 
+    def _is_crowded(self) -> bool:
+        """Whether another lookup would not end in time, going by how long recent ones took."""
+        num_ahead = len(self._queue)
+        is_late = num_ahead > 0 and (num_ahead + 1) * self._took_s > self._wait_s
+        return is_late or num_ahead >= MOST_LOOKUPS
+
     def _is_stuck(self) -> bool:
         asked_s = self._asked_s
         return asked_s is not None and time.monotonic() - asked_s >= self._wait_s
@@ -184,8 +192,12 @@ class PageReads:
                 self._changed.wait_for(lambda: self._queue or self._is_closing)
                 if self._is_closing:
                     return
-                lookup, ended = self._queue.popleft()
+                lookup, ended = self._queue[0]
+            begun_s = time.monotonic()
             self._end(lookup, is_late=not lookup.has_ended and self._look(lookup))
+            if begun_s < lookup.until_s:  # otherwise nothing was read
+                self._took_s = (self._took_s + time.monotonic() - begun_s) / 2
+            self._queue.popleft()
             ended(lookup)
 
     def _look(self, lookup: Lookup) -> bool:

@@ -298,11 +298,38 @@ def test_lookups_that_wait_are_bounded(make: Make, store: Store) -> None:
     store.gate.clear()
     first = tier.look_up(Sought([key(1)]))
     until(lambda: len(store.calls) == 2)
-    lookups = [tier.look_up(Sought([key(1)])) for _ in range(MOST_LOOKUPS + 3)]
-    assert lookups[MOST_LOOKUPS:] == [None] * 3
+    lookups = [tier.look_up(Sought([key(1)])) for _ in range(MOST_LOOKUPS + 2)]
+    assert lookups[MOST_LOOKUPS - 1 :] == [None] * 3
     assert tier.counters.skipped == 3
     store.gate.set()
     until(lambda: all(tier.is_over(each) for each in (first, *lookups) if each is not None))
+
+
+def test_a_lookup_that_would_not_end_in_time_behind_others_is_skipped(
+    make: Make, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, read = [1000.0], store.read
+
+    def takes_a_while(keys: Sequence[bytes]) -> list[bytes | None]:
+        found = read(keys)
+        now_s[0] += 0.18
+        return found
+
+    monkeypatch.setattr(page_tier, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now_s[0])}))
+    monkeypatch.setattr(store, "read", takes_a_while)
+    tier = make(wait_s=0.5)
+    for _ in range(6):
+        assert ended(tier, 1) == []
+    num_calls = len(store.calls)
+    until(lambda: not tier._reads._queue)
+    store.gate.clear()
+    lookups = [tier.look_up(Sought([key(1)])) for _ in range(3)]
+    assert [each is None for each in lookups] == [False, False, True]
+    assert tier.counters.skipped == 1
+    store.gate.set()
+    until(lambda: not tier._reads._queue)
+    assert len(store.calls) == num_calls + 2
+    assert tier.counters.late == 0
 
 
 def test_the_end_waits_a_moment_for_what_is_queued_and_no_longer(

@@ -56,8 +56,8 @@ FAULTS = {
     ),
     "dead_store_is_asked": Fault(
         "kv_cache/tier/page_tier.py::PageReads.begin",
-        "not self._health.may_be_asked or len(self._queue) >= MOST_LOOKUPS or self._is_stuck()",
-        "len(self._queue) >= MOST_LOOKUPS or self._is_stuck()",
+        "not self._health.may_be_asked or self._is_crowded() or self._is_stuck()",
+        "self._is_crowded() or self._is_stuck()",
         "each request waits for a server that is gone",
         "tests/kv_cache/test_page_tier.py::test_a_dead_store_is_told_once_left_alone_and_asked_again",
     ),
