@@ -226,7 +226,7 @@ class Scheduler:
         """
         ahead = len(self.in_flight) > 0
         if ahead:
-            assert self.can_look_ahead, "the next batch depends on those in flight"
+            assert self.in_flight.takes_another, "the next batch depends on those in flight"
             self.in_flight.advance()
         self._count_late(late)
         self.lifecycle.withheld = np.concatenate((self.in_flight.withheld(), late)) if ahead else late
