@@ -124,7 +124,8 @@ class PageGroup(ABC):
         self.pool, self.host, self.counts = pool, host, counts
         self.table, self.stop = table, stop
         self.first = np.zeros_like(stop)
-        self.pinned: Index = np.empty(0, dtype=np.int64)  # pages that must not be moved
+        # Returns the pages that must not be moved; asked when pages are
+        self.pinned: Callable[[], Index] = lambda: np.empty(0, dtype=np.int64)
 
     @property
     @abstractmethod
@@ -332,9 +333,8 @@ class PageGroup(ABC):
     def compact(self, max_pages: int) -> PageCopy | None:
         """Move at most `max_pages` held pages to the low end, and return the copy to make."""
         sources, targets = self.pool.scattered(max_pages)
-        if len(self.pinned):
-            may_move = ~np.isin(sources, self.pinned)
-            sources, targets = sources[may_move], targets[may_move]
+        may_move = ~np.isin(sources, self.pinned())
+        sources, targets = sources[may_move], targets[may_move]
         if not len(sources):
             return None
         self.pool.move(sources, targets)

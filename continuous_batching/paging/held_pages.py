@@ -57,6 +57,9 @@ class HeldPages:
         self._counters = counters
         self._arriving: dict[str, Arrival] = {}
         self._leased: dict[str, Leased] = {}
+        self._group.pinned = lambda: self.pages
+        if tables.states is not None:
+            tables.states.pinned = lambda: self.states
 
     @property
     def pages(self) -> Index:
@@ -107,7 +110,6 @@ class HeldPages:
             state = states.pool.take(1)
         arrival = Arrival(tokens, cache_salt, keys, pages, len(found), state)
         self._arriving[name] = arrival
-        self._pin()
         return arrival
 
     def arriving(self, name: str) -> Arrival | None:
@@ -137,7 +139,6 @@ class HeldPages:
         if states is not None:
             states.release(arrival.state)
         self._prefix.release(pages)
-        self._pin()
 
     def lease(self, name: str, row: int, num_pages: int) -> None:
         """Hold the first pages of a row whose request is ending, and its state, which stands behind them."""
@@ -148,7 +149,6 @@ class HeldPages:
             states.share(leased.state)
         self.release(name)  # an id may come again before its lease is over
         self._leased[name] = leased
-        self._pin()
 
     def leased(self, name: str) -> Leased | None:
         """The pages leased for an ended request, or None if they had to give way."""
@@ -162,7 +162,6 @@ class HeldPages:
         self._prefix.release(leased.pages)
         if self._tables.states is not None:
             self._tables.states.release(leased.state)
-        self._pin()
 
     def give_way(self) -> bool:
         """End the most recent hold, arrivals before leases; return False if there is none."""
@@ -173,8 +172,3 @@ class HeldPages:
         else:
             return False
         return True
-
-    def _pin(self) -> None:
-        self._group.pinned = self.pages
-        if self._tables.states is not None:
-            self._tables.states.pinned = self.states
