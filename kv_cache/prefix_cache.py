@@ -216,14 +216,16 @@ class PrefixCache:
                 break
         self._move_to_front(parts)
 
-    def count_lookup(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, matched: Index) -> None:
-        """Count a lookup as "whole" if it found a page for every key, or by the reason why it ended earlier.
+    def count_lookup(
+        self, keys: Sequence[bytes], tokens: TokenIds, salt: str, matched: Index, num_usable: int
+    ) -> None:
+        """Count a lookup as "whole" if it found all it could use, or by the reason why it ended earlier.
 
-        `keys` are those of the pages that the request could use, `matched` the pages that were found.
+        The request could use the pages of the first `num_usable` keys; those `matched` were found.
         """
         at = len(matched)
-        if at == len(keys):
-            found: Lookup = "whole" if keys else "too_short"
+        if at == num_usable:
+            found: Lookup = "whole" if num_usable else "too_short"
         elif keys[at] in self._evicted:
             found = "evicted"
         elif self._beside and self.index.page_of(keys[at]) is not None:

@@ -102,7 +102,7 @@ class Checkpoints:
     def _parts_from(self, keys: Sequence[bytes], num_found: int, rows: Sequence[int]) -> bool:
         """Whether one of these rows goes on otherwise behind these pages, and has not published how."""
         slots = self._slots
-        others = (slots.requests[row].page_keys[: slots.num_shareable[row]] for row in rows)
+        others = (slots.requests[row].page_keys for row in rows if slots.num_shareable[row] > num_found)
         return any(
             len(other) > num_found
             and other[num_found - 1] == keys[num_found - 1]
@@ -286,23 +286,24 @@ class Checkpoints:
         best, leader, slots = 0, -1, self._slots
         for row in rows:
             other: Request = slots.requests[row]
-            count = self.usable(_num_equal(keys, other.page_keys[: slots.num_shareable[row]]))
+            count = self.usable(_num_equal(keys, other.page_keys, int(slots.num_shareable[row])))
             if other is not request and count > best and count * slots.page_size > slots.num_computed[row]:
                 best, leader = count, row
         if best > num_held:
             self.want(leader, best * slots.page_size)
 
-    def foresee(self, row: int, waiting: Sequence[tuple[Request, Sequence[bytes]]]) -> None:
-        """Want states of a new row where waiting requests, given with their keys, part from it."""
+    def foresee(self, row: int, waiting: Sequence[tuple[Request, int]]) -> None:
+        """Want states of a new row where waiting requests, which can use so many pages, part from it."""
         own: Request = self._slots.requests[row]
-        shareable = own.page_keys[: self._slots.num_shareable[row]]
-        if not self._shares or not shareable:
+        keys, num_shareable = own.page_keys, int(self._slots.num_shareable[row])
+        if not self._shares or not num_shareable:
             return
-        for request, keys in waiting:
+        for request, num_usable in waiting:
             if len(self._wanted.get(row, ())) >= MOST_WANTED:
                 break
-            if request is not own and keys[:1] == shareable[:1]:
-                self.want(row, self.usable(_num_equal(keys, shareable)) * self._slots.page_size)
+            if request is not own and request.page_keys[:1] == keys[:1]:
+                num_equal = _num_equal(keys, request.page_keys, min(num_shareable, num_usable))
+                self.want(row, self.usable(num_equal) * self._slots.page_size)
 
     def is_awaited(self, request: Request, keys: Sequence[bytes], num_held: int, rows: Sequence[int]) -> bool:
         """Whether any of these rows will leave a state within a request's prefix, beyond what it has."""
@@ -318,9 +319,9 @@ class Checkpoints:
         return False
 
 
-def _num_equal(keys: Sequence[bytes], others: Sequence[bytes]) -> int:
-    """Return how many keys two prefixes have in common; each key names all tokens before it, too."""
-    low, high = 0, min(len(keys), len(others))
+def _num_equal(keys: Sequence[bytes], others: Sequence[bytes], most: int) -> int:
+    """Return how many of their first `most` keys two prefixes share; each key names all tokens before it."""
+    low, high = 0, min(len(keys), len(others), most)
     while low < high:
         middle = (low + high + 1) // 2
         if keys[middle - 1] == others[middle - 1]:

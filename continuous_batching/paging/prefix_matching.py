@@ -123,10 +123,9 @@ class PrefixMatching:
     def count_lookup(self, request: Request, matched: Index) -> None:
         """Count the outcome of a new request's lookup, unless another row is computing its next page."""
         if self._prefix_sharing and not self._is_in_progress(request, len(matched)):
-            keys = self._usable_keys(request)
-            if self.checkpoints is not None:
-                keys = keys[: self.checkpoints.usable(len(keys))]
-            self._prefix.count_lookup(keys, request.tokens, request.cache_salt, matched)
+            num_usable, checkpoints = self._num_usable(request), self.checkpoints
+            most = num_usable if checkpoints is None else checkpoints.usable(num_usable)
+            self._prefix.count_lookup(request.page_keys, request.tokens, request.cache_salt, matched, most)
 
     def start_from(self, row: int, pages: Index, *, comes_back: bool = False) -> None:
         """Let a row that has computed nothing itself continue from these cached pages.
@@ -169,7 +168,7 @@ class PrefixMatching:
     def foresee(self, row: int, waiting: Sequence[Request]) -> None:
         """Have a row leave the states from which the next of the waiting requests can go on."""
         if self.checkpoints is not None:
-            self.checkpoints.foresee(row, [(each, self._usable_keys(each)) for each in waiting])
+            self.checkpoints.foresee(row, [(each, self._num_usable(each)) for each in waiting])
 
     def block_if_in_progress(self, row: int) -> None:
         """Block a row while another row computes the page that it needs next."""
@@ -250,12 +249,16 @@ class PrefixMatching:
         return [row for row in rows if row not in self._blocked]
 
     def _usable_keys(self, request: Request) -> list[bytes]:
-        return request.page_keys[: request.num_findable // self._slots.page_size]
+        return request.page_keys[: self._num_usable(request)]
+
+    def _num_usable(self, request: Request) -> int:
+        """Return how many pages a request can use, without copying their keys, of which it may have many."""
+        return min(len(request.page_keys), request.num_findable // self._slots.page_size)
 
     def _is_in_progress(self, request: Request, index: int) -> bool:
         """Whether a row is about to compute and publish the page that `request` needs at `index`."""
         slots, keys = self._slots, request.page_keys
-        if index >= min(len(keys), request.num_findable // slots.page_size):
+        if index >= self._num_usable(request):
             return False
         if self.checkpoints is not None:  # pages alone are no use, and each is found with a state or not
             return self.checkpoints.is_awaited(request, self._usable_keys(request), index, self._computing())

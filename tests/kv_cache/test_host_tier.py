@@ -54,7 +54,7 @@ def bring_back(pool: PagePool, cache: PrefixCache, names: list[int]) -> list[int
 
 def counted_as(cache: PrefixCache, owner: Owner) -> str:
     before = cache.lookups.copy()
-    cache.count_lookup(owner.keys, owner.tokens, "", np.array(found(cache, owner)))
+    cache.count_lookup(owner.keys, owner.tokens, "", np.array(found(cache, owner)), len(owner.keys))
     (reason,) = cache.lookups - before
     return reason
 

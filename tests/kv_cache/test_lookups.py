@@ -22,7 +22,8 @@ def cache(pool: PagePool) -> PrefixCache:
 def why(pool: PagePool, cache: PrefixCache, ids: list[int], salt: str = "") -> str:
     """As what a lookup of these tokens is counted."""
     asking, before = Owner(pool, cache, ids, salt), cache.lookups.copy()
-    cache.count_lookup(asking.keys, asking.tokens, salt, asking.pages[: asking.num_matched])
+    matched = asking.pages[: asking.num_matched]
+    cache.count_lookup(asking.keys, asking.tokens, salt, matched, len(asking.keys))
     asking.leave()
     (reason,) = cache.lookups - before
     return reason

@@ -49,7 +49,7 @@ FAULTS = {
     ),
     "nobody_waits_for_a_page": Fault(
         "continuous_batching/paging/prefix_matching.py::PrefixMatching._is_in_progress",
-        "index >= min(len(keys), request.num_findable // slots.page_size)",
+        "index >= self._num_usable(request)",
         "True",
         "prompts that arrive together are all computed",
         "tests/continuous_batching/test_scheduler.py::test_a_common_prompt_that_arrives_at_once_is_computed_once",
