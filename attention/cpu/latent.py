@@ -27,17 +27,19 @@ class CompiledLatents:
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, integer = ctypes.c_void_p, ctypes.c_long
         self._attend = library.attend
-        self._attend.argtypes = [*[pointer] * 4, *[integer] * 5, ctypes.c_float, ctypes.c_int]
+        self._attend.argtypes = [*[pointer] * 5, *[integer] * 5, ctypes.c_float, ctypes.c_int]
         self._attend.restype = None
 
     def attend(self, query: Tensor, latents: Tensor, rope_keys: Tensor, start: int, scale: float) -> Tensor:
         """Let queries [T, H, L + R] from position `start` on read latents [n, L] and rope keys [n, R]."""
         query, latents, rope_keys = (each.float().contiguous() for each in (query, latents, rope_keys))
         output = torch.empty(*query.shape[:2], latents.shape[1])
+        num_threads = torch.get_num_threads()
+        scores = torch.empty(num_threads, start + len(query))
         self._attend(
-            *(each.data_ptr() for each in (query, latents, rope_keys, output)),
+            *(each.data_ptr() for each in (query, latents, rope_keys, output, scores)),
             *(*query.shape[:2], latents.shape[1], rope_keys.shape[1], start),
-            *(scale, torch.get_num_threads()),
+            *(scale, num_threads),
         )
         return output
 

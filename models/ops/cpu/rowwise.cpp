@@ -11,6 +11,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <new>
 #include <vector>
 
 #include "operators.h"
@@ -396,12 +397,14 @@ long Weights::token_at(float share) {
     return token;
 }
 
+// Returns false where there is no memory for weights.
 template <Kind KIND>
-void draw_each(const void* logits_, long stride, long rows, long size, const Draws& draws, int64_t* tokens,
+bool draw_each(const void* logits_, long stride, long rows, long size, const Draws& draws, int64_t* tokens,
                int num_threads) {
     typedef typename Stored<KIND>::Item Item;
     const Item* logits = static_cast<const Item*>(logits_);
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows > 1)
+    bool has_memory = true;
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows > 1) reduction(&& : has_memory)
     for (long r = 0; r < rows; r++) {
         static thread_local Weights weights;
         tokens[r] = draws.otherwise[r];
@@ -409,15 +412,20 @@ void draw_each(const void* logits_, long stride, long rows, long size, const Dra
         const Item* own = logits + r * stride;
         const float best = widen_some<KIND>(own + draws.best[r], 1)[0];
         if (!std::isfinite(best)) continue;
-        weights.read<KIND>(own, size, best, draws.sharpness[r]);
-        const long outside = draws.outside ? draws.outside[r] : 0;
-        const float excess = draws.excess ? draws.excess[r] : 0.0f;
-        if (outside > 0) weights.keep_largest(size - outside);
-        if (excess > 0.0f) weights.keep_share(excess);
-        if (draws.min_p) weights.keep_from(draws.min_p[r]);
-        const long token = weights.token_at(draws.uniform[r]);
-        if (token >= 0) tokens[r] = token;
+        try {
+            weights.read<KIND>(own, size, best, draws.sharpness[r]);
+            const long outside = draws.outside ? draws.outside[r] : 0;
+            const float excess = draws.excess ? draws.excess[r] : 0.0f;
+            if (outside > 0) weights.keep_largest(size - outside);
+            if (excess > 0.0f) weights.keep_share(excess);
+            if (draws.min_p) weights.keep_from(draws.min_p[r]);
+            const long token = weights.token_at(draws.uniform[r]);
+            if (token >= 0) tokens[r] = token;
+        } catch (const std::bad_alloc&) {
+            has_memory = false;
+        }
     }
+    return has_memory;
 }
 
 }  // namespace
@@ -470,9 +478,9 @@ void choose(const void* logits, long stride, int64_t* tokens, bool* finite, long
     of_kind(logits, stride, tokens, finite, rows, size, num_threads);
 }
 
-void draw(const void* logits, long stride, long rows, long size, const Draws* draws, int64_t* tokens, int kind,
+bool draw(const void* logits, long stride, long rows, long size, const Draws* draws, int64_t* tokens, int kind,
           int num_threads) {
     auto* of_kind = kind == FLOAT32 ? draw_each<FLOAT32> : kind == BFLOAT16 ? draw_each<BFLOAT16> : draw_each<FLOAT16>;
-    of_kind(logits, stride, rows, size, *draws, tokens, num_threads);
+    return of_kind(logits, stride, rows, size, *draws, tokens, num_threads);
 }
 }

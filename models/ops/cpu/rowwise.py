@@ -54,7 +54,7 @@ class Rowwise:
             function.restype = None
         self._draw = library.draw
         self._draw.argtypes = [pointer, *[integer] * 3, pointer, pointer, number, number]
-        self._draw.restype = None
+        self._draw.restype = ctypes.c_bool
         self._plain = Ops()
 
     @property
@@ -192,7 +192,7 @@ class Rowwise:
         return tokens, finite
 
     def draw(self, logits: Tensor, best: Tensor, otherwise: Tensor, limits: Tensors) -> Tensor:
-        """Compute Ops.draw."""
+        """Compute Ops.draw. Raises MemoryError."""
         if not _is_read(logits) or logits.stride(-1) != 1:
             return self._plain.draw(logits, best, otherwise, limits)
         tokens = torch.empty(len(logits), dtype=torch.int64)
@@ -201,10 +201,12 @@ class Rowwise:
             *(_pointer(limits, name) for name in ("drawn", "uniform", "sharpness", "min_p", "excess")),
             _pointer(limits, "k_places"),  # what top_k drops of each row comes first
         )
-        self._draw(
+        has_memory = self._draw(
             *(logits.data_ptr(), logits.stride(0), *logits.shape, ctypes.byref(draws), tokens.data_ptr()),
             *(KINDS[logits.dtype], torch.get_num_threads()),
         )
+        if not has_memory:
+            raise MemoryError("there is no memory for the weights of a vocabulary's tokens")
         return tokens
 
 
