@@ -14,6 +14,7 @@ Legend: N rows of the slot table, B tokens a page.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -57,7 +58,7 @@ class Plane:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token."""
-        return int(np.prod(self.shape)) * ITEM_BYTES[self.dtype] + self.scale_bytes
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype] + self.scale_bytes
 
 
 @dataclass(frozen=True, slots=True)

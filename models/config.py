@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Literal, get_args
 
 from devices.shapes import latent_row_bytes
@@ -398,7 +398,7 @@ QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # names of linears that a checkpoint 
 UP = ".kv_b_proj"  # a linear of latent attention, held in the model's type however it is stored
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, so that what is asked for in each simulated step is kept
 class DecoderConfig:
     """A decoder: RMS norms before attention and MLP, rotary embedding, SwiGLU, some of it by experts.
 
@@ -484,7 +484,7 @@ class DecoderConfig:
         window = self.layers[layer].window
         return 1 + self.window_groups.index(window) if window in self.window_groups else 0
 
-    @property
+    @cached_property
     def attention_windows(self) -> tuple[int | None, ...]:
         """The window of each layer that reads keys and values of its request, in place of a state."""
         return tuple(each.window for each in self.layers if each.mixer != "recurrent")
@@ -496,7 +496,7 @@ class DecoderConfig:
         layers = (each for each in self.layers if each.mixer != "recurrent")
         return tuple(each.window if each.index is None else top for each in layers)
 
-    @property
+    @cached_property
     def num_indexers(self) -> int:
         """Number of layers that choose by an indexer of their own."""
         return sum(each.index == "own" for each in self.layers)
@@ -730,17 +730,17 @@ class DecoderConfig:
         """Return the bytes of a token's keys and values over all layers, as `kv_bytes_by_group` does."""
         return sum(self.kv_bytes_by_group(num_devices))
 
-    @property
+    @cached_property
     def kv_head_bytes(self) -> int:
         """Bytes that a layer keeps of one key-value head of a token."""
         return max((each.token_bytes for each in self._of_one_head()), default=0)
 
-    @property
+    @cached_property
     def attended_head_bytes(self) -> int:
         """Bytes that attention reads of one key-value head of a token in a layer, index keys left out."""
         return max((one.token_bytes - self._index_key_bytes(one) for one in self._of_one_head()), default=0)
 
-    @property
+    @cached_property
     def index_key_bytes(self) -> int:
         """Bytes of a token's index key in a layer with an indexer; 0 if there is none."""
         return max(map(self._index_key_bytes, self._of_one_head()), default=0)

@@ -58,7 +58,15 @@ def each_of(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]],
 
 
 def same_numbers() -> None:
-    """Let torch draw what it draws at the beginning of every test, if a test file has imported it."""
+    """Let torch draw what it draws at the beginning of every test, if a test file has imported it.
+
+    `torch.manual_seed` notes the stack for each kind of device that is not there, which takes 0.3 ms.
+    """
     torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.manual_seed(0)
+    if torch is None:
+        return
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
+    if hasattr(torch, "npu"):
+        torch.npu.manual_seed_all(0)

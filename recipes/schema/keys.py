@@ -7,8 +7,9 @@ the reader's errors, the checks and docs/recipe_keys.md are all derived from it.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -100,15 +101,23 @@ def key(
     return field(default=default, metadata=metadata)
 
 
-def keys_of(section: type, prefix: str = "") -> Iterator[Key]:
-    """Yield every key of a recipe's dataclass and of the sections in it, in order."""
-    hints = get_type_hints(section)
+@cache
+def hints_of(section: type) -> Mapping[str, Any]:
+    """Return the types of a section's fields, which Python evaluates anew whenever it is asked."""
+    return get_type_hints(section)
+
+
+@cache
+def keys_of(section: type, prefix: str = "") -> tuple[Key, ...]:
+    """Return every key of a recipe's dataclass and of the sections in it, in order."""
+    found: list[Key] = []
     for each in fields(section):
-        name, hint = prefix + each.name, hints[each.name]
+        name, hint = prefix + each.name, hints_of(section)[each.name]
         if isinstance(hint, type) and is_dataclass(hint):
-            yield from keys_of(hint, f"{name}.")
+            found += keys_of(hint, f"{name}.")
         else:
-            yield Key(name=name, hint=hint, default=each.default, **each.metadata)
+            found.append(Key(name=name, hint=hint, default=each.default, **each.metadata))
+    return tuple(found)
 
 
 def table(section: type) -> str:

@@ -14,11 +14,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from borders.files import read_bounded
 from recipes.schema.foreign_keys import foreign_key
-from recipes.schema.keys import NAMES, Key, keys_of
+from recipes.schema.keys import NAMES, Key, hints_of, keys_of
 from recipes.schema.precedence import BASE, COMMAND_LINE, FILE, PROFILE, Entry, settled
 from recipes.schema.recipe import ROOT, Recipe
 from recipes.schema.recipe_error import RecipeError, in_words, in_yaml, nearest
@@ -300,7 +300,7 @@ def placed(error: RecipeError, entries: Mapping[str, Entry], name: str) -> Recip
 def made(section: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
     """Return the dataclass filled from dotted keys, and the dataclasses in it."""
     arguments: dict[str, Any] = {}
-    for name, hint in get_type_hints(section).items():
+    for name, hint in hints_of(section).items():
         if is_dataclass(hint) and isinstance(hint, type):
             arguments[name] = made(hint, values, f"{prefix}{name}.")
         elif prefix + name in values:
