@@ -24,7 +24,7 @@ from kv_cache.device.storage import KVCache, LayerPages
 from tests.attention.planned import planned
 from tests.device_kinds import Kind, Way, on_each, operators
 from tests.each_of import each_of
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 Pair = tuple[Kind, Way]
 
@@ -210,7 +210,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 
 
 @pytest.mark.parametrize("pair", on_each("reference", "fused"))
-@pytest.mark.parametrize("page_size", [1, 16, 128])
+@pytest.mark.parametrize("page_size", first_quick(1, [16, 1, 128]))
 def test_mixed_spans_decodes_and_leavers(pair: Pair, page_size: int) -> None:
     bench = bench_of(pair, shape(page_size=page_size), seed=page_size)
     bench.step({2: 5})

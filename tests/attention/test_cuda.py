@@ -18,7 +18,7 @@ from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
 from tests.attention.planned import planned
 from tests.interpreter import DEVICE, multiply_rows_alone
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 NOTHING = np.empty(0, np.int64)
@@ -166,7 +166,7 @@ def test_a_long_decode_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     agree(world, attention, spans)
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("batch_invariant", first_quick(1, [True, False]))
 def test_a_captured_step_follows_the_lengths_of_each_replay(
     batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

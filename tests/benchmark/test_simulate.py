@@ -15,6 +15,7 @@ from recipes.schema.reader import load
 from scripts.simulate import main
 from scripts.trace import main as make_trace
 from simulation.roofline import Roofline
+from tests.thorough import first_quick
 
 RECIPE = ["recipes/bench/llama2_7b_cuda.yaml", "model.dtype=float16", "scheduler.num_slots=32"]
 
@@ -90,7 +91,7 @@ def test_a_router_needs_engines_to_choose_from(trace: str, capsys: pytest.Captur
     assert results[0] != results[1]
 
 
-@pytest.mark.parametrize("options", [["--dp", "2"], ["--pp", "2"], ["--split", "1:1"]])
+@pytest.mark.parametrize("options", first_quick(1, [["--split", "1:1"], ["--dp", "2"], ["--pp", "2"]]))
 def test_several_engines_pass_the_gate(
     options: list[str], trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from scripts.benchmark import main
 TINY = "recipes/tiny/cpu.yaml"
 
 
+@pytest.mark.slow
 def test_every_kind_is_beside_plain_decoding(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--loads", "1,2", "--prompt", "8", "--answer", "6", "--runs", "1"]
     kinds = ["ngram, fixed", "suffix, throughput"]

@@ -14,7 +14,7 @@ from tests.continuous_batching import test_slot_lifecycle as small
 from tests.continuous_batching.checksum import VOCAB_SIZE, alone
 from tests.continuous_batching.recount import recount
 from tests.pairs import pairs
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 NUM_CLIENTS, LARGEST = 64, 64  # tokens, prompt and answer
 COMMON = np.random.default_rng(7).integers(0, VOCAB_SIZE, LARGEST).tolist()
@@ -51,7 +51,7 @@ def closed_loop(engine: Engine, requests: list[Request]) -> None:
 
 @pytest.mark.parametrize(
     ("factor", "victim", "num_host_pages"),
-    pairs([1.0, 1.1, 1.2], [youngest, fewest_lost, lowest_priority], [0, 40]),
+    first_quick(4, pairs([1.0, 1.1, 1.2], [youngest, fewest_lost, lowest_priority], [0, 40])),
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
 def test_a_pool_of_the_largest_request_finishes_a_closed_loop(

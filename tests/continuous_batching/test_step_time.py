@@ -11,6 +11,7 @@ from continuous_batching.batch import Batch
 from continuous_batching.step_time import Coefficients, StepCosts, StepTime
 from kv_cache.pages import Index
 from tests.each_of import each_of
+from tests.thorough import first_quick
 
 DECODES = Coefficients(step_s=8e-3, token_s=60e-6, context_s=0.15e-6, drafted_s=2e-3)
 PROMPTS = Coefficients(step_s=12e-3, token_s=90e-6, context_s=0.15e-6, pair_s=20e-9)
@@ -57,7 +58,7 @@ def predicted_s(times: StepTime, made: Batch) -> float:
 KINDS = ["decodes", "drafts", "chunks"]
 
 
-@pytest.mark.parametrize("given", [StepCosts(), COSTS])
+@pytest.mark.parametrize("given", first_quick(1, [StepCosts(), COSTS]))
 def test_the_costs_are_found_whatever_was_given(given: StepCosts) -> None:
     random, times = np.random.default_rng(0), StepTime(given)
     for number in range(4000):

@@ -35,7 +35,7 @@ def test_draws_without_memory_for_a_vocabulary_s_weights() -> None:
         pytest.skip(ops)
     logits, row = torch.zeros(2, MANY), torch.zeros(2, dtype=torch.int64)
     limits = {"uniform": torch.tensor([0.25, 0.5]), "sharpness": torch.ones(2)}
-    with little_memory(), pytest.raises(MemoryError, match="^there is no memory for the weights of a vocab"):
+    with little_memory(), pytest.raises(MemoryError, match="no memory for the weights"):
         ops.draw(logits, row, row, limits)
     # Of equal weights, a quarter and half of them are before the drawn ones
     assert ops.draw(logits, row, row, limits).tolist() == [MANY // 4, MANY // 2]

@@ -10,7 +10,7 @@ import torch
 from continuous_batching.engine import Engine
 from tests.kv_cache import device
 from tests.pairs import pairs
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 COUNT = cases(16, 24)
 SCENARIOS: dict[str, dict[str, object]] = {
@@ -22,7 +22,8 @@ SCENARIOS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize(
-    ("attention", "scenario", "num_samples"), pairs(["fused", "reference", "int8"], [*SCENARIOS], [3, 1])
+    ("attention", "scenario", "num_samples"),
+    first_quick(5, pairs(["fused", "reference", "int8"], [*SCENARIOS], [3, 1])),
 )
 def test_poison_reaches_no_answer(
     attention: str, num_samples: int, scenario: str, monkeypatch: pytest.MonkeyPatch

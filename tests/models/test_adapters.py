@@ -39,7 +39,7 @@ NUM_NEW = cases(12, 24)
 NAMES = ("phi3_part", "glm4", "qwen3_moe")
 # Ways to begin that change the base weights, in peft 0.21, and any that a later peft may add
 CHANGING_STARTS = ("pissa", "OLoRA", "corda", "lora_ga", "unheard_of")
-QUICK = ("phi3_part", "qwen3_moe")  # joined linears, and experts beside which attention alone is adapted
+QUICK = ("qwen3_moe",)  # experts, beside which attention alone is adapted
 JOINED = {"phi3_part": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
 JOINED["glm4"] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -26,7 +26,7 @@ from tests.models.families import VARIANTS, VOCABULARY, make
 from tests.models.mtp_layers import target_beside
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.models.variants import Variant
-from tests.thorough import THOROUGH, cases
+from tests.thorough import THOROUGH, cases, first_quick
 
 needs_compiler = pytest.mark.skipif(missing_for_sources() is not None, reason=str(missing_for_sources()))
 ANY = ROOT / "recipes/any/cpu.yaml"
@@ -205,7 +205,9 @@ def test_random_schedules_differ_in_no_bit(checkpoint: Callable[[str], Path], na
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, "float32") for name in PLAIN), *((name, "bfloat16") for name in cases(IN_HALVES, PLAIN))],
+    first_quick(
+        2, [*((name, "bfloat16") for name in cases(IN_HALVES, PLAIN)), *((name, "float32") for name in PLAIN)]
+    ),
 )
 def test_layers_in_one_call_have_the_bits_of_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str

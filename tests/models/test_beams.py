@@ -19,7 +19,7 @@ from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.models.families import VARIANTS, VOCABULARY, expected_logprobs, fresh_rope, make
-from tests.thorough import THOROUGH, cases
+from tests.thorough import THOROUGH, cases, first_quick
 
 Answer = tuple[list[int], float]
 
@@ -132,7 +132,7 @@ FEW = ("llama_dynamic", "mistral_window", "gemma2", "deepseek_v3")
 
 @pytest.fixture(
     scope="module",
-    params=[each for each in VARIANTS if THOROUGH or each.name in FEW],
+    params=first_quick(2, (each for each in VARIANTS if THOROUGH or each.name in FEW)),
     ids=lambda each: each.name,
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:

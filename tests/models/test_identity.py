@@ -152,7 +152,7 @@ def wide_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
-        pytest.param(name, way, marks=() if name in FAST else pytest.mark.slow)
+        pytest.param(name, way, marks=() if name in FAST and way == "fused" else pytest.mark.slow)
         for name in NAMES
         for way in (get_args(Way) if name in IN_PLAIN_TORCH or THOROUGH else ("fused",))
     ],

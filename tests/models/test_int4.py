@@ -34,7 +34,7 @@ from tests.models.tensor_rank import empty, logits_of
 from tests.models.test_block_scales import fill
 from tests.models.test_shared_weights import part_of
 from tests.models.test_weights import bare
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 SIZES = {"hidden_size": 96, "intermediate_size": 160}
@@ -235,7 +235,7 @@ def kept(path: Path, **changes: Any) -> DecoderConfig:
 FEW = [("qwen3_moe", "packed_zeros"), ("mixtral", "packed_by_channel"), ("qwen2_moe", "awq")]
 
 
-@pytest.mark.parametrize(("name", "form"), cases(FEW, [*itertools.product(EXPERTS, KEPT)]))
+@pytest.mark.parametrize(("name", "form"), first_quick(1, cases(FEW, [*itertools.product(EXPERTS, KEPT)])))
 @pytest.mark.parametrize("device", on_each("fused"))
 def test_an_engine_answers_as_transformers_does(
     device: tuple[Kind, Way],

@@ -102,7 +102,7 @@ ON_NPU: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
         GRAPHS | {"model.dtype": "bfloat16"},
     ),
 }
-QUICK = ("cpu-tied", "cpu-experts", "cpu-w8a8", "cpu-w4a16")
+QUICK = ("cpu-tied", "cpu-w8a8")
 CASES = [
     pytest.param(
         name,

@@ -20,6 +20,7 @@ from tests.models.test_block_scales import stored as stored_in_blocks
 from tests.models.test_weights import bare
 from tests.pairs import pairs
 from tests.recipes.test_plain_attention import PeakBytes
+from tests.thorough import first_quick
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 16}
 LARGEST = 256 * 128  # weights of one tensor
@@ -27,7 +28,9 @@ LARGEST = 256 * 128  # weights of one tensor
 
 @pytest.mark.parametrize(
     ("stored", "w8a8", "is_random"),
-    pairs(["plain", "awq", "gptq_by_activation", "packed_zeros", "fp8"], [False, True], [False, True]),
+    first_quick(
+        5, pairs(["plain", "awq", "gptq_by_activation", "packed_zeros", "fp8"], [False, True], [False, True])
+    ),
 )
 def test_it_takes_the_weights_and_a_few_copies_of_one_tensor(
     stored: str, w8a8: bool, is_random: bool, tmp_path: Path

@@ -33,6 +33,7 @@ from tests.models.product_runs import HAPPENED, NUM_NEW, AskedRequest, Run, outc
 from tests.models.tensor_rank import STOPS, built, empty, logits_of, table
 from tests.models.test_random_shares import together
 from tests.models.test_weights import bare
+from tests.thorough import first_quick
 
 
 def everywhere(kind: str) -> Types:
@@ -151,7 +152,7 @@ ON_AN_NPU = (
 @pytest.mark.npu
 @pytest.mark.parametrize(
     ("name", "types", "dtype"),
-    [(*case, ("bfloat16", "float16")[number % 2]) for number, case in enumerate(ON_AN_NPU)],
+    first_quick(2, [(*case, ("bfloat16", "float16")[number % 2]) for number, case in enumerate(ON_AN_NPU)]),
 )
 def test_an_npu_answers_so_within_its_rounding(name: str, types: Types, dtype: Any, tmp_path: Path) -> None:
     """By its operators, in steps that are captured too, which fetch weights while attention runs."""
@@ -218,7 +219,7 @@ def greedy(path: Path, *more: str, prompt: Sequence[int] = range(3, 40), kind: K
         ("qwen3", everywhere("W8A8_DYNAMIC")),
         ("llama_biased", everywhere("W8A8")),
         ("qwen3_moe", kimi),
-        ("deepseek_v3", kimi),
+        pytest.param("deepseek_v3", kimi, marks=pytest.mark.slow),
     ],
 )
 def test_an_engine_gives_the_tokens_that_the_arithmetic_gives(

@@ -22,17 +22,20 @@ from recipes.schema.recipe import ROOT
 from serving.text.tokenizer import Text
 from tests.device_kinds import Kind, Way, npu, on_each, settings
 from tests.lazy import transformers
+from tests.thorough import first_quick
 
 WEIGHTS = ROOT / "recipes/tiny/weights"
 SETTINGS = {
-    "whole": [],
     "chunks": ["scheduler.num_slots=6", "scheduler.max_batch_tokens=24"],
     "ones": ["scheduler.num_slots=5", "scheduler.max_batch_tokens=5"],
+    "swap": [
+        *("cache.num_pages=30", "cache.page_size=4", "cache.host_gib=0.01"),
+        "scheduler.max_request_tokens=112",
+    ],
+    "whole": [],
     "overlap": ["scheduler.num_slots=6", "scheduler.max_batch_tokens=24", "scheduler.overlap=true"],
     "few pages": ["cache.num_pages=16", "cache.page_size=8", "scheduler.max_request_tokens=112"],
-    "swap": ["cache.num_pages=30", "cache.page_size=4", "scheduler.max_request_tokens=112"],
 }
-SETTINGS["swap"] += ["cache.host_gib=0.01"]
 TEXT = Text.load(WEIGHTS)
 PROMPTS = [
     "348+275=623. Ben has 506 books and gets 3 more. How many books does Ben have now? " * 2,
@@ -108,7 +111,7 @@ def check(request: Request) -> None:
             assert dict(each.top).get(each.token, each.logprob) == each.logprob
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", first_quick(3, SETTINGS))
 def test_every_schedule_tells_what_transformers_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "chunks":
         monkeypatch.setattr(prompt_outputs, "_PIECE_BYTES", 4 * 1024 * 5)  # five positions

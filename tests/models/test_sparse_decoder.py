@@ -25,7 +25,7 @@ from tests.models.families import expected_logprobs, make
 from tests.models.sparse_variants import SPARSE_VARIANTS
 from tests.models.test_identity import case_of, check, make_engine
 from tests.recipes import published
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 BY_NAME = {each.name: each for each in SPARSE_VARIANTS}
 TOKENS = torch.randint(0, 160, (120,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -70,7 +70,9 @@ def test_a_prompt_scores_as_in_transformers(
     assert bool(gaps) != name.endswith("reads_all")
 
 
-@pytest.mark.parametrize("name", cases(["v32", "glm_5_shared", "glm_5_reads_all"], [*BY_NAME]))
+@pytest.mark.parametrize(
+    "name", first_quick(2, cases(["v32", "glm_5_shared", "glm_5_reads_all"], [*BY_NAME]))
+)
 def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path, gaps: list[float]) -> None:
     """Prompts are chunked on both sides of the first choice, prefixes shared and requests preempted."""
     case = case_of(replace(BY_NAME[name], saved_as=torch.float32), tmp_path)

@@ -27,7 +27,7 @@ from tests.device_kinds import settings, stand_in_alone
 from tests.models.families import VOCABULARY, logprobs_behind, make, wide
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.patience import PATIENCE_S
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 VARIANTS = {each.name: each for each in RECURRENT_VARIANTS}
 NUM_NEW, NUM_SLOTS, NEAR = 12, 4, 1e-3
@@ -123,16 +123,16 @@ def states_of(engine: Engine) -> StateGroup:
     return group
 
 
-QUICK = [("qwen3_5", "one slot"), ("qwen3_next", "swapped"), ("kimi_linear", "overlapped")]
+FEW = [("qwen3_5", "one slot"), ("qwen3_next", "swapped"), ("kimi_linear", "overlapped")]
 CELLS = cases(
-    [*QUICK, *(("qwen3_5", way) for way in ("preempted", "compacted", "whole prompts"))],
+    [*FEW, *(("qwen3_5", way) for way in ("preempted", "compacted", "whole prompts"))],
     [(name, way) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear") for way in WAYS],
 )
 
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in CELLS],
+    first_quick(1, CELLS),
 )
 def test_tokens_are_those_of_transformers(name: str, way: str, case_named: Callable[[str], Case]) -> None:
     model, path = case_named(name)

@@ -58,7 +58,7 @@ WAYS = FEW | cases(
         "uneven stages, drafts": ("parallel.pipeline=3", *DRAFT),
     },
 )
-QUICK = ("guesses", "stages")
+QUICK = ("stages",)
 
 
 def engine(*changes: str) -> BuiltEngine:

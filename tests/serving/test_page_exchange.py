@@ -168,6 +168,7 @@ def frames() -> dict[str, int]:
     return way.counts
 
 
+@pytest.mark.slow
 def test_a_transfer_that_fails_at_any_message_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut before each message, within it, changed, lost or repeated: the same tokens, and no page is held."""
     monkeypatch.setattr(prompt_source, "LOST_S", 0.0)

@@ -29,6 +29,7 @@ from tests.models.test_adapters import adapted
 from tests.models.test_draft_model import OTHER, TARGET
 from tests.models.test_eagle3 import LLAMA
 from tests.serving.page_pair import HERE, Pair, cache_of
+from tests.thorough import first_quick
 
 PAGE, MOST = 16, 3
 ROOM = "adapters.most=2", "adapters.rank=8"
@@ -92,7 +93,7 @@ def pages_of(engine: Engine, asked: Sequence[Request]) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["draft", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", first_quick(1, ["eagle3", "draft", "mtp"]))
 def test_what_a_drafter_keeps_of_a_prompt_comes_with_its_pages(kind: str, tmp_path: Path) -> None:
     path, keys = drafting(kind, tmp_path)
     plain = engine(path, **keys)

@@ -104,6 +104,7 @@ def test_a_request_allows_drafts_or_none_and_they_are_counted(client: httpx.Clie
     assert "max_draft_tokens is -1; it must be an integer from 0" in refused.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_stream_ends_within_a_run_of_drafts_where_it_ends_without(client: httpx.Client) -> None:
     """By its length, by a token and by a string; where a token stood before `min_tokens`, another comes."""
     text, tokens, *_ = streamed(client, STORY)

@@ -15,7 +15,7 @@ from recipes.assembly.scheduler import scheduler_from
 from scripts.generate import main as generate
 from scripts.trace import main as make_trace
 from tests.simulation.recorded import follow, recorded_run
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 TIGHT = ["cache.num_pages=24", "scheduler.num_slots=8", "scheduler.max_batch_tokens=48"]
 CASES = {
@@ -56,7 +56,7 @@ def fresh(entries: list[Entry]) -> Callable[[], Scheduler]:
     return lambda: scheduler_from(header.facts)
 
 
-@pytest.mark.parametrize("case", cases(["preempting in chunks", "with work ahead"], [*CASES]))
+@pytest.mark.parametrize("case", first_quick(1, cases(["preempting in chunks", "with work ahead"], [*CASES])))
 def test_the_simulation_decides_as_the_engine_did(case: str, tmp_path: Path) -> None:
     overrides, options = CASES[case]
     entries = recording(tmp_path, overrides, options)
