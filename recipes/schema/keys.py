@@ -7,9 +7,8 @@ the reader's errors, the checks and docs/recipe_keys.md are all derived from it.
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -101,23 +100,25 @@ def key(
     return field(default=default, metadata=metadata)
 
 
-@cache
+_HINTS: dict[type, Mapping[str, Any]] = {}
+
+
 def hints_of(section: type) -> Mapping[str, Any]:
-    """Return the types of a section's fields, which Python evaluates anew whenever it is asked."""
-    return get_type_hints(section)
+    """Return the types of a section's fields, kept because Python evaluates them for each who asks."""
+    if section not in _HINTS:
+        _HINTS[section] = get_type_hints(section)
+    return _HINTS[section]
 
 
-@cache
-def keys_of(section: type, prefix: str = "") -> tuple[Key, ...]:
-    """Return every key of a recipe's dataclass and of the sections in it, in order."""
-    found: list[Key] = []
+def keys_of(section: type, prefix: str = "") -> Iterator[Key]:
+    """Yield every key of a recipe's dataclass and of the sections in it, in order."""
+    hints = hints_of(section)
     for each in fields(section):
-        name, hint = prefix + each.name, hints_of(section)[each.name]
+        name, hint = prefix + each.name, hints[each.name]
         if isinstance(hint, type) and is_dataclass(hint):
-            found += keys_of(hint, f"{name}.")
+            yield from keys_of(hint, f"{name}.")
         else:
-            found.append(Key(name=name, hint=hint, default=each.default, **each.metadata))
-    return tuple(found)
+            yield Key(name=name, hint=hint, default=each.default, **each.metadata)
 
 
 def table(section: type) -> str:
