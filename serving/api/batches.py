@@ -17,6 +17,7 @@ from borders.refusal import BadRequest, abbreviate_json
 from serving.api.batch_runner import Batches
 from serving.api.errors import NotFound
 from serving.api.files import listed
+from serving.api.items import check_repeated
 from serving.api.schemas import IGNORED, Ignored, Name, StrictBody
 from serving.batches.store import OPEN, BatchStore, StoredBatch
 from serving.failures import Overloaded
@@ -85,6 +86,7 @@ def batches_router(batches: Batches, endpoints: tuple[str, ...], route: type[API
 
 def created(store: BatchStore, owner: str, body: BatchBody) -> StoredBatch:
     """Create a batch of this owner in the store; raises BadRequest or Overloaded."""
+    check_repeated("metadata", body.metadata)
     source = store.file(body.input_file_id, owner)
     if source is None or source.purpose != "batch":
         raise BadRequest("input_file_id", f"names no file of requests: {abbreviate_json(body.input_file_id)}")

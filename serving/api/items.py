@@ -13,6 +13,7 @@ from typing import Any
 
 from borders.field_types import check_unicode
 from borders.refusal import BadRequest, abbreviate_json
+from serving.api.pieces import to_json
 
 _MARK = "carried."
 
@@ -33,6 +34,15 @@ def carried(value: str, field: str, place: str) -> str | None:
         return base64.b64decode(value.removeprefix(_MARK), validate=True).decode()
     except (binascii.Error, ValueError) as error:
         raise BadRequest(field, "is not as it was sent; send it back unchanged", place=place) from error
+
+
+def check_repeated(field: str, value: object) -> None:
+    """Raise BadRequest for a value that the answer repeats, and which no JSON in UTF-8 can hold."""
+    try:
+        to_json(value)
+    except UnicodeEncodeError as error:
+        problem = "is not Unicode text: it holds half a surrogate pair"
+        raise BadRequest(field, problem, fix="send both halves, or neither") from error
 
 
 def string_at(field: str, place: str, value: object) -> str:

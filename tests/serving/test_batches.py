@@ -188,6 +188,19 @@ def test_a_wrong_upload_is_refused(served: Server, form: dict[str, Any], status:
     assert (answer.status_code, said in answer.json()["error"]["message"]) == (status, True), answer.text
 
 
+def test_half_a_surrogate_pair_is_not_kept(served: Server, client: openai.OpenAI) -> None:
+    """Which OpenAI's client cannot send, and which would break each list that holds it."""
+    file = client.files.create(file=io.BytesIO(written(chat(1))), purpose="batch")
+    asked = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+    for metadata in ({"a": "\ud83d"}, {"\ud83d": "a"}):
+        body = json.dumps(asked | {"metadata": metadata})
+        sent = KEYS | {"content-type": "application/json"}
+        answer = httpx.post(f"{served.url}/v1/batches", content=body, headers=sent, timeout=PATIENCE_S)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["message"].startswith("metadata is not Unicode text")
+    assert file.id not in [each.input_file_id for each in client.batches.list()]
+
+
 def test_a_key_has_so_many_open_batches(tmp_path: Path) -> None:
     store = BatchStore(tmp_path, 2**24)
     body = BatchBody(
