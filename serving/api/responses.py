@@ -25,7 +25,7 @@ from serving.api.answer_parser import AnswerParser
 from serving.api.choices import as_content
 from serving.api.errors import whole
 from serving.api.generation import Generation, fields_as_sent
-from serving.api.items import carrying
+from serving.api.items import carrying, check_repeated
 from serving.api.pieces import Json, parts, pieces_of
 from serving.api.responses_input import messages_of, response_format_of, tool_choice_of, tools_of
 from serving.api.schemas import IN_RESPONSES, Ignored, PaddingOptions, SamplingBody, Strings, refused, takes
@@ -239,6 +239,8 @@ class ResponsesBody(SamplingBody):
         for name, value in (self.reasoning or {}).items():
             if value is not None and name != "effort":
                 raise BadRequest("reasoning", "is not supported", fix="leave it out", place=f".{name}")
+        for name in ("metadata", "text", "tool_choice"):  # the conversation's own fields are checked with it
+            check_repeated(name, getattr(self, name))
         return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -177,6 +177,13 @@ def test_a_parsed_response_can_be_sent_back(client: openai.OpenAI) -> None:
         ),
         ({"tools": [{"type": "web_search"}]}, "tools[0] is", "tools"),
         ({"tools": [ADD | {"defer_loading": True}]}, 'tools[0] has no "defer_loading"', "tools"),
+        ({"metadata": {"a": "\ud83d"}}, "metadata is not Unicode text", None),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "\ud83d", "schema": {}}}},
+            "text is not Unicode text",
+            None,
+        ),
+        ({"tools": [ADD], "tool_choice": NAMED | {"x": "\ud83d"}}, "tool_choice is not Uni", "tool_choice"),
         ({"max_output_tokens": 10**6}, "maximum context length", "max_output_tokens"),
         ({"max_tokens": 3}, "unknown field", None),
     ],
@@ -184,9 +191,10 @@ def test_a_parsed_response_can_be_sent_back(client: openai.OpenAI) -> None:
 def test_what_cannot_be_answered_is_refused_by_name(
     client: openai.OpenAI, fields: dict[str, Any], said: str, param: str | None
 ) -> None:
-    body = {"model": "tiny", "input": "Hello"} | fields
+    body = json.dumps({"model": "tiny", "input": "Hello"} | fields)  # with halves of pairs, as the client's
+    sent: Any = {"headers": {"content-type": "application/json"}}
     with pytest.raises(openai.BadRequestError) as refusal:
-        client.post("/responses", body=body, cast_to=object)
+        client.post("/responses", content=body.encode(), options=sent, cast_to=object)
     assert said in refusal.value.message
     assert refusal.value.param == (param or next(iter(fields)))
 
