@@ -94,8 +94,10 @@ class _Turns:
         if "summary" in given and "content" not in given and held is None:
             problem = "is a summary alone, which no model here reads"
             raise BadRequest("input", problem, fix="send the item's content", place=place)
-        thoughts = []
-        for index, part in enumerate(given.get("content", ())):
+        thoughts, content = [], given.get("content", [])
+        if not isinstance(content, list):
+            raise wrong("input", f"{place}.content", content, "a list of parts")
+        for index, part in enumerate(content):
             at = f"{place}.content[{index}]"
             if not isinstance(part, Mapping) or part.get("type") != "reasoning_text":
                 raise wrong("input", at, part, '{"type": "reasoning_text", "text": ...}')

@@ -205,6 +205,8 @@ def test_items_become_the_messages_of_their_turns(text: Text) -> None:
         ({"type": "reasoning", "encrypted_content": "carried.*"}, r"input\[0\].encrypted_content is not as"),
         ({"type": "reasoning", "summary": [{"text": "x"}]}, r"input\[0\] is a summary alone"),
         ({"type": "reasoning", "content": ["x"]}, r"input\[0\].content\[0\] is"),
+        ({"type": "reasoning", "content": 5}, r"input\[0\].content is 5; it must be a list"),
+        ({"type": "reasoning", "content": "So."}, r'input\[0\].content is "So."; it must be a list'),
         ({"role": "user", "content": "\ud800"}, r"input\[0\].content is not Unicode text"),
         ({"role": "user", "content": 1}, r"input\[0\].content is 1; it must be a string"),
     ],
