@@ -42,10 +42,14 @@ SHORT_BYTES = 2**14  # a shorter body is decoded at once, a longer one in a turn
 
 
 class BodyMemory:
-    """The number of bytes of all bodies that are being received or wait to be decoded."""
+    """The number of bytes of all bodies that are being received or wait to be decoded.
 
-    def __init__(self, most_bytes: int) -> None:
+    `limit` is what refusals call the most of them.
+    """
+
+    def __init__(self, most_bytes: int, limit: str = "server.max_bodies_mib") -> None:
         self._most_bytes = most_bytes
+        self._limit = limit
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
@@ -54,7 +58,7 @@ class BodyMemory:
             raise HTTPException(
                 429,
                 f"bodies of {self.num_bytes} bytes are being received, of at most {self._most_bytes}"
-                " (server.max_bodies_mib): try again later",
+                f" ({self._limit}): try again later",
                 {"retry-after": str(RETRY_S)},
             )
         self.num_bytes += num_bytes
@@ -150,8 +154,9 @@ class AccessControl:
 
     A server for this machine alone (`is_local`) answers to no other host name: otherwise a web page in a
     local browser could read it through a domain name that resolves to this machine (DNS rebinding). A body
-    may have `max_body_bytes`, or the limit of its path in `most_bytes_of`. `door` refuses requests for
-    which there is no room by their heads, so that a full server neither reads nor decodes their bodies.
+    may have `max_body_bytes`, which refusals call `limit`, or the limit of its path in `most_bytes_of`.
+    `door` refuses requests for which there is no room by their heads, so that a full server neither reads nor
+    decodes their bodies.
     """
 
     def __init__(
@@ -163,6 +168,7 @@ class AccessControl:
         on_response: Callable[[int], None],
         *,
         is_local: bool,
+        limit: str = "server.max_body_mib",
         most_bytes_of: Mapping[str, int] = MappingProxyType({}),
         door: Door | None = None,
     ) -> None:
@@ -170,7 +176,7 @@ class AccessControl:
         self._most_bytes_of = most_bytes_of
         self._is_local = is_local
         self._keys = keys
-        self._max_body_bytes = max_body_bytes
+        self._max_body_bytes, self._limit = max_body_bytes, limit
         self._memory = memory
         self._on_response = on_response
 
@@ -271,8 +277,8 @@ class AccessControl:
 
     def _too_long(self, scope: Scope) -> str:
         is_file = scope["path"] in self._most_bytes_of and scope["path"] != PATH
-        key = "max_batch_file_mib" if is_file else "max_body_mib"
-        return f"the body is longer than {self._most_bytes(scope)} bytes (server.{key}); shorten it"
+        limit = "server.max_batch_file_mib" if is_file else self._limit
+        return f"the body is longer than {self._most_bytes(scope)} bytes ({limit}); shorten it"
 
     async def _measured(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the application read the body, within the limits on its size and on the sum of all bodies."""
@@ -297,6 +303,10 @@ class AccessControl:
         scope["state"]["body_is_read"] = forget
         try:
             await self._app(scope, measured, send)
+        except HTTPException as refusal:  # the application is a router's, and no framework that answers it
+            response = error_response(refusal.status_code, refusal.detail)
+            response.headers.update(refusal.headers or {})
+            await response(scope, receive, send)
         finally:
             forget()
 

@@ -173,6 +173,7 @@ log = logging.getLogger("route")
 
 _MOST_BODY_BYTES = 2**26  # a replica has a limit of its own
 _MOST_BODIES_BYTES = 2**29
+OWN_LIMIT = "the router's own limit"  # what refusals call these
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +258,10 @@ def _run(options: RouterOptions) -> None:
         key.encode(),
     )
     app = FleetApplication(proxy, members, figures, is_local=is_local)
-    memory = BodyMemory(_MOST_BODIES_BYTES)
-    guarded = AccessControl(app, keys, _MOST_BODY_BYTES, memory, lambda status: None, is_local=is_local)
+    memory = BodyMemory(_MOST_BODIES_BYTES, OWN_LIMIT)
+    guarded = AccessControl(
+        app, keys, _MOST_BODY_BYTES, memory, lambda status: None, is_local=is_local, limit=OWN_LIMIT
+    )
     most = most_connections()
     server = SignalFreeServer(configuration(guarded, most), None if tls is None else Handshakes(tls, most))
     with listener_at(options.host, options.port) as listener:

@@ -15,11 +15,14 @@ from starlette.types import Receive, Scope, Send
 
 from continuous_batching.routing.routing import Routing
 from continuous_batching.routing.splitting import Split, Splitting
+from serving.api.access import AccessControl, BodyMemory
+from serving.api.api_keys import ApiKeys
 from serving.router.fair_turns import ModelTurns
 from serving.router.fleet_figures import FleetFigures
 from serving.router.prompts import Prompts
 from serving.router.proxy import ClientWatch, Proxy
 from serving.router.replicas import FleetReplica
+from serving.router.server import OWN_LIMIT
 from serving.router.upstream import Upstream
 from serving.server import SignalFreeServer, configuration, listener_at
 from tests.patience import PATIENCE_S
@@ -309,6 +312,36 @@ def test_a_client_that_goes_away_ends_its_request() -> None:
             assert fleet.stubs[0] is not None
             while not fleet.stubs[0].num_closed:
                 await asyncio.sleep(0.01)
+
+    run(test)
+
+
+def test_the_router_s_own_limits_on_bodies_are_told() -> None:
+    """No framework is behind its access control that would answer what refuses a body."""
+
+    async def test() -> None:
+        async with Fleet(stream(*WHOLE)) as fleet:
+            for memory, status, retry in ((1000, 413, None), (15, 429, b"1")):
+                parts: list[Any] = [{"type": "http.request", "body": b"x" * 10, "more_body": True}] * 3
+                sent: list[Any] = []
+
+                async def receive(parts: list[Any] = parts) -> Any:
+                    return parts.pop()
+
+                async def send(message: Any, sent: list[Any] = sent) -> None:
+                    sent.append(message)
+
+                guarded = AccessControl(
+                    *(fleet.proxy, ApiKeys({}), 25, BodyMemory(memory, OWN_LIMIT), lambda _: None),
+                    is_local=False,
+                    limit=OWN_LIMIT,
+                )
+                scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+                await guarded(scope, receive, send)
+                assert (sent[0]["status"], dict(sent[0]["headers"]).get(b"retry-after")) == (status, retry)
+                assert f"({OWN_LIMIT})" in error_of(sent[1]["body"])["message"]
+                assert fleet.stubs[0] is not None
+                assert not fleet.stubs[0].heads
 
     run(test)
 
