@@ -3,7 +3,7 @@
 If nothing of the answer has been sent but signs of life, a request goes to another replica when the first is
 lost or refuses it. An answer that has begun goes on at another replica, if its tokens are known and there is
 one that would have given it, too. Otherwise its client is told that it ends early: a stream by an error event
-in place of its end, an answer of announced size by a connection that breaks. No request is ever sent to two
+in place of its end, any other answer by a connection that breaks. No request is ever sent to two
 replicas at once.
 """
 
@@ -424,7 +424,10 @@ class Proxy:
                 raise Interrupted(str(lost)) from lost
             if known.is_sent:
                 self._record_loss(counted.replica, lost)
-                await self._tell_loss(routed, reply, str(lost), known.why_not)
+                if framed.is_long:  # an event would be bytes of its JSON
+                    _cut_off(routed.scope)
+                else:
+                    await self._tell_loss(routed, reply, str(lost), known.why_not)
                 return None
             known.begin_again()
             raise
@@ -469,8 +472,7 @@ class Proxy:
                 part = await answer.next()
         except Lost as lost:
             self._record_loss(replica, lost)
-            cut_off: Callable[[], None] = scope["state"]["cut_off"]
-            cut_off()
+            _cut_off(scope)
             return
         await reply.part(b"", more=False)
 
@@ -533,6 +535,12 @@ class ClientWatch:
         self._task.cancel()
         # `asyncio.wait_for` before Python 3.12 swallows a cancellation that arrives just as it ends.
         self._again = self._task.get_loop().call_later(AGAIN_S, self._gone)
+
+
+def _cut_off(scope: Scope) -> None:
+    """Break the client's connection, so that half an answer does not look whole."""
+    cut_off: Callable[[], None] = scope["state"]["cut_off"]
+    cut_off()
 
 
 def _with_done(event: bytes) -> bytes:

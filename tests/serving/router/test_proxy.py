@@ -119,6 +119,7 @@ class Fleet:
         self.keep_alive_s = 0.0
         self.most_open = 100
         self.parts: list[bytes] = []  # what the last client has received
+        self.num_cut = 0  # connections to clients that were broken
 
     async def __aenter__(self) -> Fleet:
         self.routing = Routing(len(self.stubs), "round_robin")
@@ -177,7 +178,10 @@ class Fleet:
             if leaves_after is not None and len(parts) >= leaves_after:
                 leave()
 
-        state = dict[str, Any]()
+        def cut_off() -> None:
+            self.num_cut += 1
+
+        state: dict[str, Any] = {"cut_off": cut_off}
 
         def leave() -> None:
             """As the server's protocol tells of it."""

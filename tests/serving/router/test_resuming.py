@@ -234,6 +234,10 @@ def test_an_answer_in_one_piece_goes_on_or_begins_again() -> None:
         long = [Over(200, "", b'{"a":', has_more=True), Over(200, "", b"1}")]
         async with Telling(tells(begun, told, *long)) as fleet:
             assert await fleet.ask() == (200, b'{"a":1}')
+            assert fleet.num_cut == 0
+        async with Telling(dies(begun, told, long[0]), tells(begun, end)) as fleet:
+            assert await fleet.ask() == (200, b'{"a":'), "what tells of the loss is no part of its JSON"
+            assert (fleet.num_cut, fleet.num_asked()) == (1, [1, 0])
         scripts = dies(begun, told), whole(400, b"{}"), tells(begun, end)
         async with Telling(*scripts) as fleet:
             assert await fleet.ask() == (200, b'{"a":1}'), "what was told of it is not believed any more"
