@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from typing import Any
 
 from continuous_batching.request import Request
 from serving.answers.answers import AnswerDelta
 from serving.text.tokenizer import Text
 from serving.tools.channels import ChannelFormat, ChannelParser
-from serving.tools.definitions import tool_use
+from serving.tools.definitions import ToolUse
 from serving.tools.formats import THOUGHT_FORMATS
 from serving.tools.parsing import CallDelta, Parsed, ReasoningParser, Thought, ToolParser
 
@@ -19,16 +17,15 @@ from serving.tools.parsing import CallDelta, Parsed, ReasoningParser, Thought, T
 class AnswerParser:
     """Parses the answers to one request, each of which has an index.
 
-    `fields` has the request's tools, as `tool_use` reads them. Answers may begin with reasoning where the
-    recipe says in which form. An answer whose grammar leaves no place for reasoning has none. A call that is
-    written before the reasoning has ended is a call, too.
+    `use` are the request's tools. Answers may begin with reasoning where the recipe says in which form. An
+    answer whose grammar leaves no place for reasoning has none. A call that is written before the reasoning
+    has ended is a call, too.
     """
 
-    def __init__(self, text: Text | None, request: Request, fields: Mapping[str, Any]) -> None:
+    def __init__(self, text: Text | None, request: Request, use: ToolUse | None) -> None:
         self._form = None if text is None else text.tool_format
         self._name, self._num_named = request.id, 0
         self._channels = None if text is None else text.channels
-        use = tool_use(fields)
         self._names = () if use is None else tuple(use.schemas)
         self._schemas = {} if use is None else use.parameters
         has_text = use is not None and bool(use.schemas) and not use.must_call

@@ -12,7 +12,7 @@ from serving.api.generation import Generation, fields_as_sent
 from serving.api.pieces import Json
 from serving.api.schemas import ChatBody
 from serving.text.tokenizer import Text
-from serving.tools.definitions import FIELDS as TOOLS
+from serving.tools.definitions import ToolUse
 from serving.tools.parsing import CallDelta
 
 
@@ -34,7 +34,7 @@ class ChatRoute:
             names["max_tokens"] = "max_completion_tokens"
         with fields_as_sent(names):
             answers = await generation.ask([asked], name, request, fill=True)
-            form = ChatFormat(generation.llm.text, answers[0], body)
+            form = ChatFormat(generation.llm.text, answers[0], body, request.state.tools)
             head = generation.head(body)
             choices = Choices(answers, form, head, body.stream_options)
             return await generation.respond(answers, choices, request, is_streamed=bool(body.stream))
@@ -45,15 +45,14 @@ class ChatFormat:
 
     whole, piece = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, text: Text | None, answer: AnswerStream, body: ChatBody) -> None:
+    def __init__(self, text: Text | None, answer: AnswerStream, body: ChatBody, use: ToolUse | None) -> None:
         self._text = text
         self._answer = answer
         self._with_logprobs = bool(body.logprobs)
         self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._with_token_ids = bool(body.return_token_ids)
         self._begun: set[int] = set()
-        fields = body.model_dump(include={*TOOLS})
-        self._parser = AnswerParser(text, answer.request, fields)
+        self._parser = AnswerParser(text, answer.request, use)
 
     def choice(self, delta: AnswerDelta, index: int) -> Json:
         """Return a whole choice."""

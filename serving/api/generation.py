@@ -30,7 +30,7 @@ from serving.async_llm import PROMPT_REPLICA, AsyncLLM, why_not_resumed
 from serving.continuation import NOT_RESUMED_HEADER, AnswerBegun, Continuation
 from serving.grammars.structured_output import FIELDS as FORMS
 from serving.grammars.structured_output import form_notes
-from serving.tools.definitions import tool_use
+from serving.tools.definitions import ToolUse, tool_use
 
 _ONLY_HTTP = {"model", "stream", "user", "service_tier"}
 _TENANT_HEADER = "x-tenant"
@@ -90,8 +90,8 @@ class Generation:
             fields["adapter"] = body.model
         return fields
 
-    def _notes(self, fields: Mapping[str, Any]) -> dict[str, str]:
-        """Return the headers that name what was asked for, and what the answer need not meet."""
+    def _tools_and_notes(self, fields: Mapping[str, Any]) -> tuple[ToolUse | None, dict[str, str]]:
+        """Return the tools, and the headers that name what was asked for and need not be met."""
         notes: dict[str, str] = {}
         effort, text = fields.get("reasoning_effort"), self.llm.text
         has_tools = bool(fields.get("tools"))
@@ -103,7 +103,7 @@ class Generation:
         if unmet:
             more = ["and more"] * (len(unmet) > MOST_NOTES)
             notes[SCHEMA_HEADER] = "not enforced: " + "; ".join([*unmet[:MOST_NOTES], *more])
-        return notes
+        return use, notes
 
     def check_number(self, num_prompts: int, samples_each: int | None = None, *, subject: str) -> None:
         """Raise BadRequest for more samples than the server ever accepts at once; `subject` asks for them."""
@@ -134,12 +134,14 @@ class Generation:
         """Send all requests to the engine, or none; `group` is the id of the single response to `request`.
 
         Apart from their prompts, all have the same fields; `AsyncLLM.ask` says what `fill` and `shorten` are.
+        The tools are left in `request.state.tools`: to prepare them again would hold up the event loop.
         """
         fields = requests[0]
         if (known := _known(request)) is not None:
             self._check_known(known, requests)
         is_short = not any(fields.get(name) for name in (*FORMS, "tools"))
-        request.state.notes = await self.llm.apart(partial(self._notes, fields), at_once=is_short)
+        read = partial(self._tools_and_notes, fields)
+        request.state.tools, request.state.notes = await self.llm.apart(read, at_once=is_short)
         owner = request.state.client.owner
         options = {"fill": fill, "shorten": shorten, "seeds": _tells(request)}
         return await self.llm.ask(requests, **options, group=group, owner=owner, known=known)

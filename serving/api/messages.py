@@ -156,7 +156,7 @@ class MessagesRoutes:
             if note:
                 request.state.notes.setdefault(EFFORT_HEADER, note)
             text = generation.llm.text
-            parser = AnswerParser(text, answer.request, fields)
+            parser = AnswerParser(text, answer.request, request.state.tools)
             form = MessageObject(answer, parser, body, request.state.request_id)
             return await generation.respond([answer], form, request, is_streamed=bool(body.stream))
 

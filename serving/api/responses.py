@@ -258,7 +258,7 @@ class ResponsesRoute:
         with fields_as_sent(_AS_SENT):
             (answer,) = await generation.ask([fields], name, request, fill=True)
             text = generation.llm.text
-            parser = AnswerParser(text, answer.request, fields)
+            parser = AnswerParser(text, answer.request, request.state.tools)
             form = ResponseObject(text, answer, parser, body, generation.head(body)["model"])
             return await generation.respond([answer], form, request, is_streamed=bool(body.stream))
 

@@ -23,6 +23,7 @@ from serving.api.streamed import StreamedResponse
 from serving.async_llm import ServerLimits
 from serving.failures import Overloaded
 from serving.text.tokenizer import TextOptions
+from serving.tools import definitions
 from tests.patience import PATIENCE_S
 from tests.serving.faults import Served
 from tests.serving.test_faults import SMALL
@@ -208,6 +209,29 @@ def test_pieces_are_the_same_json() -> None:
         whole = {"index": 0, "logprobs": {"a": values}, "b": values}
         assert json.loads(b"".join(pieces)) == head | {"choices": [whole]} | tail
         assert all(PIECE_BYTES <= len(each) < 2 * PIECE_BYTES for each in pieces[:-1])
+
+
+def test_tools_are_prepared_in_threads_alone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare, threads = definitions.prepared, list[str]()
+
+    def prepared(*given: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return prepare(*given, **options)
+
+    monkeypatch.setattr(definitions, "prepared", prepared)
+    tool: dict[str, Any] = {"name": "f", "parameters": {"type": "object"}}
+    asked = {"model": "tiny", "tool_choice": "none", "tools": [{"type": "function", "function": tool}]}
+    flat = asked | {"tools": [{"type": "function"} | tool]}
+    other = {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "none"}}
+    for path, body in (
+        ("/v1/chat/completions", asked | {"messages": CHAT, "max_tokens": 2}),
+        ("/v1/responses", flat | {"input": "a", "max_output_tokens": 2}),
+        ("/v1/messages", asked | {"messages": CHAT, "max_tokens": 2} | other),
+    ):
+        threads.clear()
+        answer = post(served, path, body)
+        assert answer.status_code == 200, answer.text
+        assert {each.partition("_")[0] for each in threads} == {"text"}
 
 
 def test_however_many_wait_there_is_one_turn_in_a_round_of_the_loop() -> None:

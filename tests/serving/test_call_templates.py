@@ -88,8 +88,7 @@ def parser_of(form: str, *, is_open: bool = False) -> AnswerParser:
         control_tokens=lambda names: {},
     )
     request = SimpleNamespace(id="chatcmpl-1", params=SimpleNamespace(grammar=None), prompt=None)
-    fields = {"tools": TOOLS}
-    return AnswerParser(cast(Text, text), cast(Request, request), fields)
+    return AnswerParser(cast(Text, text), cast(Request, request), tool_use({"tools": TOOLS}))
 
 
 def read(form: str, pieces: list[str], *, is_open: bool = False) -> Read:

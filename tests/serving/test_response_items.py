@@ -25,6 +25,7 @@ from serving.api.responses_input import messages_of
 from serving.failures import RequestFailed
 from serving.text.chat_template import check_messages, joined
 from serving.text.tokenizer import Text, TextOptions
+from serving.tools.definitions import tool_use
 from tests.lazy import openai
 from tests.serving.test_tool_parsing import cut, written
 from tests.thorough import cases
@@ -51,7 +52,7 @@ def response_of(text: Text) -> ResponseObject:
     request = Request("resp_1", np.array([1, 2], dtype=np.int32), SamplingParams())
     answer = AnswerStream(request, text, TextOptions(), num_answers=1, max_unread_tokens=10)
     fields = {"tools": [{"type": "function", "function": {"name": each["name"]}} for each in TOOLS]}
-    parser = AnswerParser(text, request, fields)
+    parser = AnswerParser(text, request, tool_use(fields))
     return ResponseObject(text, answer, parser, ResponsesBody(input="a", tools=TOOLS), "tiny")
 
 

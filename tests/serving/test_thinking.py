@@ -224,9 +224,9 @@ def test_a_budget_is_refused_where_no_thoughts_are_known() -> None:
 def test_thoughts_before_a_form_are_told_apart() -> None:
     text = text_with_marks()
     (request, *_) = asked(text)
-    assert AnswerParser(text, request, {}).thinks
+    assert AnswerParser(text, request, None).thinks
     text.think_marks = ()
-    assert not AnswerParser(text, request, {}).thinks
+    assert not AnswerParser(text, request, None).thinks
 
 
 def parsed(pieces: list[str], *, is_open: bool) -> tuple[str, str]:
