@@ -59,6 +59,10 @@ class TooLong(Unreadable):
     """A replica's answer is longer than the limit."""
 
 
+class Late(Unreadable):
+    """A replica's answer has not come in time."""
+
+
 @dataclass
 class ServerInfo:
     """The fields of `/server_info` that matter here; None for a field that is missing or not understood."""
@@ -173,8 +177,8 @@ log = logging.getLogger("route")
 
 State = Literal["unknown", "ready", "not ready", "lost", "gone"]  # "gone" is final
 POLL_S = 0.5
-_ANSWER_S = 2.0  # time limit of a poll's answer
-_LOST_AFTER = 2  # polls in a row without an answer, unless the connection is refused
+_ANSWER_S = 2.0  # time limit of each answer to a poll
+_LOST_AFTER = 2  # polls in a row whose /ready has no answer, unless the connection is refused
 _BEAT_S = 0.5  # how old the figures that a replica reports may be
 _TELLS_NO_MODEL = (401, 403, 404)  # the statuses of a server that has no `/v1/models`, or not for this router
 
@@ -244,9 +248,7 @@ class FleetReplica:
         """Poll for ever; `page_size` is that of the pages whose events are to be read, or 0."""
         while True:
             try:
-                with anyio.move_on_after(_ANSWER_S) as limit:  # wait_for may swallow a cancellation
-                    await self._poll(page_size)
-                self._note_silence(limit.cancelled_caught)
+                await self._poll(page_size)
             except Lost as lost:
                 self._shut(str(lost))
             except Unreadable as error:
@@ -259,7 +261,7 @@ class FleetReplica:
             await asyncio.sleep(POLL_S)
 
     def _note_silence(self, is_silent: bool) -> None:
-        """Note whether a poll had no answer in time; several in a row mean that the replica is lost."""
+        """Note whether `/ready` had no answer in time; several in a row mean that the replica is lost."""
         self._num_silent = self._num_silent + 1 if is_silent else 0
         if is_silent and self.state != "ready":  # it may be another server by the time it answers
             self._stop_reading()
@@ -303,10 +305,15 @@ class FleetReplica:
         self.server.lose("the router ends")
 
     async def _poll(self, page_size: int) -> None:
-        status, _ = await self._get(self._ready_path, MOST_STATUS_BYTES)
-        if status == 404 and self._ready_path == "/ready":
-            self._ready_path = "/health"
+        try:
             status, _ = await self._get(self._ready_path, MOST_STATUS_BYTES)
+            if status == 404 and self._ready_path == "/ready":
+                self._ready_path = "/health"
+                status, _ = await self._get(self._ready_path, MOST_STATUS_BYTES)
+        except Late:
+            self._note_silence(True)
+            return
+        self._note_silence(False)
         if status != 200:
             self._keep_out("not ready", f"{self._ready_path} says {status}")
             await self._hear_early()
@@ -335,12 +342,17 @@ class FleetReplica:
         heard.
         """
         path, listed, why = "/v1/models", LISTS_NOTHING, "/v1/models names none"
+        known = self._models.of(self.number) if self._is_asked else None
         try:
             status, text = await self._get(path, MOST_INFO_BYTES)
         except TooLong as error:
             why = str(error)
+        except Late as error:
+            if known is None:
+                raise
+            self._warn_once(path, f"it serves what it listed before: {error}")
+            return known
         else:
-            known = self._models.of(self.number) if self._is_asked else None
             if status == 200:
                 listed = listed_of(text)
             elif status in _TELLS_NO_MODEL:
@@ -377,7 +389,7 @@ class FleetReplica:
         path, why, figures = "/metrics", "", dict[bytes, int]()
         try:
             status, text = await self._get(path, MOST_METRICS_BYTES)
-        except TooLong as error:
+        except (TooLong, Late) as error:
             why = f"its figures are ignored: {error}"
         else:
             figures = figures_of(text) if status == 200 else {}
@@ -451,7 +463,9 @@ class FleetReplica:
             self.reader = None
 
     async def _get(self, path: str, most_bytes: int) -> tuple[int, bytes]:
-        return await ask(self.server, path, self._headers, most_bytes)
+        with anyio.move_on_after(_ANSWER_S):  # wait_for may swallow a cancellation
+            return await ask(self.server, path, self._headers, most_bytes)
+        raise Late(f"{path} has no answer within {_ANSWER_S:g} s")
 
     def _become(self, state: State, trouble: str) -> None:
         if (state, trouble) != (self.state, self.trouble):

@@ -12,7 +12,18 @@ from serving.router import replicas as of_replicas
 from serving.router.proxy import AGAIN_S, ClientWatch
 from serving.router.upstream import Lost
 from tests.patience import PATIENCE_S
-from tests.serving.router.test_proxy import EVENTS, WHOLE, Fleet, Script, Stub, chunk, error_of, run, stream
+from tests.serving.router.test_proxy import (
+    EVENTS,
+    WHOLE,
+    Fleet,
+    Script,
+    Stub,
+    chunk,
+    error_of,
+    hang,
+    run,
+    stream,
+)
 from tests.serving.router.waiting import end, until
 
 
@@ -134,6 +145,36 @@ def test_who_is_silent_for_long_is_lost_with_what_came_late(monkeypatch: pytest.
             await until(lambda: replica.state == "lost")
             with pytest.raises(Lost, match="the replica is lost"):
                 await asyncio.wait_for(replica.server.ask("POST", "/v1/completions", [], b""), PATIENCE_S)
+            await end(watching)
+
+    run(test)
+
+
+def test_who_tells_of_itself_late_alone_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that could be lost with it go on; here what is not late comes at once."""
+    monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
+    monkeypatch.setattr(of_replicas, "_ANSWER_S", 0.01)
+    late, asked = set[str](), list[str]()
+
+    async def ask(_: Any, path: str, *__: Any) -> tuple[int, bytes]:
+        asked.append(path)
+        if path in late:
+            await asyncio.sleep(2 * PATIENCE_S)
+        return 200, b'{"data":[{"id":"tiny"}]}' if path == "/v1/models" else b"{}"
+
+    monkeypatch.setattr(of_replicas, "ask", ask)
+
+    async def test() -> None:
+        async with Fleet(hang) as fleet:
+            replica = fleet.replicas[0]
+            watching = asyncio.ensure_future(replica.watch(0))
+            await until(lambda: replica.state == "ready")
+            late.update(("/v1/models", "/metrics"))
+            before = asked.count("/metrics")
+            await until(lambda: asked.count("/metrics") > before + 4)
+            assert (replica.state, replica.listed.models) == ("ready", ("tiny",))
+            late.add("/ready")
+            await until(lambda: replica.state == "lost")
             await end(watching)
 
     run(test)
