@@ -141,7 +141,7 @@ class Batches:
         batch = active.batch
         if batch.status == "cancelling":
             await self.call(lambda store: store.end(batch, "cancelled", lambda *_: None))
-        elif active.is_over:
+        elif active.is_over and not active.lacks_answers:
             await self.call(lambda store: store.end(batch, "completed", lambda *_: None))
         else:
             await self.call(lambda store: store.end(batch, "expired", expired))
@@ -190,7 +190,7 @@ class Batches:
             active.failure = active.failure or task.exception()
 
     async def _answer(self, active: _Active, number: int, text: bytes) -> None:
-        """Send a line's request until it is answered, and store the answer."""
+        """Send a line's request until it is answered or the batch must stop, and store the answer."""
         line = read_line(text, active.batch.endpoint, self._most_line_bytes)
         name = uuid.uuid4().hex
         num_attempts = 0
@@ -200,6 +200,9 @@ class Batches:
             num_attempts += was_ready and status == Unavailable.status
             if status not in (Overloaded.status, Unavailable.status) or num_attempts == MOST_ATTEMPTS:
                 break
+            if active.must_stop:
+                active.lacks_answers = True
+                return
             await asyncio.sleep(_AGAIN_S)
         record = answered(line.custom_id, status, name, body)
         keep = partial(
@@ -227,6 +230,7 @@ class _Active:
         self.client = client
         self.number = 0  # number of the last line that was begun
         self.is_over = False  # every line was begun
+        self.lacks_answers = False  # a line that was begun stays unanswered, as those that never begin
         self.failure: BaseException | None = None  # a defect in the task of a line
         self.tasks: set[asyncio.Task[None]] = set()
 

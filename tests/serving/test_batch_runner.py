@@ -278,6 +278,27 @@ def test_a_cancelled_batch_keeps_what_it_has(tmp_path: Path) -> None:
     assert len(told) == found.completed < found.total == 5
 
 
+@pytest.mark.parametrize("end", ["cancelled", "expired"])
+def test_a_batch_ends_while_the_engine_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """As while it sleeps: its lines would be tried again for ever."""
+
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        bench.llm.accepts = False
+        if end == "expired":
+            monkeypatch.setattr(runner.time, "time", lambda: batch.made_s + WINDOW_S)
+        else:
+            await bench.batches.call(lambda store: store.cancel(batch))
+        return 503, b"{}"
+
+    bench = Bench(tmp_path, answer)
+    batch = bench.add("a")
+    found, told = asyncio.run(asyncio.wait_for(bench.until_end(batch), PATIENCE_S))
+    assert (found.status, found.completed) == (end, 0)
+    assert [each["error"]["code"] for each in told] == ["batch_expired"] * (end == "expired")
+
+
 def test_batches_take_turns(tmp_path: Path) -> None:
     order: list[str] = []
 
