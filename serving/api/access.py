@@ -64,11 +64,11 @@ class BodyMemory:
         self.num_bytes += num_bytes
 
 
-def check_size(body: bytes, most_values: int) -> None:
+def check_size(body: bytes, most_values: int, limit: str = "server.max_body_values") -> None:
     """Raise HTTPException where JSON holds too many values, or too many lists and objects.
 
-    Names count as values. Of malformed JSON, only the part that a parser reads before it refuses the rest is
-    counted correctly.
+    The refusal calls `most_values` by the name `limit`. Names count as values. Of malformed JSON, only the
+    part that a parser reads before it refuses the rest is counted correctly.
     """
     containers = body.count(b"[") + body.count(b"{")
     values = containers + body.count(b",")
@@ -84,7 +84,7 @@ def check_size(body: bytes, most_values: int) -> None:
     else:
         values, containers = strings, 0
     if values > most_values:
-        raise _too_many(values, "values", f"{most_values} (server.max_body_values)")
+        raise _too_many(values, "values", f"{most_values} ({limit})")
     if containers > MOST_CONTAINERS:
         raise _too_many(containers, "lists and objects", str(MOST_CONTAINERS))
 

@@ -12,12 +12,14 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+from starlette.exceptions import HTTPException
 
 from borders.field_table import PROMPT
 from borders.refusal import BadRequest
 from continuous_batching.routing.routing import RoutedPrompt
 from kv_cache.page_keys import page_keys, short_key
 from serving.adapters import NO_ADAPTERS, KnownAdapters
+from serving.api.access import check_size
 from serving.api.api_keys import Client
 from serving.api.messages import MessagesBody
 from serving.api.responses_input import messages_of, tool_choice_of, tools_of
@@ -27,6 +29,9 @@ from serving.text.tokenizer import Text
 PART_BYTES = 256  # bytes of a part of a text
 BYTES_A_TOKEN = 4  # an estimate
 _MOST_PARTS = 4096
+MOST_VALUES = 300_000  # a body with more is judged by its text; replicas refuse it by default
+MOST_LENIENT_BYTES = 2**20  # a body that `RoutedBody` does not fit is decoded on the event loop
+OWN_LIMIT = "the router's own limit"  # what refusals call what is no setting of it
 _PROMPT_FIELDS = (*PROMPT, "tools", "tool_choice")
 
 
@@ -68,31 +73,54 @@ _decode = msgspec.json.Decoder(RoutedBody).decode
 _decode_response = msgspec.json.Decoder(RoutedResponse).decode
 
 
-def _read_leniently(body: bytes) -> RoutedBody:
-    """Read a body as Python does, which takes half a character's escape and NaN, as replicas do."""
-    found = json.loads(body)
-    model, stream = (found.get(name) if isinstance(found, dict) else None for name in ("model", "stream"))
-    return RoutedBody(
-        model=model if isinstance(model, str) else None, stream=stream if isinstance(stream, bool) else None
-    )
+def _read_leniently(body: bytes, trouble: Exception) -> RoutedBody:
+    """Read a body as Python does, which takes half a character's escape and NaN, as replicas do.
+
+    `trouble` is why it could not be read otherwise. Raises HTTPException where it would take too long.
+    """
+    if not body[:PART_BYTES].lstrip().startswith(b"{"):  # it may be a form with a file
+        return RoutedBody()
+    if len(body) > MOST_LENIENT_BYTES:
+        problem = f"the body has {len(body)} bytes, and may have {MOST_LENIENT_BYTES} ({OWN_LIMIT})"
+        raise HTTPException(413, f"{problem} where its fields are not as they must be: {trouble}")
+    check_size(body, MOST_VALUES, OWN_LIMIT)
+    with suppress(ValueError, RecursionError):
+        found = json.loads(body)
+        model, stream = (found.get(name) for name in ("model", "stream"))
+        return RoutedBody(
+            model=model if isinstance(model, str) else None,
+            stream=stream if isinstance(stream, bool) else None,
+        )
+    return RoutedBody()
 
 
 class Prompts:
-    """Reads prompts; `text`, `page_size` and `adapters` are those of the replicas, or None, 0 and none."""
+    """Reads prompts; `text`, `page_size` and `adapters` are those of the replicas, or None, 0 and none.
+
+    A body of more than `most_values` is judged by its text.
+    """
 
     def __init__(
-        self, text: Text | None = None, page_size: int = 0, adapters: KnownAdapters = NO_ADAPTERS
+        self,
+        text: Text | None = None,
+        page_size: int = 0,
+        adapters: KnownAdapters = NO_ADAPTERS,
+        most_values: int = MOST_VALUES,
     ) -> None:
         self._text = text
         self._adapters = adapters
         self.page_size = page_size
+        self._most_values = most_values
 
     def asked(self, body: bytes) -> RoutedBody:
-        """Return the fields of a body; of one that cannot be read whole, its model and whether it streams."""
-        for decode in (_decode, _read_leniently):
-            with suppress(ValueError, msgspec.MsgspecError, RecursionError):
-                return decode(body)
-        return RoutedBody()
+        """Return the fields of a body; of one that cannot be read whole, its model and whether it streams.
+
+        Raises HTTPException for one that cannot, and is too large to be read in another way.
+        """
+        try:
+            return _decode(body)
+        except (ValueError, msgspec.MsgspecError, RecursionError) as trouble:
+            return _read_leniently(body, trouble)
 
     def read(
         self,
@@ -110,12 +138,13 @@ class Prompts:
         salt = client.salted(asked.cache_salt or "")
         if self.page_size and is_of_recipe:
             try:
+                check_size(body, self._most_values)
                 if is_message:
                     return self._pages(_of_a_message(body), salt)
                 if bytes(asked.input):
                     return self._pages(_of_a_chat(_decode_response(body)), salt)
                 return self._pages(msgspec.json.decode(body, type=dict[str, Any]), salt)
-            except (BadRequest, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            except (HTTPException, BadRequest, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 pass  # the replica will say what is wrong with it
         return _parts(asked.text, asked.model, salt)
 

@@ -37,7 +37,7 @@ from serving.router.fair_turns import ModelTurns
 from serving.router.fleet_figures import FleetFigures
 from serving.router.membership import FleetMembers
 from serving.router.models import FleetModels
-from serving.router.prompts import Prompts
+from serving.router.prompts import MOST_VALUES, OWN_LIMIT, Prompts
 from serving.router.proxy import Proxy
 from serving.router.replicas import ReplicaTrust, upstream_of
 from serving.router.resuming import KnownAnswers
@@ -173,7 +173,6 @@ log = logging.getLogger("route")
 
 _MOST_BODY_BYTES = 2**26  # a replica has a limit of its own
 _MOST_BODIES_BYTES = 2**29
-OWN_LIMIT = "the router's own limit"  # what refusals call these
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +219,12 @@ def run_router(options: RouterOptions) -> int:
 def _run(options: RouterOptions) -> None:
     logging.getLogger(access.__name__).setLevel(logging.INFO if options.log_requests else logging.WARNING)
     text, page_size, share_prefixes, adapters, recipe_name = None, 0, False, NO_ADAPTERS, ""
+    most_values = MOST_VALUES
     tls, trust = options.tls.for_clients(), ReplicaTrust(tls=options.tls.for_replicas(options.tls_authority))
     if options.recipe is not None:
         recipe = load(options.recipe, options.overrides, options.profile)
         text, share_prefixes = Text.of(recipe), recipe.server.share_prefixes
+        most_values = recipe.server.max_body_values
         recipe_name = options.model_name or name_of(recipe.model.path, options.recipe)
         adapters = KnownAdapters(recipe.adapters)
         page_size = recipe.cache.page_size if recipe.cache.prefix_sharing else 0
@@ -243,7 +244,7 @@ def _run(options: RouterOptions) -> None:
     turns = ModelTurns(lambda turn: options.most_open * max(1, models.num_open(turn, routing.is_open)))
     answers = KnownAnswers()
     figures = FleetFigures(routing, members.replicas, turns, answers)
-    prompts = Prompts(text, page_size if options.route == "prefix" else 0, adapters)
+    prompts = Prompts(text, page_size if options.route == "prefix" else 0, adapters, most_values)
     is_local = not keys.are_needed and options.host in LOOPBACK
     proxy = Proxy(
         routing,

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.exceptions import HTTPException
 
 from kv_cache.page_keys import page_keys, short_key
 from recipes.schema.adapters_section import AdaptersSection
 from recipes.schema.reader import load
 from serving.adapters import KnownAdapters
+from serving.api.access import MOST_CONTAINERS
 from serving.api.api_keys import ANYBODY
-from serving.router.prompts import PART_BYTES, Prompts
+from serving.router.prompts import MOST_LENIENT_BYTES, PART_BYTES, Prompts
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
 
@@ -141,6 +143,24 @@ def test_what_cannot_be_read_is_judged_by_its_text() -> None:
     ):
         asked = prompts.asked(data)
         assert (asked.model, asked.stream) == ("a", True)
+
+
+def test_too_many_values_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fits the router's fields is for the replica to refuse; what does not is refused at once."""
+    many = b'{"model": "a", "prompt": [%s]' % b",".join([b"{}"] * (MOST_CONTAINERS + 1))
+    for name in ("json.loads", "msgspec.json.decode"):
+        monkeypatch.setattr(f"serving.router.prompts.{name}", pytest.fail)
+    prompts = Prompts(TEXT, 16)
+    asked = prompts.asked(many + b"}")
+    assert asked.model == "a"
+    assert prompts.read(many + b"}", asked, ANYBODY).tokens_a_key != 16
+    with pytest.raises(HTTPException, match="lists and objects, and may hold 16384") as refusal:
+        prompts.asked(many + b', "user": 5}')
+    assert refusal.value.status_code == 413
+    long = b'{"user": 5, "prompt": "%s"}' % (b"a" * MOST_LENIENT_BYTES)
+    with pytest.raises(HTTPException, match=r"may have 1048576 .*: Expected `str"):
+        prompts.asked(long)
+    assert prompts.asked(b"--a\r\n" + many).model is None, "a form with a file"
 
 
 def test_without_a_recipe_the_system_and_the_tools_count() -> None:

@@ -19,10 +19,9 @@ from serving.api.access import AccessControl, BodyMemory
 from serving.api.api_keys import ApiKeys
 from serving.router.fair_turns import ModelTurns
 from serving.router.fleet_figures import FleetFigures
-from serving.router.prompts import Prompts
+from serving.router.prompts import OWN_LIMIT, Prompts
 from serving.router.proxy import ClientWatch, Proxy
 from serving.router.replicas import FleetReplica
-from serving.router.server import OWN_LIMIT
 from serving.router.upstream import Upstream
 from serving.server import SignalFreeServer, configuration, listener_at
 from tests.patience import PATIENCE_S
