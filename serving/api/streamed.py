@@ -65,7 +65,7 @@ class StreamedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the parts."""
-        pace = _Pace(send, self._keep_alive.event_end)
+        pace = Pace(send, self._keep_alive.event_end)
         works = [self._send(pace), gone(receive), self._cut()]
         if self._keep_alive.every_s:
             works.append(self._stay_alive(pace))
@@ -86,7 +86,7 @@ class StreamedResponse(Response):
             pace.close()
             self._end()
 
-    async def _send(self, pace: _Pace) -> None:
+    async def _send(self, pace: Pace) -> None:
         await pace.send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         more = True
         async with contextlib.aclosing(self._parts):
@@ -97,7 +97,7 @@ class StreamedResponse(Response):
         if more:
             await pace.send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _stay_alive(self, pace: _Pace) -> None:
+    async def _stay_alive(self, pace: Pace) -> None:
         """Send a sign of life after each silence between two events, until this is cancelled."""
         every_s = self._keep_alive.every_s
         sign: Message = {"type": "http.response.body", "body": self._keep_alive.sign, "more_body": True}
@@ -109,14 +109,14 @@ class StreamedResponse(Response):
             await asyncio.sleep(every_s - silent_s if silent_s < every_s else every_s)
 
 
-class _Pace:
+class Pace:
     """Sends messages one after the other, and measures how long the client made the server wait.
 
     `is_late` is done once that is too long. A timer looks for it, since a limit on each message would cost
     more than the message itself; it is exact, because the time left shrinks only while a message waits.
     """
 
-    def __init__(self, send: Send, event_end: bytes) -> None:
+    def __init__(self, send: Send, event_end: bytes = b"\n\n") -> None:
         self._loop = asyncio.get_running_loop()
         self._send = send
         self._event_end = event_end
@@ -136,10 +136,11 @@ class _Pace:
         """Send a message."""
         async with self._in_turn:
             self._began_s, self.is_between_events = time.monotonic(), False
-            await self._send(message)
             body = message.get("body", b"")
+            self._left_s += len(body) / SLOWEST_BYTES_S  # now, since one message may be a long answer
+            await self._send(message)
             self.sent_s = time.monotonic()
-            self._left_s += len(body) / SLOWEST_BYTES_S - (self.sent_s - self._began_s)
+            self._left_s -= self.sent_s - self._began_s
             self._began_s = None
             self.is_between_events = message.get("more_body", True) and (
                 not body or body.endswith(self._event_end)

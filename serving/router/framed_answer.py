@@ -6,6 +6,7 @@ tokens before it has begun, is treated as lost: what it sends cannot be continue
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -26,6 +27,7 @@ from serving.router.reply import (
 from serving.router.resuming import KnownAnswer
 from serving.router.upstream import HeaderLines, Lost, UpstreamAnswer
 
+STALL_S = 1.0  # a client that keeps one part waiting for so long may have its replica cut the answer
 _END_S = 1.0  # time in which a connection must end its answer behind the last frame, to be used again
 
 
@@ -70,6 +72,7 @@ class FramedAnswer:
         self._headers = [each for each in headers if each[0] != b"content-type"]
         self._unsent = b""  # what `grow` has noted since `send`
         self._is_unsent_begun = False  # tokens are part of it
+        self.has_stalled = False  # its client has kept it waiting
         self.is_long = False  # it is no stream, and its client has a part of it
 
     async def read(self) -> list[AnswerBegun | list[Grown] | Over]:
@@ -121,7 +124,9 @@ class FramedAnswer:
     async def send(self) -> None:
         """Send on what is noted."""
         if self._unsent:
+            since_s = time.monotonic()
             await self._reply.part(self._take())
+            self.has_stalled |= time.monotonic() - since_s >= STALL_S
 
     def _take(self) -> bytes:
         """Return what is noted, which the caller sends."""

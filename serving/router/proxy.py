@@ -144,7 +144,8 @@ class Proxy:
         is_bound = scope["method"] == "POST"  # what is posted is for a model, or for the server of one
         asked = self._prompts.asked(body) if is_bound else _NOTHING_ASKED
         is_stream = bool(asked.stream) and scope["path"] in _GENERATIONS
-        reply = Reply(send, scope["path"], self._keep_alive_s, is_stream=is_stream)
+        cut_off = partial(_cut_off, scope)
+        reply = Reply(send, scope["path"], self._keep_alive_s, cut_off, is_stream=is_stream)
         try:
             if is_bound:
                 self._models.others_than(asked.model)  # raises what would be in vain to wait for
@@ -419,11 +420,13 @@ class Proxy:
                 await framed.send()
         except Lost as lost:
             await framed.send()  # An answer that goes on elsewhere has reached its client so far.
+            if framed.has_stalled:  # its replica was left with what the client does not read
+                known.give_up("its client read too slowly")
             known.check_resumable()
             if known.can_go_on:
                 raise Interrupted(str(lost)) from lost
             if known.is_sent:
-                self._record_loss(counted.replica, lost)
+                self._record_loss(counted.replica, lost, is_its_own=not framed.has_stalled)
                 if framed.is_long:  # an event would be bytes of its JSON
                     _cut_off(routed.scope)
                 else:
@@ -476,8 +479,8 @@ class Proxy:
             return
         await reply.part(b"", more=False)
 
-    def _record_loss(self, replica: FleetReplica, lost: Lost) -> None:
-        replica.num_lost += 1
+    def _record_loss(self, replica: FleetReplica, lost: Lost, *, is_its_own: bool = True) -> None:
+        replica.num_lost += is_its_own
         self._figures.cut_off()
         log.warning("%s: %s; its client is told", replica.url, lost)
 
@@ -538,7 +541,7 @@ class ClientWatch:
 
 
 def _cut_off(scope: Scope) -> None:
-    """Break the client's connection, so that half an answer does not look whole."""
+    """Break the client's connection: half an answer must not look whole, nor wait for its reader for ever."""
     cut_off: Callable[[], None] = scope["state"]["cut_off"]
     cut_off()
 

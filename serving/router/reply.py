@@ -17,7 +17,7 @@ import msgspec
 from starlette.types import Message, Send
 
 from serving.api.errors import error_body
-from serving.api.streamed import COMMENT, EVENTS
+from serving.api.streamed import COMMENT, EVENTS, Pace
 from serving.router.upstream import HeaderLines
 
 MESSAGES = "/v1/messages"  # Anthropic's path, and the beginning of its others
@@ -116,11 +116,14 @@ class Reply:
     """The answer to one request.
 
     If it `is_stream`, its client gets a sign of life between two events after `every_s` of silence; 0: none.
-    The caller calls `end`.
+    A client that reads too slowly is dropped by `cut_off`. The caller calls `end`.
     """
 
-    def __init__(self, send: Send, path: str, every_s: float, *, is_stream: bool) -> None:
-        self._send = send
+    def __init__(
+        self, send: Send, path: str, every_s: float, cut_off: Callable[[], None], *, is_stream: bool
+    ) -> None:
+        self._pace = Pace(send)
+        self._pace.is_late.add_done_callback(lambda _: cut_off())
         self._path = path
         self._every_s = every_s
         self._sign = _PING if path.startswith(MESSAGES) else COMMENT
@@ -174,7 +177,8 @@ class Reply:
         await self.whole(status, headers, own_error(self._path, status, message, param, code))
 
     async def end(self) -> None:
-        """Send no more signs of life."""
+        """Send nothing more."""
+        self._pace.close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -204,6 +208,6 @@ class Reply:
     async def _put(self, message: Message) -> None:
         body = message.get("body", b"")
         self._is_between = False
-        await self._send(message)
+        await self._pace.send(message)
         self._sent_s = self._loop.time()
         self._is_between = message.get("more_body", True) and (not body or body.endswith(_ENDS))

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from continuous_batching.routing.routing import Routing
 from continuous_batching.routing.splitting import Split, Splitting
+from serving.api import streamed
 from serving.api.access import AccessControl, BodyMemory
 from serving.api.api_keys import ApiKeys
 from serving.router.fair_turns import ModelTurns
@@ -119,6 +120,7 @@ class Fleet:
         self.most_open = 100
         self.parts: list[bytes] = []  # what the last client has received
         self.num_cut = 0  # connections to clients that were broken
+        self.reads = True  # clients read what they are sent
 
     async def __aenter__(self) -> Fleet:
         self.routing = Routing(len(self.stubs), "round_robin")
@@ -172,6 +174,8 @@ class Fleet:
         async def send(message: Any) -> None:
             nonlocal status
             status = message.get("status", status)
+            if not self.reads:
+                await asyncio.Event().wait()
             if message["type"] == "http.response.body":
                 parts.append(message.get("body", b""))
             if leaves_after is not None and len(parts) >= leaves_after:
@@ -179,6 +183,7 @@ class Fleet:
 
         def cut_off() -> None:
             self.num_cut += 1
+            asyncio.get_running_loop().call_soon(leave)
 
         state: dict[str, Any] = {"cut_off": cut_off}
 
@@ -315,6 +320,19 @@ def test_a_client_that_goes_away_ends_its_request() -> None:
             assert fleet.stubs[0] is not None
             while not fleet.stubs[0].num_closed:
                 await asyncio.sleep(0.01)
+
+    run(test)
+
+
+def test_who_reads_too_slowly_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And holds its turn no longer, whatever its replica still sends."""
+    monkeypatch.setattr(streamed, "PATIENCE_S", 0.05)
+
+    async def test() -> None:
+        async with Fleet(stream(*WHOLE)) as fleet:
+            fleet.reads = False
+            await fleet.ask()
+            assert (fleet.num_cut, fleet.turns.num_open) == (1, 0)
 
     run(test)
 

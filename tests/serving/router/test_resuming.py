@@ -26,6 +26,7 @@ from serving.continuation import (
     framed,
     read_continuation,
 )
+from serving.router import framed_answer
 from serving.router import proxy as of_proxy
 from serving.router.resuming import KnownAnswer, KnownAnswers
 from serving.router.upstream import Lost
@@ -261,7 +262,7 @@ def test_what_cannot_go_on_is_told_with_the_reason(monkeypatch: pytest.MonkeyPat
         await asyncio.sleep(0.01)
         writer.transport.abort()
 
-    async def asked(script: Script, why: str, most_bytes: int = 2**20) -> None:
+    async def asked(script: Script, why: str, most_bytes: int = 2**20) -> int:
         async with Telling(script, other) as fleet:
             fleet.proxy._answers = KnownAnswers(most_bytes)
             _, body = await fleet.ask()
@@ -269,6 +270,7 @@ def test_what_cannot_go_on_is_told_with_the_reason(monkeypatch: pytest.MonkeyPat
             assert why in error_of(body)["message"]
             assert NOT_RESUMED_HEADER.encode() not in body
             assert fleet.num_asked() == [1, 0]
+            return fleet.replicas[0].num_lost
 
     async def test() -> None:
         await asked(samples, "which did not go on elsewhere because it has several samples")
@@ -279,6 +281,9 @@ def test_what_cannot_go_on_is_told_with_the_reason(monkeypatch: pytest.MonkeyPat
             assert "a replica refused with status 400 to continue it" in error_of(body)["message"]
             assert fleet.num_asked() == [1, 1, 0]
         await asked(dies(BEGUN, grown(1)), "the router's memory for answers is full", most_bytes=10)
+        monkeypatch.setattr(framed_answer, "STALL_S", 0.0)
+        num_lost = await asked(dies(BEGUN, grown(1)), "its client read too slowly")
+        assert not num_lost, "a replica cuts what is not read"
 
     run(test)
 
