@@ -529,15 +529,6 @@ def _write(draw: RandomInputs) -> dict[str, Any]:
     }
 
 
-def _update(draw: RandomInputs) -> dict[str, Any]:
-    tokens, rows, width = draw.number(1, 200), 256, (draw.one(1, 4), draw.one(64, 128))
-    return {
-        "input": draw.tensor(rows, *width),
-        "indices": draw.order(rows)[:tokens, None].int(),
-        "updates": draw.tensor(tokens, *width),
-    }
-
-
 def _norm(draw: RandomInputs) -> dict[str, Any]:
     width = draw.one(64, 128, 1024, 4096)
     return {"input": draw.tensor(draw.number(1, 200), width), "gamma": draw.tensor(width), "epsilon": 1e-6}
@@ -757,7 +748,6 @@ Maker = Callable[[RandomInputs], dict[str, Any]]
 MAKERS: Mapping[str, Maker] = {
     "npu_fused_infer_attention_score": _attention,
     "npu_scatter_pa_kv_cache": _write,
-    "npu_scatter_nd_update_": _update,
     "npu_kv_rmsnorm_rope_cache": _latent_write,
     "npu_transpose_batchmatmul": _latent_product,
     "npu_mla_prolog_v3": _latent_prolog,
@@ -796,7 +786,6 @@ ATB_MAKERS: Mapping[str, Maker] = {
     "_npu_paged_attention": _atb_decodes,
     "_npu_paged_attention_splitfuse_v2": _atb_spans,
     "_npu_reshape_and_cache": _atb_write,
-    "npu_scatter_nd_update_": _update,
     "npu_rms_norm": _norm,
     "npu_add_rms_norm": _add_norm,
     "npu_apply_rotary_pos_emb": _rotary,
@@ -825,7 +814,6 @@ _CACHES = ("key_cache", "value_cache")
 WRITTEN = {
     "npu_scatter_pa_kv_cache": _CACHES,
     "_npu_reshape_and_cache": _CACHES,
-    "npu_scatter_nd_update_": ("input",),
     "npu_kv_rmsnorm_rope_cache": ("k_cache", "ckv_cache"),
     "npu_qkv_rms_norm_rope_cache": ("q_out", "k_cache", "v_cache"),
     "npu_mla_prolog_v3": ("kv_cache", "kr_cache"),
@@ -838,7 +826,7 @@ TILED = {"npu_mla_prolog_v3": ("weight_dq", "weight_uq_qr", "weight_dkv_kr")}
 PACKED = {"npu_weight_quant_batchmatmul": ("weight",)}
 UNORDERED = ("npu_lightning_indexer", "npu_quant_lightning_indexer")
 COPIES = (
-    *("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache", "npu_scatter_nd_update_", "npu_format_cast"),
+    *("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache", "npu_format_cast"),
     "npu_prefetch",
 )
 

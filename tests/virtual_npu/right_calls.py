@@ -16,7 +16,6 @@ from tests.virtual_npu import delta_rule_calls, dispatch_calls, summed_calls
 from tests.virtual_npu.batches import MASK, first_version, int8_pages, paged
 from tests.virtual_npu.calls import HALVES, Arguments, pick
 from virtual_npu.contract import Conditions
-from virtual_npu.operators.atb import in_tiles
 from virtual_npu.sample_calls import makers, sample_call
 from virtual_npu.simulated_products import A2, A3, A5, P310, PRODUCTS
 from virtual_npu.verify import sent
@@ -81,7 +80,7 @@ def fused_attention(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
 
 def rows(rng: np.random.Generator, dtype: torch.dtype, heads: tuple[int, int]) -> Arguments:
     """A batch with an axis for sequences, in some layout and mode."""
-    layout = pick(rng, "BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD")
+    layout = pick(rng, "BSND", "BNSD", "BNSD_BSND")
     batch, many = int(rng.integers(1, 4)), "_" in layout
     queries = int(rng.integers(2, 9)) if many else pick(rng, 1, 7)
     keys, dim, mode = queries + int(rng.integers(9)), pick(rng, 16, 80), int(rng.integers(5))
@@ -106,10 +105,7 @@ def rows(rng: np.random.Generator, dtype: torch.dtype, heads: tuple[int, int]) -
 
 def in_layout(tensor: Tensor, layout: str) -> Tensor:
     """[B, S, N, D] in the order of a layout's input."""
-    order = layout.partition("_")[0]
-    if order == "BSH":
-        return tensor.flatten(2)
-    return tensor.transpose(1, 2).contiguous() if order == "BNSD" else tensor
+    return tensor.transpose(1, 2).contiguous() if layout.startswith("BNSD") else tensor
 
 
 def first_fused_attention(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
@@ -137,21 +133,12 @@ def given_outputs(
 def outputs(arguments: Arguments) -> Arguments:
     """Outputs and workspace for a call."""
     query, layout = arguments["query"], arguments["input_layout"]
-    heads = arguments.get("num_query_heads", arguments.get("num_heads"))
     if layout == "TND":
         out, lse = query.shape, (*query.shape[:2], 1)
     else:
-        order = layout.partition("_")[0]
-        full = {"BSH": lambda: (*query.shape[:2], heads, query.shape[2] // heads)}.get(
-            order, lambda: tuple(query.transpose(1, 2).shape) if order == "BNSD" else tuple(query.shape)
-        )()
-        batch, tokens, _, dim = full
-        out = {
-            "BSH": (batch, tokens, heads * dim),
-            "BSND": full,
-            "BNSD": (batch, heads, tokens, dim),
-            "NBSD": (heads, batch, tokens, dim),
-        }[layout.rpartition("_")[2]]
+        full = query.transpose(1, 2).shape if layout.startswith("BNSD") else query.shape
+        batch, tokens, heads, dim = full
+        out = full if layout.endswith("BSND") else (batch, heads, tokens, dim)
         lse = (batch, heads, tokens, 1)
     return {
         "workspace": torch.empty(2**26, dtype=torch.uint8),
@@ -163,9 +150,7 @@ def split_cache(rng: np.random.Generator, pages: int, size: int, heads: int, dim
     return [torch.randn(pages, heads * dim // 16, size, 16).half() for _ in range(2)]
 
 
-def atb_over_pages(
-    decodes: bool, mask: str | None
-) -> Callable[[np.random.Generator], tuple[Arguments, Conditions]]:
+def atb_over_pages(decodes: bool) -> Callable[[np.random.Generator], tuple[Arguments, Conditions]]:
     """Calls of ATB's attention over pages: of single tokens, or of spans with a mask."""
 
     def call(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
@@ -191,42 +176,11 @@ def atb_over_pages(
             "context_lens": torch.tensor(keys, dtype=torch.int32),
             "out": torch.empty_like(query),
         }
-        if mask is not None:
-            arguments["seq_len"] = torch.tensor(queries, dtype=torch.int32)
-            at = torch.cat([torch.arange(m - n, m) for n, m in zip(queries, keys)])[:, None]
-            arguments["mask"] = compressed() if mask == "rows" else in_tiles(hidden(at, max(keys)))
+        if not decodes:
+            arguments |= {"seq_len": torch.tensor(queries, dtype=torch.int32), "mask": compressed()}
         return arguments, Conditions(product=product)
 
     return call
-
-
-def atb_over_keys(compress: bool) -> Callable[[np.random.Generator], tuple[Arguments, Conditions]]:
-    """Calls of ATB's attention over keys as they are."""
-
-    def call(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-        lens = rng.integers(1, 30, int(rng.integers(1, 4))).tolist()
-        heads, kv_heads = pick(rng, (2, 2), (4, 1))
-        query, key = torch.randn(sum(lens), heads, 64).half(), torch.randn(sum(lens), kv_heads, 64).half()
-        side = 2048 if compress else max(lens)
-        return {
-            "query": query,
-            "key": key,
-            "value": key.clone(),
-            "mask": in_tiles(hidden(torch.arange(side)[:, None], side)),
-            "seq_len": torch.tensor(lens, dtype=torch.int32),
-            "scale_value": 0.125,
-            "num_heads": heads,
-            "num_kv_heads": kv_heads,
-            "out": torch.empty_like(query),
-        }, Conditions(product=P310)
-
-    return call
-
-
-def hidden(at: Tensor, columns: int) -> Tensor:
-    """What is added to the scores of queries at positions [R, 1]: -inf past each. float16 [R, columns]"""
-    mask = torch.zeros(len(at), columns, dtype=torch.float16)
-    return mask.masked_fill_(torch.arange(columns)[None] > at, -torch.inf)
 
 
 def compressed() -> Tensor:
@@ -244,7 +198,7 @@ def write(name: str) -> Callable[[np.random.Generator], tuple[Arguments, Conditi
         dtype = torch.float16 if product is P310 else pick(rng, *HALVES)
         tokens, heads, dim, size, pages = int(rng.integers(1, 40)), pick(rng, 1, 2), pick(rng, 32, 64), 64, 5
         cache = (pages, heads * dim // 16, size, 16) if split else (pages, size, heads, dim)
-        names = ("key",) if name.endswith("siso") else ("key", "value")
+        names = ("key", "value")
         slots = size + rng.permutation((pages - 1) * size)[:tokens]
         wide = scatter and bool(rng.integers(2))
         arguments = {each: torch.randn(tokens, heads, dim).to(dtype) for each in names}
@@ -343,15 +297,10 @@ DRAWN: dict[str, Draw] = {
     f"{FIA}_v2": fused_attention,
     f"{FIA}_v2.out": given_outputs(fused_attention),
     f"_{FIA}_v2_get_max_workspace": fused_attention,
-    ATB: atb_over_pages(decodes=True, mask=None),
-    f"{ATB}_get_workspace": atb_over_pages(decodes=True, mask=None),
-    f"{ATB}_splitfuse": atb_over_pages(decodes=False, mask="tiles"),
-    f"{ATB}_splitfuse_v2": atb_over_pages(decodes=False, mask="rows"),
-    "_npu_flash_attention": atb_over_keys(compress=False),
-    "_npu_flash_attention_v3": atb_over_keys(compress=True),
+    ATB: atb_over_pages(decodes=True),
+    f"{ATB}_splitfuse_v2": atb_over_pages(decodes=False),
     "npu_scatter_pa_kv_cache": write("npu_scatter_pa_kv_cache"),
     "_npu_reshape_and_cache": write("_npu_reshape_and_cache"),
-    "_npu_reshape_and_cache_siso": write("_npu_reshape_and_cache_siso"),
     "npu_qkv_rms_norm_rope_cache": joined_heads,
     "npu_rotary_mul": rotary_mul,
     "_npu_moe_token_unpermute": sampled("npu_moe_token_unpermute"),
@@ -366,7 +315,6 @@ DRAWN: dict[str, Draw] = {
 RIGHT = DRAWN | {
     name: sampled(name)
     for name in (
-        "npu_scatter_nd_update_",
         "npu_kv_rmsnorm_rope_cache",
         "npu_transpose_batchmatmul",
         "npu_mla_prolog_v3",

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.virtual_npu.batches import Dense, oracle, paged
-from tests.virtual_npu.right_calls import compressed, hidden
+from tests.virtual_npu.right_calls import compressed
 from virtual_npu.contract import Conditions
 from virtual_npu.operators import operator
-from virtual_npu.operators.atb import in_rows, in_tiles
 from virtual_npu.simulated_products import A2, P310
 
 LENS = {"decodes": [(1, 70), (1, 3), (1, 128)], "spans": [(1, 70), (40, 40), (9, 200)]}
@@ -57,40 +56,8 @@ def test_decodes(product: Any) -> None:
     torch.testing.assert_close(out.double(), oracle(dense)[0], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["_npu_paged_attention_splitfuse", "_npu_paged_attention_splitfuse_v2"])
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
-def test_spans(kind: str, lens: list[tuple[int, int]]) -> None:
-    at = torch.cat([torch.arange(m - n, m) for n, m in lens])[:, None]
-    mask = compressed() if kind.endswith("v2") else in_tiles(hidden(at, 200))
+def test_spans(lens: list[tuple[int, int]]) -> None:
     counts = torch.tensor([n for n, _ in lens], dtype=torch.int32)
-    out, dense = over_pages(kind, lens, mask=mask, seq_len=counts)
+    out, dense = over_pages("_npu_paged_attention_splitfuse_v2", lens, mask=compressed(), seq_len=counts)
     torch.testing.assert_close(out.double(), oracle(dense)[0], atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(("kind", "side"), [("_npu_flash_attention", 33), ("_npu_flash_attention_v3", 2048)])
-def test_prompts(kind: str, side: int) -> None:
-    lens = [5, 33, 1]
-    query, key, value = torch.randn(39, 4, 64), torch.randn(39, 2, 64), torch.randn(39, 2, 64)
-    out = torch.empty_like(query)
-    operator(kind)(
-        Conditions(product=P310, fp32=True),
-        query=query,
-        key=key,
-        value=value,
-        mask=in_tiles(hidden(torch.arange(side)[:, None], side)),
-        seq_len=torch.tensor(lens, dtype=torch.int32),
-        scale_value=0.125,
-        num_heads=4,
-        num_kv_heads=2,
-        out=out,
-    )
-    dense = Dense(*(list(each.split(lens)) for each in (query, key, value)), scale=0.125)
-    torch.testing.assert_close(out.double(), oracle(dense)[0], atol=1e-5, rtol=0)
-
-
-def test_tiles_hold_sixteen_columns_each() -> None:
-    mask = torch.arange(20 * 40).view(20, 40)
-    tiles = in_tiles(mask)
-    assert tiles.shape == (1, 3, 32, 16)
-    assert torch.equal(tiles[0, 1, :20], mask[:, 16:32])
-    assert torch.equal(in_rows(tiles)[:20, :40], mask)

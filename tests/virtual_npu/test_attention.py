@@ -68,7 +68,7 @@ def test_without_a_page_table_lengths_of_keys_add_up(dims: tuple[int, int]) -> N
     close(*V2(FP32, **arguments), dense)
 
 
-@each_of("layout", ["BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD"])
+@each_of("layout", ["BSND", "BNSD", "BNSD_BSND"])
 @each_of("mode", [0, 1, 2, 3, 4])
 def test_other_layouts(layout: str, mode: int) -> None:
     torch.manual_seed(mode)
@@ -235,11 +235,4 @@ def close(out: Tensor, lse: Tensor, dense: Dense) -> None:
 
 def laid_out(tensor: Tensor, order: str) -> Tensor:
     """[B, S, N, D] in another order."""
-    match order:
-        case "BSH":
-            tensor = tensor.flatten(2)
-        case "BNSD":
-            tensor = tensor.transpose(1, 2)
-        case "NBSD":
-            tensor = tensor.permute(2, 0, 1, 3)
-    return tensor.contiguous()
+    return (tensor.transpose(1, 2) if order == "BNSD" else tensor).contiguous()

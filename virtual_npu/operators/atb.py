@@ -1,7 +1,6 @@
 """Define the ATB operators that attention on the 310P calls, with the rules of a correct call.
 
-Keys lie in pages as [P, C, B, 16] on the 310P, and as [P, B, K, D] elsewhere. Masks are added to the scores:
-they hold 0 and -inf in tiles of 16 columns, except that of the second splitfuse, which lies in rows.
+Keys lie in pages as [P, C, B, 16] on the 310P, and as [P, B, K, D] elsewhere. A mask is added to the scores.
 
 Legend: T tokens, S sequences, H query heads, K kv heads, D head dim, P pages, B tokens a page,
 C = K * D / 16.
@@ -12,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,10 +26,9 @@ QUERY_ROWS = 256
 
 @dataclass(frozen=True)
 class AtbAttentionCall:
-    """One call of ATB's attention; `paged` says that its keys lie in pages."""
+    """One call of ATB's attention."""
 
     call: Call
-    paged: bool
 
     @cached_property
     def query_lens(self) -> list[int]:
@@ -41,7 +39,7 @@ class AtbAttentionCall:
     @cached_property
     def key_lens(self) -> list[int]:
         """The number of keys of each sequence."""
-        lens: list[int] = self.call["context_lens" if self.paged else "seq_len"].tolist()
+        lens: list[int] = self.call["context_lens"].tolist()
         return lens
 
     @cached_property
@@ -66,21 +64,17 @@ class AtbAttentionCall:
     @cached_property
     def pages(self) -> list[Tensor]:
         """The pages that each sequence reads, int64."""
-        if not self.paged:
-            return []
         counts = [-(-length // self.page_size) for length in self.key_lens]
         return [row[:count].long() for row, count in zip(self.call["block_table"], counts)]
 
     @cached_property
     def read(self) -> list[tuple[Tensor, Tensor]]:
         """The keys and values of each sequence, [keys, K, D]."""
-        if self.paged:
-            caches = [self.cache("key_cache"), self.cache("value_cache")]
-            return [
-                (caches[0][pages].flatten(0, 1)[:length], caches[1][pages].flatten(0, 1)[:length])
-                for pages, length in zip(self.pages, self.key_lens)
-            ]
-        return list(zip(*(self.call[name].split(self.key_lens) for name in ("key", "value"))))
+        caches = [self.cache("key_cache"), self.cache("value_cache")]
+        return [
+            (caches[0][pages].flatten(0, 1)[:length], caches[1][pages].flatten(0, 1)[:length])
+            for pages, length in zip(self.pages, self.key_lens)
+        ]
 
 
 def attend(asked: AtbAttentionCall) -> None:
@@ -103,35 +97,22 @@ def attend(asked: AtbAttentionCall) -> None:
         first += count
 
 
-def in_tiles(mask: Tensor) -> Tensor:
-    """Convert [rows, columns] to [1, columns / 16, rows, 16]; both are padded with 0 to multiples of 16."""
-    rows, columns = (-(-size // 16) * 16 for size in mask.shape)
-    padded = mask.new_zeros(rows, columns)
-    padded[: mask.shape[0], : mask.shape[1]] = mask
-    return padded.view(1, rows, columns // 16, 16).permute(0, 2, 1, 3).contiguous()
-
-
-def in_rows(mask: Tensor) -> Tensor:
-    """Invert `in_tiles`; returns [rows, columns]."""
-    return mask[0].transpose(0, 1).flatten(1)
-
-
 PAGED = "CANN PagedAttentionOperation"
 PLACED = "ascend-transformer-boost PagedAttentionFusionVariantPackParam"
 FIELD = "vllm-ascend _310p/attention"
 MASK_SIDE = 2048
 PAGE_ELEMENTS = 128 * 128  # most elements of one head in a page
 MOST_SEQUENCES = 2000  # limit of the 310P
-HIDES = -10000.0  # what the compressed mask in rows adds to a hidden score
-COMPRESSED = {"_npu_flash_attention_v3": 3, "_npu_paged_attention_splitfuse_v2": 5}
+HIDES = -10000.0  # what the mask adds to a hidden score
+MASK_TYPE = 5  # one mask for all positions, in rows
 
 
 def _dtype(call: Call) -> Iterator[Breach]:
     query = call["query"].dtype
-    for name in ("query", "key", "value", "key_cache", "value_cache", "out"):
+    for name in ("query", "key_cache", "value_cache", "out"):
         tensor = call[name]
         taken = call.conditions.product.dtypes
-        if tensor is not None and (tensor.dtype != query or not is_dtype(tensor, taken, call.conditions)):
+        if tensor.dtype != query or not is_dtype(tensor, taken, call.conditions):
             yield name, shape(tensor)
 
 
@@ -141,13 +122,6 @@ def _heads(call: Call) -> Iterator[Breach]:
         yield "query", f"{shape(query)} for {heads} heads over {kv_heads}"
     elif not 0 < query.shape[2] <= 256 or query.shape[2] % 16:
         yield "query", shape(query)
-
-
-def _keys(call: Call) -> Iterator[Breach]:
-    query, kv_heads = call["query"], call["num_kv_heads"]
-    for name in ("key", "value"):
-        if call[name] is not None and call[name].shape != (query.shape[0], kv_heads, query.shape[2]):
-            yield name, f"{shape(call[name])} beside query {shape(query)}, {kv_heads} kv heads"
 
 
 def _cache(call: Call) -> Iterator[Breach]:
@@ -237,36 +211,17 @@ def _batch(asked: AtbAttentionCall) -> Iterator[Breach]:
 
 
 def _mask_shape(asked: AtbAttentionCall) -> Iterator[Breach]:
-    mask, kind = asked.call["mask"], COMPRESSED.get(asked.call.operator)
-    rows = asked.call["query"].shape[0] if "splitfuse" in asked.call.operator else max(asked.key_lens)
-    if asked.call["mask_type"] != kind:
-        yield "mask_type", asked.call["mask_type"]
-    if kind == 5:
-        fits = tuple(mask.shape) == (MASK_SIDE, MASK_SIDE)
-    elif kind == 3:
-        fits = tuple(mask.shape) == (1, MASK_SIDE // 16, MASK_SIDE, 16)
-    else:
-        columns = -(-max(asked.key_lens) // 16)
-        fits = mask.dim() == 4 and (mask.shape[0], mask.shape[3]) == (1, 16)
-        fits = fits and mask.shape[1] >= columns and mask.shape[2] >= rows and mask.shape[2] % 16 == 0
-    if not fits or not is_dtype(mask, (torch.float16,), asked.call.conditions):
-        yield "mask", f"{shape(mask)} for {rows} rows"
+    call, mask = asked.call, asked.call["mask"]
+    if call["mask_type"] != MASK_TYPE:
+        yield "mask_type", call["mask_type"]
+    if mask.shape != (MASK_SIDE, MASK_SIDE) or not is_dtype(mask, (torch.float16,), call.conditions):
+        yield "mask", shape(mask)
 
 
 def _mask_content(asked: AtbAttentionCall) -> Iterator[Breach]:
-    mask, kind = asked.call["mask"], COMPRESSED.get(asked.call.operator)
-    rows = mask if kind == 5 else in_rows(mask)
-    hidden = HIDES if kind == 5 else -torch.inf
-    if kind is None and "splitfuse" in asked.call.operator:
-        at = [torch.arange(keys - count, keys) for count, keys in zip(asked.query_lens, asked.key_lens)]
-        positions = torch.cat(at)[:, None]
-    else:
-        positions = torch.arange(rows.shape[1] if kind else max(asked.key_lens))[:, None]
-    columns = rows.shape[1] if kind else max(asked.key_lens)
-    wanted = torch.zeros(len(positions), columns, dtype=rows.dtype)
-    wanted.masked_fill_(torch.arange(columns)[None] > positions, hidden)
-    if not torch.equal(rows[: len(positions), :columns], wanted):
-        yield "mask", f"not 0 up to each query and {hidden} after"
+    mask: Tensor = asked.call["mask"]
+    if not torch.equal(mask, torch.full_like(mask, HIDES).triu(1)):
+        yield "mask", f"not 0 up to each query and {HIDES} after"
 
 
 def _never_written(asked: AtbAttentionCall) -> Iterator[Breach]:
@@ -304,9 +259,6 @@ FIRST = (
         "leave them, or send them, there",
         _placed,
     ),
-)
-KEYS = (
-    Rule("keys", "key and value have a row a query", FIELD + "/attention_v1.py", "cut them alike", _keys),
 )
 CAPTURED = (
     Rule(
@@ -368,39 +320,19 @@ READ_PAGES = (
 MASK = (
     Rule(
         "mask-shape",
-        "the mask is float16 in tiles, [1, columns / 16, rows, 16], of 2048 with mask_type 3; "
-        "with mask_type 5 it is [2048, 2048]",
+        "the mask is float16, [2048, 2048] with mask_type 5",
         FIELD + "/attention_mask.py",
         "make it as the source does",
         _mask_shape,
     ),
     Rule(
         "mask-content",
-        "the mask adds 0 up to each query's own key, and -inf after it, or -10000 with mask_type 5",
+        "the mask adds 0 up to each query's own key, and -10000 after it",
         FIELD + "/attention_mask.py",
         "make it as the source does",
         _mask_content,
     ),
 )
-
-WORKSPACE = 2**20
-_CACHES = "Tensor query, Tensor key_cache, Tensor value_cache, "
-_SPLITFUSE = (
-    _CACHES + "Tensor block_table, Tensor context_lens, Tensor mask, Tensor seq_len, int num_kv_heads, "
-    "int num_heads, float scale_value, "
-)
-_DECODE = (
-    _CACHES + "int num_kv_heads, int num_heads, float scale_value, Tensor block_table, Tensor context_lens, "
-    "Tensor(a!) out"
-)
-_FLASH = (
-    "Tensor query, Tensor key, Tensor value, Tensor mask, Tensor seq_len, float scale_value, int num_heads, "
-    "int num_kv_heads, "
-)
-
-
-def _workspace(asked: AtbAttentionCall) -> Tensor:
-    return torch.empty(WORKSPACE, dtype=torch.uint8)
 
 
 def _over_pages(schema: str, products: tuple[Product, ...], more: tuple[Rule, ...] = ()) -> Operator:
@@ -408,7 +340,7 @@ def _over_pages(schema: str, products: tuple[Product, ...], more: tuple[Rule, ..
         schema=schema,
         products=products,
         source=f"{PAGED}; {FIELD}/attention_v1.py",
-        read=partial(AtbAttentionCall, paged=True),
+        read=AtbAttentionCall,
         first=FIRST + PAGES,
         rules=READ_PAGES + more,
         captured=CAPTURED,
@@ -416,36 +348,18 @@ def _over_pages(schema: str, products: tuple[Product, ...], more: tuple[Rule, ..
     )
 
 
-def _over_keys(schema: str) -> Operator:
-    return Operator(
-        schema=schema,
-        products=(P310,),
-        source=f"CANN SelfAttentionOperation; {FIELD}/attention_v1.py",
-        read=partial(AtbAttentionCall, paged=False),
-        first=FIRST + KEYS,
-        rules=MASK,
-        captured=CAPTURED,
-        reference=attend,
-    )
-
-
+_CACHES = "Tensor query, Tensor key_cache, Tensor value_cache, "
 OPERATORS = (
-    _over_pages(f"atb::_npu_paged_attention({_DECODE}, *, Tensor? workspace=None) -> ()", (P310, A2, A3)),
-    Operator(
-        schema=f"atb::_npu_paged_attention_get_workspace({_DECODE}) -> Tensor",
-        products=(P310, A2, A3),
-        source=PAGED,
-        read=partial(AtbAttentionCall, paged=True),
-        first=FIRST + PAGES,
-        rules=(),
-        reference=_workspace,
-    ),
-    _over_pages(f"atb::_npu_paged_attention_splitfuse({_SPLITFUSE}Tensor(a!) out) -> ()", (P310,), MASK),
     _over_pages(
-        f"atb::_npu_paged_attention_splitfuse_v2({_SPLITFUSE}*, int? mask_type=5, Tensor(a!) out) -> ()",
+        f"atb::_npu_paged_attention({_CACHES}int num_kv_heads, int num_heads, float scale_value, "
+        "Tensor block_table, Tensor context_lens, Tensor(a!) out, *, Tensor? workspace=None) -> ()",
+        (P310, A2, A3),
+    ),
+    _over_pages(
+        f"atb::_npu_paged_attention_splitfuse_v2({_CACHES}Tensor block_table, Tensor context_lens, "
+        "Tensor mask, Tensor seq_len, int num_kv_heads, int num_heads, float scale_value, "
+        "*, int? mask_type=5, Tensor(a!) out) -> ()",
         (P310,),
         MASK,
     ),
-    _over_keys(f"atb::_npu_flash_attention({_FLASH}Tensor(a!) out) -> ()"),
-    _over_keys(f"atb::_npu_flash_attention_v3({_FLASH}*, int? mask_type=3, Tensor(a!) out) -> ()"),
 )

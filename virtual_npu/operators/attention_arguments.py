@@ -84,7 +84,7 @@ def _table(call: Call) -> Iterator[Breach]:
 
 def _heads_last(call: Call, tensor: Tensor) -> torch.Size:
     """Return the shape of an unpacked query or key as [Q, S, heads, D]."""
-    return heads_last(tensor, order(call), 1).shape
+    return heads_last(tensor, order(call)).shape
 
 
 def short(lens: list[int]) -> str:
@@ -94,7 +94,7 @@ def short(lens: list[int]) -> str:
 
 def _single(call: Call) -> bool:
     """Return whether each sequence has one query, as in decodes."""
-    query = heads_last(call["query"], order(call), call["num_query_heads"])
+    query = heads_last(call["query"], order(call))
     if packed(call):
         return list(call["actual_seq_qlen"] or ()) == list(range(1, len(query) + 1))
     return query.shape[1] == 1
@@ -130,9 +130,9 @@ def _scale(call: Call) -> Iterator[Breach]:
 
 
 def _output_order(call: Call) -> Iterator[Breach]:
-    if call["input_layout"] in ("BNSD_BSND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD"):
-        rows = heads_last(call["query"], order(call), call["num_query_heads"]).shape[1]
-        if rows < 2 or (rows > 16 and call["input_layout"].endswith("NBSD")):
+    if call["input_layout"] == "BNSD_BSND":
+        rows = heads_last(call["query"], order(call)).shape[1]
+        if rows < 2:
             yield "input_layout", f"{call['input_layout']} with {rows} query tokens a sequence"
 
 
@@ -225,7 +225,7 @@ OPTIONS = (
     Rule("scale", "the scale is above 0 and finite", DOC, "pass head_dim ** -0.5", _scale),
     Rule(
         "output-order",
-        "an output in another order wants more than one query token, and NBSD at most 16",
+        "an output in another order wants more than one query token",
         DOC,
         "use the same order for both",
         _output_order,

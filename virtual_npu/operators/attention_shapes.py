@@ -43,7 +43,7 @@ LATENT, ROPE = 512, 64
 MOST_LATENT_HEADS = 128
 INT8_STEP = 32  # bytes to which heads and pages in int8 are aligned
 # Number of the query's axes by their order.
-AXES = {"BSH": 3, "BSND": 4, "BNSD": 4, "TND": 3, "NTD": 3}
+AXES = {"BSND": 4, "BNSD": 4, "TND": 3, "NTD": 3}
 
 
 def order(call: Call) -> str:
@@ -66,7 +66,7 @@ def head_dim(call: Call, name: str = "query") -> int:
     tensor: Tensor = call[name]
     heads = int(call["num_query_heads"]) if name == "query" else num_kv_heads(call)
     paged = name != "query" and call["block_table"] is not None
-    if (paged and tensor.dim() == 3) or (not paged and order(call) == "BSH"):
+    if paged and tensor.dim() == 3:
         return tensor.shape[-1] // heads
     return tensor.shape[-1]
 
@@ -182,12 +182,12 @@ def _heads(call: Call) -> Iterator[Breach]:
 
 
 def _heads_fit(call: Call) -> Iterator[Breach]:
-    at = {"BSH": None, "BSND": 2, "BNSD": 1, "TND": 1, "NTD": 0}[order(call)]
+    at = {"BSND": 2, "BNSD": 1, "TND": 1, "NTD": 0}[order(call)]
     names = ["query"] if call["block_table"] is not None else ["query", "key", "value"]
     for name in names:
         heads = int(call["num_query_heads"]) if name == "query" else num_kv_heads(call)
         tensor: Tensor = call[name]
-        if tensor.shape[-1] % heads if at is None else tensor.shape[at] != heads:
+        if tensor.shape[at] != heads:
             yield name, f"{shape(tensor)} for {heads} heads"
 
 
@@ -257,7 +257,13 @@ def _contiguous(call: Call) -> Iterator[Breach]:
 
 
 SHAPES = (
-    Rule("layout", f"the layouts are {', '.join(LAYOUTS)}", DOC, "choose TND for a packed batch", _layout),
+    Rule(
+        "layout",
+        f"of the layouts, {', '.join(LAYOUTS)} are modelled here",
+        DOC,
+        "choose TND for a packed batch",
+        _layout,
+    ),
     Rule(
         "modelled",
         "other quantisation, shifts, padding and shared prefixes are outside what is checked here",
@@ -286,7 +292,7 @@ SHAPES = (
     Rule(
         "int8",
         "int8 keys and values, with a scale for each channel, are read on the 910B and the 910C from pages of"
-        " a multiple of 32, by a single query a sequence in BSH, BSND or BNSD, of heads of a multiple of 32;"
+        " a multiple of 32, by a single query a sequence in BSND or BNSD, of heads of a multiple of 32;"
         " pages in FRACTAL_NZ, which up to 16 queries read, are not modelled here",
         "op-plugin npu_fused_infer_attention_score: paging with Q_S 1, pseudo-quantisation in TND",
         "pass each query as a sequence, or multiply keys and values by their scales before the call",

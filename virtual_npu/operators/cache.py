@@ -1,4 +1,4 @@
-"""Define the operators that write to the paged cache, or replace rows of a tensor in place, with their rules.
+"""Define the operators that write to the paged cache, with their rules.
 
 Legend: T tokens or rows written, K kv heads, D head dim, P pages, B tokens a page, C = K * D / 16.
 """
@@ -15,82 +15,6 @@ from virtual_npu.contract import Breach, Call, Operator, Rule, is_dtype, shape
 from virtual_npu.operators.paging import NULL_PAGE, holding_rules
 from virtual_npu.simulated_products import A2, A3, A5, P310
 
-UPDATE = "op-plugin npu_scatter_nd_update_"
-ROW_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int64, torch.int8)
-ON_310P = (torch.float32, torch.float16, torch.bool)
-
-
-def _update(call: Call) -> Tensor:
-    into: Tensor = call["input"]
-    into[call["indices"].long()[:, 0]] = call["updates"]
-    return into
-
-
-def _update_types(call: Call) -> Iterator[Breach]:
-    taken = ON_310P if call.conditions.product is P310 else ROW_TYPES
-    for name in ("input", "updates"):
-        if call[name].dtype not in taken or call[name].dtype != call["input"].dtype:
-            yield name, shape(call[name])
-
-
-def _update_axes(call: Call) -> Iterator[Breach]:
-    into, index, rows = call["input"], call["indices"], call["updates"]
-    if index.dtype not in (torch.int32, torch.int64) or index.dim() != 2 or index.shape[1] != 1:
-        yield "indices", shape(index)
-    elif rows.shape != (index.shape[0], *into.shape[1:]):
-        yield "updates", f"{shape(rows)} for {shape(index)} into {shape(into)}"
-
-
-def _update_range(call: Call) -> Iterator[Breach]:
-    index = call["indices"]
-    wrong = index[(index < 0) | (index >= call["input"].shape[0])]
-    if len(wrong):
-        yield "indices", f"one with row {int(wrong[0])} of {call['input'].shape[0]}"
-
-
-def _update_unique(call: Call) -> Iterator[Breach]:
-    rows, counts = torch.unique(call["indices"], return_counts=True)
-    if len(rows) != call["indices"].shape[0]:
-        yield "indices", f"one with row {int(rows[counts > 1][0])} more than once"
-
-
-UPDATE_RULES = (
-    Rule(
-        "dtype",
-        "input and updates are of one type: float32, float16, bool, and off the 310P bfloat16, int64, int8",
-        UPDATE,
-        "cast the rows",
-        _update_types,
-    ),
-    Rule(
-        "axes",
-        "indices are int32 or int64 [T, 1], and a row of updates is one of input",
-        UPDATE,
-        "view the cache as (-1, heads, dim) and the places as (-1, 1)",
-        _update_axes,
-    ),
-    Rule("rows-in-range", "indices are rows of input", UPDATE, "cut them to the real tokens", _update_range),
-    Rule(
-        "rows-unique",
-        "each row is written once, since it is not defined which of two writes remains",
-        "virtual_npu/operators/cache.py",
-        "drop all but one",
-        _update_unique,
-    ),
-)
-
-
-ROW_OPERATORS = (
-    Operator(
-        schema="npu::npu_scatter_nd_update_(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)",
-        products=(P310, A2, A3),
-        source=UPDATE,
-        rules=UPDATE_RULES,
-        reference=_update,
-    ),
-)
-
-
 SCATTER = "op-plugin npu_scatter_pa_kv_cache"
 RESHAPE = "op-plugin _npu_reshape_and_cache; CANN ReshapeAndCacheOperation"
 ANY_TYPE = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.int32)
@@ -106,7 +30,7 @@ class CacheWriteCall:
     @property
     def pairs(self) -> list[tuple[str, str]]:
         """The names of the rows, each with the name of the cache that they are written to."""
-        return [(name, f"{name}_cache") for name in ("key", "value") if name in self.call.arguments]
+        return [(name, f"{name}_cache") for name in ("key", "value")]
 
     @property
     def slots(self) -> Tensor:
@@ -155,9 +79,7 @@ def _product_types(call: Call) -> Iterator[Breach]:
 def _types(call: Call, taken: tuple[torch.dtype, ...]) -> Iterator[Breach]:
     for name in ("key", "value", "key_cache", "value_cache"):
         tensor = call[name]
-        if tensor is not None and (
-            not is_dtype(tensor, taken, call.conditions) or tensor.dtype != call["key"].dtype
-        ):
+        if not is_dtype(tensor, taken, call.conditions) or tensor.dtype != call["key"].dtype:
             yield name, shape(tensor)
 
 
@@ -166,13 +88,13 @@ def _slots(call: Call) -> Iterator[Breach]:
     wide = call.operator == "npu_scatter_pa_kv_cache"
     if slots.dtype not in ((torch.int32, torch.int64) if wide else (torch.int32,)) or slots.shape != (rows,):
         yield "slot_mapping", f"{shape(slots)} for {rows} rows of key"
-    if call["value"] is not None and call["value"].shape[0] != rows:
+    if call["value"].shape[0] != rows:
         yield "value", f"{shape(call['value'])} beside key {shape(call['key'])}"
 
 
 def _contiguous(call: Call) -> Iterator[Breach]:
     for name in ("key", "value", "key_cache", "value_cache", "slot_mapping"):
-        if call[name] is not None and not call[name].is_contiguous():
+        if not call[name].is_contiguous():
             yield name, f"strided {tuple(call[name].stride())} over {shape(call[name])}"
 
 
@@ -203,7 +125,7 @@ def _axes(asked: CacheWriteCall) -> Iterator[Breach]:
 def _caches_alike(asked: CacheWriteCall) -> Iterator[Breach]:
     key, value = asked.call["key_cache"], asked.call["value_cache"]
     size = 2 if asked.split else 1
-    if value is not None and (key.shape[0], key.shape[size]) != (value.shape[0], value.shape[size]):
+    if (key.shape[0], key.shape[size]) != (value.shape[0], value.shape[size]):
         yield "value_cache", f"{shape(value)} beside {shape(key)}"
 
 
@@ -323,6 +245,4 @@ OPERATORS = (
         "Tensor(b!) value_cache, Tensor slot_indices) -> ()",
         _ALIKE,
     ),
-    _reshape("atb::_npu_reshape_and_cache_siso(Tensor key, Tensor(a!) key_cache, Tensor slot_indices) -> ()"),
-    *ROW_OPERATORS,
 )

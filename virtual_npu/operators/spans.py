@@ -22,38 +22,25 @@ from virtual_npu.contract import Call
 
 UNBOUNDED = 2**31 - 1
 
-# The orders of query and output for each `input_layout`; keys and values have the query's order.
+# The orders of query and output for each `input_layout` that is modelled; keys and values have the query's.
 LAYOUTS = {
-    "BSH": ("BSH", "BSH"),
     "BSND": ("BSND", "BSND"),
     "BNSD": ("BNSD", "BNSD"),
     "BNSD_BSND": ("BNSD", "BSND"),
-    "BSH_NBSD": ("BSH", "NBSD"),
-    "BSND_NBSD": ("BSND", "NBSD"),
-    "BNSD_NBSD": ("BNSD", "NBSD"),
     "TND": ("TND", "TND"),
     "TND_NTD": ("TND", "NTD"),
     "NTD_TND": ("NTD", "TND"),
 }
 
 
-def heads_last(tensor: Tensor, order: str, heads: int) -> Tensor:
+def heads_last(tensor: Tensor, order: str) -> Tensor:
     """Return a tensor in an input order as [T, heads, D] if it is packed, otherwise as [Q, S, heads, D]."""
-    if order == "BSH":
-        return tensor.view(*tensor.shape[:-1], heads, -1)
     return tensor.transpose(-3, -2) if order in ("BNSD", "NTD") else tensor
 
 
 def in_order(tensor: Tensor, order: str) -> Tensor:
     """Return [T, H, D] or [Q, S, H, D] in an output order, contiguous."""
-    match order:
-        case "BSH":
-            tensor = tensor.flatten(-2)
-        case "BNSD" | "NTD":
-            tensor = tensor.transpose(-3, -2)
-        case "NBSD":
-            tensor = tensor.permute(2, 0, 1, 3)
-    return tensor.contiguous()
+    return (tensor.transpose(-3, -2) if order in ("BNSD", "NTD") else tensor).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +93,7 @@ class FusedAttentionCall:
     @cached_property
     def query(self) -> Tensor:
         """The query as [T, H, D], or [Q, S, H, D]."""
-        return heads_last(self.call["query"], LAYOUTS[self.layout][0], self.num_heads)
+        return heads_last(self.call["query"], LAYOUTS[self.layout][0])
 
     @cached_property
     def key(self) -> Tensor:
@@ -121,7 +108,7 @@ class FusedAttentionCall:
     def _kv(self, name: str) -> Tensor:
         tensor: Tensor = self.call[name]
         if self.table is None:
-            return heads_last(tensor, LAYOUTS[self.layout][0], self.num_kv_heads)
+            return heads_last(tensor, LAYOUTS[self.layout][0])
         return (
             tensor.transpose(1, 2)
             if tensor.dim() == 4
@@ -198,7 +185,7 @@ class FusedAttentionCall:
         rope = self.call["query_rope"]
         if rope is None:
             return self.query
-        return torch.cat((self.query, heads_last(rope, LAYOUTS[self.layout][0], self.num_heads)), -1)
+        return torch.cat((self.query, heads_last(rope, LAYOUTS[self.layout][0])), -1)
 
     def _gather(self, tensor: Tensor, sequence: Sequence) -> Tensor:
         first, last = sequence.reach, sequence.num_keys
