@@ -1,7 +1,8 @@
 """With a draft model every request gets its own tokens, and every draft the keys that it follows.
 
 The engine runs in float32, over chunked prompts, shared prefixes, samples that fork, preemption with and
-without swapping, compaction and a pool that changes its size. Drafts are compared with what transformers
+without swapping, compaction and a pool that changes its size, and is held to one without drafts whose pages
+stay where they are. Drafts are compared with what transformers
 says, token for token.
 """
 
@@ -137,6 +138,14 @@ def engine_of(target: Path, kind: Kind, draft: Path | None = None, most: int = 4
     return build(load(ROOT / "recipes/any/cpu.yaml", settings_of(target, kind, draft, most, **more))).engine
 
 
+def undisturbed(target: Path, kind: Kind) -> list[Request]:
+    """All of them without drafts, in a pool that keeps its size and has room for all."""
+    engine = engine_of(target, kind, **{"cache.num_pages": 400})
+    made = serve(engine, resizes=False)
+    assert engine.scheduler.counters.preemptions == 0
+    return made
+
+
 def check_drafts(watched: Watched, made: list[Request], model: Any) -> int:
     """Until the first wrong one, each is what transformers says; returns how many were right."""
     tokens = {each.id: each.tokens for each in made}
@@ -176,6 +185,7 @@ def check(target: Path, draft: Path, model: Any, kind: Kind, most: int, plain: l
     counters = engine.scheduler.counters
     assert counters.preemptions > 0
     assert counters.swapped_in_pages > 0
+    assert counters.compacted_pages > 0
     assert counters.draft_tokens > 2 * NUM_REQUESTS
     assert counters.hit_tokens > 0
     assert check_drafts(watched, drafted, model) >= counters.accepted_tokens
@@ -184,7 +194,7 @@ def check(target: Path, draft: Path, model: Any, kind: Kind, most: int, plain: l
 
 def test_a_draft_model_changes_no_token(tmp_path: Path) -> None:
     target, path = make(TARGET, tmp_path)
-    plain = serve(engine_of(path, "cpu"))
+    plain = undisturbed(path, "cpu")
     near = noisy(path, 0.1)
     model = transformers.LlamaForCausalLM.from_pretrained(near, attn_implementation="eager")
     right = check(path, path, target, "cpu", 20, plain)  # more than a page of 16
@@ -196,14 +206,14 @@ def test_a_draft_model_changes_no_token(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_nor_do_windows(tmp_path: Path) -> None:
     target, path = make(WINDOW, tmp_path)
-    check(path, path, target, "cpu", 17, serve(engine_of(path, "cpu")))
+    check(path, path, target, "cpu", 17, undisturbed(path, "cpu"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", on_each("fused")[1:])
 def test_nor_does_it_on_other_devices(pair: tuple[Kind, str], tmp_path: Path) -> None:
     path = make(wide(TARGET), tmp_path)[1]
-    plain = serve(engine_of(path, pair[0]))
+    plain = undisturbed(path, pair[0])
     other, draft = make(wide(OTHER, 128), tmp_path)
     check(path, draft, other, pair[0], 3, plain)
 
