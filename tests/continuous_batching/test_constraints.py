@@ -9,46 +9,27 @@ import numpy as np
 import pytest
 
 from continuous_batching.constraints import NOTHING, SLOW_S, Constraint, Making, Mask
+from tests.matchers import Allowing
 from tests.patience import PATIENCE_S
 
 END = 9
 NONE = np.empty(0, dtype=np.int64)
 
 
-class Counting:
+class Counting(Allowing):
     """Takes rising tokens from 0 to 8; ends behind an even one. `fails_at` a token, it grows too complex."""
 
+    vocabulary, end = 10, END
+
     def __init__(self, fails_at: int | None = None) -> None:
-        self.tokens: list[int] = []
-        self.error = ""
+        super().__init__()
         self._fails_at = fails_at
 
-    def mask(self) -> Mask:
+    def allowed(self) -> set[int]:
         last = self.tokens[-1] if self.tokens else -1
         if last == self._fails_at:
             self.error = "too complex"
-        may = {token for token in range(9) if token > last} | (
-            {END} if last >= 0 and last % 2 == 0 else set()
-        )
-        return np.array([sum(1 << token for token in may)], dtype=np.int32)
-
-    def consume(self, token: int) -> bool:
-        if self.error or token == END or not self.mask()[0] >> token & 1:
-            return False
-        self.tokens.append(token)
-        return True
-
-    def rollback(self, num_tokens: int) -> None:
-        del self.tokens[len(self.tokens) - num_tokens :]
-
-    def num_possible(self, tokens: list[int]) -> int:
-        count = 0
-        for token in tokens:
-            if not self.consume(token):
-                break
-            count += 1
-        self.rollback(count)
-        return count
+        return {*range(last + 1, 9)} | ({END} if last >= 0 and last % 2 == 0 else set())
 
     def forced(self) -> list[int]:
         return [8] if self.tokens[-1:] == [7] else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from continuous_batching.batch import NOT_FINITE, Batch
+from continuous_batching.constraints import Constraint
 from continuous_batching.engine import Engine
-from continuous_batching.request import Request, SamplingParams
+from continuous_batching.request import Request, SamplingParams, packed_ids
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.speculation import Speculation
 from models.sampling import draw_columns
@@ -22,12 +24,14 @@ from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import settings, stand_in_alone
+from tests.matchers import Staircase
 from tests.models.test_draft_identity import Knowing
 from tests.thorough import cases, first_quick
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
 BOTH = [False, True]
+ALLOWED, LIKELIEST, WORDS = range(300, 340), 301, ((320,), (301, 301))
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "top-p": {"temperature": 0.9, "top_p": 0.8},
@@ -36,6 +40,13 @@ PARAMS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.0},
     "penalty": {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3},
     "log-probabilities": {"temperature": 0.8, "top_p": 0.9, "logprobs": 2},
+    "masks": {
+        "temperature": 0.8,
+        "allowed_token_ids": packed_ids(ALLOWED),
+        "bad_words": WORDS,
+        "logit_bias": {77: 100.0, LIKELIEST: 100.0},
+    },
+    "grammar": {"temperature": 1.5, "grammar": "a staircase"},
 }
 
 
@@ -53,9 +64,11 @@ def requests(ways: list[str]) -> list[Request]:
     made = []
     for number, way in enumerate(ways):
         params = SamplingParams(
-            max_tokens=int(random.integers(3, 15)), seed=number, ignore_eos=True, **PARAMS[way]
+            max_tokens=int(random.integers(3, 15)), seed=number, ignore_eos=way != "grammar", **PARAMS[way]
         )
-        made.append(Request(str(number), random.integers(5, 1000, int(random.integers(1, 20))), params))
+        request = Request(str(number), random.integers(5, 1000, int(random.integers(1, 20))), params)
+        request.constraint = Constraint(Staircase) if way == "grammar" else None
+        made.append(request)
     return made
 
 
@@ -115,9 +128,15 @@ def test_drafts_are_checked_in_captured_steps(width: int, monkeypatch: pytest.Mo
                 ["penalty", "log-probabilities", "greedy", "top-k", "top-p", "all three", "top-p", "top-k"],
                 cases([True], BOTH),
             ),
+            (["masks", "greedy", "grammar", "top-k", "masks", "greedy"], cases([True], BOTH)),
         ],
     ),
-    ids=["drawn in the graph", "drawn by turns in it and outside", "with changed and reported logits"],
+    ids=[
+        "drawn in the graph",
+        "drawn by turns in it and outside",
+        "with changed and reported logits",
+        "with masks",
+    ],
 )
 def test_tokens_are_those_of_steps_that_are_not_captured(
     ways: list[str], overlaps: list[bool], monkeypatch: pytest.MonkeyPatch
@@ -133,6 +152,13 @@ def test_tokens_are_those_of_steps_that_are_not_captured(
         assert serve(engine, ways) == expected
         drawn = [id(graph) in draws for graph in replayed]
         assert 0 < sum(drawn) < len(drawn)
+    for way, (answer, _) in zip(ways, expected):
+        if way == "masks":  # whose likeliest token ends a word
+            assert LIKELIEST in answer
+            assert set(answer) <= set(ALLOWED) - {320}
+            assert (LIKELIEST, LIKELIEST) not in pairwise(answer)
+        elif way == "grammar":
+            assert answer == [415, 416, 417, 418, 419, 2][: len(answer)]
 
 
 def test_columns_keep_every_bit_and_leave_out_what_changes_nothing() -> None:

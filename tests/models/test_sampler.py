@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from continuous_batching.batch import NONE_LEFT, Sampled
-from continuous_batching.request import Request, SamplingParams
+from continuous_batching.request import Request, SamplingParams, packed_ids
 from continuous_batching.slots import SlotPool
 from devices.cpp_sources import KINDS
 from devices.shapes import AttentionShape
@@ -522,8 +522,11 @@ def test_each_device_draws_what_the_cpu_draws(pair: tuple[Kind, Way]) -> None:
         SamplingParams(top_p=0.9, min_p=0.1, repetition_penalty=1.3),
         SamplingParams(temperature=0.0, logit_bias={7: 50.0}),
         SamplingParams(top_p=0.5, logprobs=2),
+        SamplingParams(
+            allowed_token_ids=packed_ids(range(300, 340)), bad_words=((320,),), logit_bias={301: 4.0}, seed=3
+        ),
     ]
-    rows = [Row(some_logits(at, 1024), asked[at % 9], seed=at) for at in range(45)]
+    rows = [Row(some_logits(at, 1024), asked[at % 10], seed=at) for at in range(50)]
     rows[4].logits[3] = math.nan
     rows[12].logits[:] = -math.inf
     for some in (rows, rows[2:3], [each for each in rows if each.params.top_p == 0.7], rows[:1] + rows[3:5]):

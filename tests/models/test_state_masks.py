@@ -29,6 +29,7 @@ from kv_cache.pages import Index
 from recipes.assembly.engine import BuiltEngine
 from recipes.assembly.scheduler import scheduler_from
 from tests.device_kinds import settings, stand_in_alone
+from tests.matchers import Allowing
 from tests.models.families import VOCABULARY, logprobs_behind, make, wide
 from tests.models.mtp_layers import target_beside
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
@@ -48,37 +49,22 @@ def allowed(answer: list[int]) -> np.ndarray:
     return (TOKENS + sum(answer)) % 3 != 0
 
 
-class Thirds:
+class Thirds(Allowing):
     """A matcher of such answers, which makes no mask behind a first token without leave."""
 
+    vocabulary = VOCABULARY
+
     def __init__(self, leaves: threading.Semaphore | None = None) -> None:
-        self.tokens: list[int] = []
-        self.error = ""
+        super().__init__()
         self._leaves = leaves
+
+    def allowed(self) -> set[int]:
+        return {*np.flatnonzero(allowed(self.tokens)).tolist()}
 
     def mask(self) -> Mask:
         if self._leaves is not None and self.tokens:
             assert self._leaves.acquire(timeout=PATIENCE_S), "nobody gave it leave"
-        bits = np.zeros(-(-VOCABULARY // 32) * 32, dtype=np.uint8)
-        bits[:VOCABULARY] = allowed(self.tokens)
-        return np.packbits(bits, bitorder="little").view(np.int32)
-
-    def consume(self, token: int) -> bool:
-        if not allowed(self.tokens)[token]:
-            return False
-        self.tokens.append(token)
-        return True
-
-    def rollback(self, num_tokens: int) -> None:
-        del self.tokens[len(self.tokens) - num_tokens :]
-
-    def num_possible(self, tokens: list[int]) -> int:
-        count = next((at for at, token in enumerate(tokens) if not self.consume(token)), len(tokens))
-        self.rollback(count)
-        return count
-
-    def forced(self) -> list[int]:
-        return []
+        return super().mask()
 
 
 class SlowConstraint(Constraint):

@@ -57,6 +57,7 @@ FORMS: list[dict[str, object]] = [
     {"guided_choice": ["yes, of course", "yes, it is", "no, not at all"]},
     {},
     {"guided_grammar": 'start: "(" start ")" | "x"'},
+    {"allowed_token_ids": [*range(300, 340)], "logit_bias": {"301": 9.0}, "bad_words": ["the", " a"]},
 ]
 FEW_PAGES = ("cache.num_pages=18", "cache.page_size=16")
 DRAFTS = ("speculation.adaptive=fixed", "speculation.max_tokens=3")
@@ -67,11 +68,12 @@ WAYS = {
     "suffix": ("speculation.kind=suffix", "speculation.adaptive=fixed", "speculation.max_tokens=7"),
     "draft": ("speculation.kind=draft", "speculation.draft_path=recipes/tiny/draft", *DRAFTS),
     "ngram, few pages": ("speculation.kind=ngram", "speculation.adaptive=fixed", "cache.num_pages=12"),
+    "compiled": ("device.compile=true",),
 }
 NGRAM = ("speculation.kind=ngram", "speculation.adaptive=fixed", "speculation.max_tokens=5")
 # Run where masks come late, too, which replays a recording as the others do
 LATE_WAYS = ("few pages", "draft")
-SLOW_WAYS = ("host tier", "ngram, few pages")
+SLOW_WAYS = ("host tier", "ngram, few pages", "compiled")
 
 
 def text_of(built: BuiltEngine) -> Text:

@@ -24,6 +24,7 @@ from serving.text.tokenizer import Text
 from serving.tools.formats import THOUGHT_FORMATS
 from serving.tools.parsing import ReasoningParser
 from tests.each_of import each_of
+from tests.matchers import Allowing
 from tests.serving.test_constrained_schedules import PLAIN, RECIPE, WAYS
 from tests.serving.test_tool_parsing import cut
 
@@ -36,28 +37,13 @@ FORM = {
 VOCABULARY, BEGIN, END, EOS = 70, 65, 66, 2
 
 
-class Counting:
+class Counting(Allowing):
     """A form of tokens below 10, any number of them; the end token ends it behind the third."""
 
-    error = ""
+    vocabulary, end = VOCABULARY, EOS
 
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def mask(self) -> Mask:
-        return np.array([0b1111111000 | (len(self.seen) >= 3) << EOS], dtype=np.int32)
-
-    def consume(self, token: int) -> bool:
-        if not 3 <= token < 10:
-            return False
-        self.seen.append(token)
-        return True
-
-    def rollback(self, num_tokens: int) -> None:
-        del self.seen[len(self.seen) - num_tokens :]
-
-    def num_possible(self, tokens: list[int]) -> int:
-        return next((at for at, token in enumerate(tokens) if not 3 <= token < 10), len(tokens))
+    def allowed(self) -> set[int]:
+        return {*range(3, 10)} | ({EOS} if len(self.tokens) >= 3 else set())
 
     def forced(self) -> list[int]:
         return [7]
