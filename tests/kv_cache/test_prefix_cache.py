@@ -25,7 +25,11 @@ class Owner:
         self.cache, self.tokens, self.salt = cache, tokens(*ids), salt
         self.keys = page_keys(self.tokens, SIZE, salt)
         matched = cache.find(self.keys, self.tokens, salt)
-        cache.share(matched)
+        cache.share(matched[matched > 0])
+        resting = matched[matched < 0]
+        cache.keep(resting)
+        self.brought = cache.bring_back(resting, pool.take(len(resting))) if len(resting) else None
+        matched = np.append(matched[matched > 0], self.brought.targets if self.brought else resting)
         self.num_matched = len(matched)
         self.pages = np.concatenate([matched, pool.take(len(self.keys) - len(matched))])
 
@@ -173,12 +177,16 @@ def test_colliding_keys_never_give_wrong_pages(monkeypatch: pytest.MonkeyPatch, 
     shorten_keys(monkeypatch, bits=4)
     random = np.random.default_rng(seed)
     pool = PagePool(200)
-    cache = PrefixCache(pool, SIZE)
-    content: dict[int, tuple[str, tuple[int, ...]]] = {}  # page -> the salt and all tokens up to its end
-    hits = 0
+    cache = PrefixCache(pool, SIZE, PagePool(9) if seed % 2 else None)
+    # page, negative in the host -> the salt and all tokens up to its end
+    content: dict[int, tuple[str, tuple[int, ...]]] = {}
+    hits = brought = 0
     for _ in range(60):
         ids = np.repeat(random.integers(0, 2, 4), SIZE).tolist()  # few different pages: chains often meet
         owner = Owner(pool, cache, ids, salt=str(random.integers(0, 2)))
+        if (copy := owner.brought) is not None:
+            content |= {int(to): content[-int(source)] for source, to in zip(copy.sources, copy.targets)}
+            brought += len(copy.targets)
         for index, page in enumerate(owner.pages.tolist()):
             held = owner.salt, tuple(ids[: (index + 1) * SIZE])
             if index < owner.num_matched:
@@ -187,6 +195,7 @@ def test_colliding_keys_never_give_wrong_pages(monkeypatch: pytest.MonkeyPatch, 
             content[page] = held
         owner.publish()
         owner.leave()
-        if random.random() < 0.3 and cache.num_idle:
-            cache.evict(1)
+        if random.random() < 0.3 and cache.num_idle and (copy := cache.evict(1)) is not None:
+            content |= {-int(to): content[int(source)] for source, to in zip(copy.sources, copy.targets)}
     assert hits > 0
+    assert bool(brought) == bool(seed % 2)
