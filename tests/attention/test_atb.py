@@ -118,13 +118,6 @@ def test_the_cache_keeps_its_format_through_all_that_is_done_to_pages() -> None:
         assert tensor.cpu()[:, 0, 0, 0].tolist() == [0, 2, 3, 3, 1, 0, 0]
 
 
-def test_a_window_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="layer 1 of the model has a sliding window of 7; attention of the 310P"
-    ):
-        atb(windows=(None, 7)).check()
-
-
 def test_a_head_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"310P reads every position, .*: set device\.attention to reference"

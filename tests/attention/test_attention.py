@@ -259,6 +259,17 @@ def test_random_schedules(pair: Pair, seed: int) -> None:
     run_random_schedule(pair, seed, sizes, windows=(None, 13))
 
 
+WIDE = {"head_dim": 256, "windows": (None, None), "page_size": 128}
+
+
+@pytest.mark.npu
+@each_of("seed, heads", enumerate([(4, 2), (3, 3), (8, 1)]))
+def test_random_schedules_over_heads_of_256(seed: int, heads: tuple[int, int]) -> None:
+    """Fused attention reads them as single queries, and a longer span in a call of its own."""
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1]}
+    disturb(Bench(operators("npu", "fused", shape(**sizes, **WIDE))[1], seed), np.random.default_rng(seed))
+
+
 @each_of("seed, dtype", [(0, torch.float32), (1, torch.bfloat16), (2, torch.float32)])
 @pytest.mark.parametrize("pair", [each for each in on_each("reference") if each.values[0][0] != "npu"])
 def test_random_schedules_over_pages_of_int8(pair: Pair, dtype: torch.dtype, seed: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.reference import Attention
 from continuous_batching.batch import Batch
 from tests.attention.planned import eager, planned, replayed
-from tests.attention.test_attention import NOTHING, Bench, Pair, disturb, shape
+from tests.attention.test_attention import NOTHING, WIDE, Bench, Pair, disturb, shape
 from tests.device_kinds import on_each, operators, stand_in_alone
 from tests.each_of import each_of
 from tests.thorough import cases
@@ -25,6 +25,7 @@ PAIRS = [
     if each.values[0] in (("cpu", "reference"), ("npu", "fused"))
 ]
 DTYPES = [torch.float32, torch.bfloat16]
+CHANNELS = {"page_size": 32, "windows": (None,), "int8_pages": True}
 
 
 class ChannelBench(Bench):
@@ -69,7 +70,7 @@ def test_long_spans_are_gathered_in_several_calls(monkeypatch: pytest.MonkeyPatc
     from attention.npu import int8_attention
 
     monkeypatch.setattr(int8_attention, "MOST_GATHERED", 100)
-    attention = operators("npu", "fused", shape(page_size=32, windows=(None,), int8_pages=True))[1]
+    attention = operators("npu", "fused", shape(**CHANNELS))[1]
     bench, planned = ChannelBench(attention), []
     plan = attention.plan
     monkeypatch.setattr(attention, "plan", lambda *asked: planned.append(plan(*asked)) or planned[-1])
@@ -80,19 +81,25 @@ def test_long_spans_are_gathered_in_several_calls(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.npu
 @stand_in_alone
-@pytest.mark.parametrize("width", [1, 3])
-def test_a_captured_row_of_drafts_sees_what_it_sees_in_an_eager_step(width: int) -> None:
-    """Each token of a row all keys up to its own, which a replay is told on the host."""
-    attention = operators("npu", "fused", shape(page_size=32, windows=(None,), int8_pages=True))[1]
-    bench, lens = ChannelBench(attention), {4: 37, 1: 70}
+@each_of("kind, changes", [(ChannelBench, CHANNELS), (Bench, WIDE)])
+@each_of("width", [1, 3])
+def test_a_captured_row_of_drafts_sees_what_it_sees_in_an_eager_step(
+    width: int, kind: type[Bench], changes: dict[str, Any]
+) -> None:
+    """Each token of a row all keys up to its own, which a replay is told on the host; so of heads of 256."""
+    attention = operators("npu", "fused", shape(**changes))[1]
+    bench, lens = kind(attention), {4: 37, 1: 70}
     bench.step(lens)
-    asked = torch.randn(len(lens) * width, 4, 64, device="npu:0"), bench.scales, *bench.cache.of(0)
+    query, pages = torch.randn(len(lens) * width, 4, bench.shape.head_dim, device="npu:0"), bench.cache.of(0)
+
+    def attend(metadata: Any) -> Tensor:
+        if isinstance(bench, ChannelBench):
+            return attention.attend_by_channel(query, bench.scales, *pages, metadata, 0)
+        return attention.attend(query, *pages, metadata, 0)
+
     rows, stops = np.array(list(lens)), np.array(list(lens.values()))
     batch = Batch(rows, stops - width, stops, NOTHING, NOTHING, NOTHING)
-    expected, found = (
-        way(attention, batch, bench.page_table, lambda each: attention.attend_by_channel(*asked, each, 0))
-        for way in (eager, replayed)
-    )
+    expected, found = (way(attention, batch, bench.page_table, attend) for way in (eager, replayed))
     torch.testing.assert_close(found.cpu(), expected.cpu())
 
 
@@ -101,7 +108,7 @@ def test_a_captured_row_of_drafts_sees_what_it_sees_in_an_eager_step(width: int)
 @pytest.mark.parametrize("way", [eager, replayed])
 def test_sums_are_those_of_what_is_kept(way: Callable[..., tuple[Tensor, Tensor]]) -> None:
     """The logarithm of the sum of exponents of each query's scores, in double precision."""
-    attention = operators("npu", "fused", shape(page_size=32, windows=(None,), int8_pages=True))[1]
+    attention = operators("npu", "fused", shape(**CHANNELS))[1]
     bench, lens = ChannelBench(attention), {4: 37, 1: 70}
     bench.step(lens)
     query = torch.randn(len(lens), 4, 64)

@@ -10,7 +10,7 @@ import torch
 
 from devices.ascend_limits import MOST_SPANS, PRODUCTS, product
 from models.step.graphs import ladder
-from tests.attention.test_attention import shape
+from tests.attention.test_attention import WIDE, shape
 from tests.each_of import each_of
 
 NAMES = ["910B", "910C", "950"]
@@ -49,6 +49,18 @@ def test_what_a_model_has_today_is_taken(name):
 )
 def test_what_is_beyond_a_limit_is_refused(name, changes, words):
     assert refusal(name, **changes).startswith(words.format(name))
+
+
+@each_of(
+    "changes, words",
+    [
+        ({"windows": (None, 7)}, "the model's head_dim is 256, and it has a sliding window of 7"),
+        ({"has_sinks": True}, "the model's head_dim is 256, and it has attention sinks"),
+        ({"page_size": 64}, "cache.page_size is 64; fused attention of the 910B takes 128, 256, 384, 512"),
+    ],
+)
+def test_what_heads_of_256_cannot_have_is_refused(changes, words):
+    assert refusal("910B", **WIDE | changes).startswith(words)
 
 
 def test_a_product_without_this_attention_is_refused():
