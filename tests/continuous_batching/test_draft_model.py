@@ -1,7 +1,11 @@
-"""A draft model finds its keys wherever a row is moved, and never changes a token."""
+"""A draft model, or a head, finds its keys wherever a row is moved, and never changes a token.
+
+A head finds the features of the target that it reads as well.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +23,13 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed, Offers, Verdicts
-from continuous_batching.speculation.proposer import DraftModel, DraftSpans, model_spans
+from continuous_batching.speculation.proposer import DraftModel, DraftSpans, head_spans, model_spans
 from continuous_batching.speculation.speculation import Speculation
+from kv_cache.groups import WindowGroup
 from kv_cache.pages import Index, PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, alone
 from tests.continuous_batching.draft_checksum import DraftingRunner
+from tests.continuous_batching.head_checksum import HeadRunner
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_draft_schedules import schedulers
 from tests.continuous_batching.test_schedules import (
@@ -72,6 +78,15 @@ def drafting(slots: SlotPool, most: int, seed: int | None, spans: DraftSpans = m
     return Speculation(slots, DraftModel(), lengths, most, spans=spans)
 
 
+def runner_of(
+    scheduler: Scheduler, spans: DraftSpans, most: int, groups: Sequence[WindowGroup] = ()
+) -> DraftingRunner | HeadRunner:
+    """A device that drafts by a model of its own, or by a head that makes at most `most` a row."""
+    pools = scheduler.slots, scheduler.pool, scheduler.host_pool
+    return HeadRunner(*pools, most, groups) if spans is head_spans else DraftingRunner(*pools, groups)
+
+
+@pytest.mark.parametrize("spans", [model_spans, head_spans])
 @over_schedules(15, 2500, schedulers(), **DRAWN)
 def test_its_keys_are_there_in_every_schedule(
     made: Made,
@@ -80,10 +95,11 @@ def test_its_keys_are_there_in_every_schedule(
     overlap: bool,
     most: int,
     seed: int | None,
+    spans: DraftSpans,
 ) -> None:
     scheduler, runner = made
-    scheduler.speculation = drafting(scheduler.slots, most, seed)
-    runner = DraftingRunner(scheduler.slots, scheduler.pool, runner.host_pool, runner.groups)
+    scheduler.speculation = drafting(scheduler.slots, most, seed, spans)
+    runner = runner_of(scheduler, spans, most, runner.groups)
     ended = serve(scheduler, runner, plan, resizes, overlap=overlap)
     check_answers(ended, runner.fail)
     assert not scheduler.slots.draft_lag[scheduler.slots.busy].any()
@@ -103,14 +119,16 @@ def crowded(slots: SlotPool, speculation: Speculation) -> Scheduler:
     )
 
 
-def small(seed: int | None = 0) -> tuple[Scheduler, DraftingRunner]:
-    slots = SlotPool(4, 64, 4)
-    made = crowded(slots, drafting(slots, 6, seed))
-    return made, DraftingRunner(slots, made.pool, made.host_pool)
+def small(
+    seed: int | None = 0, spans: DraftSpans = model_spans, most: int = 6, page_size: int = 4
+) -> tuple[Scheduler, DraftingRunner | HeadRunner]:
+    slots = SlotPool(4, 64, page_size)
+    made = crowded(slots, drafting(slots, most, seed, spans))
+    return made, runner_of(made, spans, most)
 
 
 def ask(
-    made_of: tuple[Scheduler, DraftingRunner], *, overlap: bool, path: Path | None = None
+    made_of: tuple[Scheduler, DraftingRunner | HeadRunner], *, overlap: bool, path: Path | None = None
 ) -> list[Request]:
     now = 0.0
     engine = Engine(*made_of, clock=lambda: now, overlap=overlap)
@@ -138,12 +156,18 @@ def ask(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_rows_lack_tokens_while_they_have_no_drafts_and_catch_up(overlap: bool) -> None:
-    scheduler, runner = small()
+@pytest.mark.parametrize(
+    ("spans", "most", "page_size", "least"),
+    [(model_spans, 6, 4, 40), (head_spans, 1, 8, 10), (head_spans, 3, 8, 10), (head_spans, 6, 4, 10)],
+)
+def test_rows_lack_tokens_while_they_have_no_drafts_and_catch_up(
+    spans: DraftSpans, most: int, page_size: int, least: int, overlap: bool
+) -> None:
+    scheduler, runner = small(0, spans, most, page_size)
     for request in ask((scheduler, runner), overlap=overlap):
         assert request.answer.tolist() == alone(request.prompt.tolist(), 34, seed=request.params.seed or 0)
     counters = scheduler.counters
-    assert runner.num_caught_up > 40
+    assert runner.num_caught_up > least
     assert counters.preemptions > 0
     assert counters.swapped_in_pages > 0
     assert counters.draft_tokens > counters.accepted_tokens > counters.draft_tokens / 5

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.ops.cpu.ops import CpuOps
 from models.ops.cuda.ops import CudaOps
 from models.ops.reference import Ops
 from tests.attention.test_attention import PAIRS, shape
@@ -163,3 +164,27 @@ def test_greedy_takes_the_best_and_tells_what_is_not_finite(ops: There, dtype: t
 
 def test_padded_never_takes_rows_away(ops: There) -> None:
     assert all(ops.padded(num_rows) >= num_rows for num_rows in range(1, 300))
+
+
+def test_a_linear_without_bfloat16_is_that_of_float32_but_for_its_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    ops, weight, x = CpuOps(), drawn(48, 80, dtype=torch.bfloat16), drawn(9, 80, dtype=torch.bfloat16)
+    expected = (x.double() @ weight.double().T + weight[:, 0].double()).to(torch.bfloat16)
+    torch.testing.assert_close(ops.linear(x, ops.pack(weight, weight[:, 0])), expected, rtol=0.01, atol=0)
+
+
+def test_a_tied_weight_of_a_cpu_stays_readable_after_packing() -> None:
+    weight = drawn(32, 16, dtype=torch.float32)
+    before = weight.clone()
+    CpuOps().pack(weight, None)
+    assert torch.equal(weight, before)
+
+
+def test_padding_of_a_cpu_is_bounded_and_never_takes_rows_away() -> None:
+    ops = CpuOps()
+    sizes = [ops.padded(count) for count in range(1, 1000)]
+    assert all(count <= size < 2 * count + 64 for count, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) < 32
