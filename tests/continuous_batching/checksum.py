@@ -13,7 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from continuous_batching.batch import LATE, Batch, Candidates, Sampled
-from continuous_batching.request import SamplingParams
+from continuous_batching.engine import Engine
+from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from kv_cache.groups import WindowGroup
 from kv_cache.pages import Index, PageCopy, PagePool
@@ -289,3 +290,26 @@ class ChecksumRunner:
             pages, host = self.pages_of(group)
             host[on_host] = POISON
             pages[on_device[on_device < len(pages)]] = POISON
+
+
+def serve_at_random(
+    engine: Engine, made: list[Request], random: np.random.Generator, check: Callable[[], None]
+) -> None:
+    """Serve requests that come one by one while some are aborted, with a check after each step.
+
+    Each gets the tokens that it gets alone, as far as it comes, but for searches, which are others' to check.
+    """
+    waiting, steps = list(made), 0
+    while waiting or engine.has_work:
+        if waiting and random.random() < 0.5:
+            engine.add(waiting.pop(0))
+        if random.random() < 0.05:
+            engine.abort(str(random.integers(len(made))))
+        engine.step()
+        check()
+        steps += 1
+        assert steps < 4_000, "no progress"
+    for request in (each for leader in made for each in (leader, *leader.followers)):
+        if not request.params.beam_width:
+            want, got = alone(request.prompt.tolist(), request.params.max_tokens), request.answer.tolist()
+            assert got == (want if request.finish_reason == "length" else want[: len(got)])

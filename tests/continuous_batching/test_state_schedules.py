@@ -26,7 +26,14 @@ from continuous_batching.speculation.speculation import Speculation
 from kv_cache.page_keys import page_keys
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.states import GRID, StateGroup
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, Free, alone, searched
+from tests.continuous_batching.checksum import (
+    VOCAB_SIZE,
+    ChecksumRunner,
+    Free,
+    alone,
+    searched,
+    serve_at_random,
+)
 from tests.continuous_batching.tier import attach
 from tests.thorough import cases
 
@@ -199,23 +206,13 @@ def storm(seed: int, pages: dict[bytes, bytes] | None = None) -> Engine:
     made = [draw(random, number) for number in range(NUM_REQUESTS)]
     for at in (6, 9, 12):
         made[at] = next_turn(made[at - 4], made[at])
-    asked = [each for leader in made for each in (leader, *leader.followers)]
     assert isinstance(engine.runner, StateRunner)
     engine.runner.fail = {each.id for each in made if random.random() < 0.1 and not each.params.beam_width}
-    waiting, steps = list(made), 0
-    while waiting or engine.has_work:
-        if waiting and random.random() < 0.5:
-            engine.add(waiting.pop(0))
-        if random.random() < 0.05:
-            engine.abort(str(random.integers(NUM_REQUESTS)))
-        engine.step()
+
+    def check() -> None:
         assert not recount(engine.scheduler).wrong_pages
-        steps += 1
-        assert steps < 4_000, "no progress"
-    for request in asked:
-        if not request.params.beam_width:
-            want, got = alone(request.prompt.tolist(), request.params.max_tokens), request.answer.tolist()
-            assert got == (want if request.finish_reason == "length" else want[: len(got)])
+
+    serve_at_random(engine, made, random, check)
     states = states_of(engine)
     assert states.num_available == states.pool.num_pages - 1, "states leaked"
     assert not states._num_left.any(), "a row has left a state behind"

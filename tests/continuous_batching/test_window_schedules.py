@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from kv_cache.groups import WindowGroup, most_pages
 from kv_cache.page_keys import TokenIds, short_key
 from kv_cache.pages import PagePool
 from kv_cache.prefix_cache import PageListener
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone, serve_at_random
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_machine import SpoilingRunner
 from tests.continuous_batching.windows import least_pages, window_groups
@@ -93,21 +94,13 @@ def storm(seed: int) -> list[WindowGroup]:
     made = [draw(random, number) for number in range(NUM_REQUESTS)]
     runner.fail = {each.id for each in made if random.random() < 0.1}
     scheduler.prefix.listener = reporter = Reporter()
-    waiting, steps = list(made), 0
-    while waiting or engine.has_work:
-        if waiting and random.random() < 0.5:
-            engine.add(waiting.pop(0))
-        if random.random() < 0.05:
-            engine.abort(str(random.integers(NUM_REQUESTS)))
-        engine.step()
+    asked = cycle(made)
+
+    def check() -> None:
         recount(scheduler)
-        reporter.check(scheduler, made[steps % NUM_REQUESTS])
-        steps += 1
-        assert steps < 4_000, "no progress"
-    for request in (each for leader in made for each in (leader, *leader.followers)):
-        want = alone(request.prompt.tolist(), request.params.max_tokens)
-        got = request.answer.tolist()
-        assert got == (want if request.finish_reason == "length" else want[: len(got)])
+        reporter.check(scheduler, next(asked))
+
+    serve_at_random(engine, made, random, check)
     assert all(each.num_available == each.pool.num_pages - 1 for each in groups), "pages leaked"
     return groups
 
