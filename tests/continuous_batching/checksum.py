@@ -8,6 +8,7 @@ overwritten, freed too early or read before it was computed changes every later 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -61,6 +62,16 @@ def alone(
         if token in stops:
             break
     return answer
+
+
+@lru_cache(maxsize=1000)
+def _said(prompt: tuple[int, ...], seed: int) -> list[int]:
+    return [*prompt, *alone(list(prompt), 55, seed=seed)]
+
+
+def story(request: Request) -> list[int]:
+    """The first tokens that a request has alone, whatever ends it."""
+    return _said(tuple(request.prompt.tolist()), request.params.seed or 0)
 
 
 def outlook(keys: np.ndarray) -> np.ndarray:

@@ -21,12 +21,12 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed
-from continuous_batching.speculation.proposer import Guesses, NGram
+from continuous_batching.speculation.proposer import NGram
 from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.step_time import StepTime
-from kv_cache.pages import Index, PagePool
+from kv_cache.pages import PagePool
 from tests.continuous_batching import test_schedules
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, story
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_schedules import (
     DEPTHS,
@@ -38,42 +38,18 @@ from tests.continuous_batching.test_schedules import (
     over_schedules,
     serve,
 )
+from tests.knowing import Knowing
 from tests.pairs import pairs
 from tests.simulation.recorded import follow, recorded_run
 
 Rightness = Literal["right", "wrong", "mixed", "ngram"]
 
 
-class Knowing:
-    """Knows what every request would say alone, and guesses that, other tokens, or some of both."""
-
-    def __init__(self, slots: SlotPool, share: float, seed: int) -> None:
-        self._slots, self._share = slots, share  # share of guesses that are right
-        self._random = np.random.default_rng(seed)
-        self._stories: dict[tuple[bytes, int], list[int]] = {}
-
-    def guess(self, rows: Index, most: int) -> Guesses:
-        tokens, counts = np.zeros((len(rows), most), dtype=np.int32), np.zeros(len(rows), dtype=np.int64)
-        for at, row in enumerate(rows.tolist()):
-            request, known = self._slots.requests[row], int(self._slots.num_tokens[row])
-            name = request.prompt.tobytes(), request.params.seed or 0
-            if name not in self._stories:
-                self._stories[name] = [
-                    *request.prompt.tolist(),
-                    *alone(request.prompt.tolist(), 40, seed=name[1]),
-                ]
-            story = self._stories[name][known : known + int(self._random.integers(0, most + 1))]
-            tokens[at, : len(story)] = story
-            counts[at] = len(story)
-        wrong = self._random.random(tokens.shape) >= self._share
-        return Guesses(np.where(wrong, (tokens + 1) % VOCAB_SIZE, tokens).astype(np.int32), counts)
-
-
 def speculation(slots: SlotPool, rightness: Rightness, most: int, seed: int) -> Speculation:
     if rightness == "ngram":
         return Speculation(slots, NGram(slots), Fixed(), most)
     share = {"right": 1.0, "wrong": 0.0, "mixed": 0.7}[rightness]
-    return Speculation(slots, Knowing(slots, share, seed), Fixed(), most)
+    return Speculation(slots, Knowing(slots, story, VOCAB_SIZE, share, seed), Fixed(), most)
 
 
 @st.composite

@@ -21,7 +21,6 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed
-from continuous_batching.speculation.proposer import Guesses
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.page_keys import page_keys
 from kv_cache.pages import Index, PageCopy, PagePool
@@ -33,8 +32,10 @@ from tests.continuous_batching.checksum import (
     alone,
     searched,
     serve_at_random,
+    story,
 )
 from tests.continuous_batching.tier import attach
+from tests.knowing import Knowing
 from tests.thorough import cases
 
 LARGEST, NUM_REQUESTS, NUM_SLOTS = 300, 14, 4
@@ -109,25 +110,6 @@ class StateRunner(ChecksumRunner):
             target[page] = state
 
 
-class Prophet:
-    """Proposes what each row will answer; every third token is wrong."""
-
-    def __init__(self, slots: SlotPool) -> None:
-        self._slots, self._known = slots, dict[str, list[int]]()
-
-    def guess(self, rows: Index, most: int) -> Guesses:
-        """Proposals for rows that decode."""
-        tokens = np.zeros((len(rows), most), dtype=np.int32)
-        for at, row in enumerate(rows.tolist()):
-            request = self._slots.requests[row]
-            if request.id not in self._known:
-                self._known[request.id] = alone(request.prompt.tolist(), 55)
-            first = int(self._slots.num_tokens[row] - self._slots.num_prompt[row])
-            right = np.array(self._known[request.id][first : first + most])
-            tokens[at, : len(right)] = np.where((first + np.arange(len(right))) % 3, right, right + 1)
-        return Guesses(tokens % VOCAB_SIZE, np.full(len(rows), most))
-
-
 def engine_of(
     num_pages: int, num_states: int, host_pages: int = 0, host_states: int = 0, size: int = 16, **options: int
 ) -> Engine:
@@ -145,7 +127,9 @@ def engine_of(
         max_batch_tokens=options.pop("max_batch_tokens", GRID + NUM_SLOTS),
         vocab_size=VOCAB_SIZE,
         host_pool=host,
-        speculation=Speculation(slots, Prophet(slots), Fixed(), drafts) if drafts else None,
+        speculation=Speculation(slots, Knowing(slots, story, VOCAB_SIZE), Fixed(), drafts)
+        if drafts
+        else None,
         groups=[group],
         **options,
     )

@@ -24,8 +24,8 @@ from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import settings, stand_in_alone
+from tests.knowing import Knowing
 from tests.matchers import Staircase
-from tests.models.test_draft_identity import Knowing
 from tests.thorough import cases, first_quick
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
@@ -99,7 +99,9 @@ def test_drafts_are_checked_in_captured_steps(width: int, monkeypatch: pytest.Mo
         each.id: [*each.prompt.tolist(), *answer] for each, (answer, _) in zip(requests(ways), expected)
     }
     slots, runner = engine.slots, engine.runner
-    engine.scheduler.speculation = Speculation(slots, Knowing(slots, stories, 0.7), Fixed(), 3)
+    engine.scheduler.speculation = Speculation(
+        slots, Knowing(slots, lambda asked: stories[asked.id], 1024, 0.7), Fixed(), 3
+    )
     assert isinstance(runner, ModelRunner)
     assert runner.graphs is not None
     if width == 1:

@@ -16,15 +16,14 @@ import pytest
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams, packed_ids
-from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed
-from continuous_batching.speculation.proposer import Guesses, NGram, Proposer
+from continuous_batching.speculation.proposer import NGram, Proposer
 from continuous_batching.speculation.speculation import Speculation
-from kv_cache.pages import Index
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, on_each, settings
+from tests.knowing import Knowing
 from tests.models.families import VOCABULARY, Variant, make, wide
 from tests.thorough import cases
 
@@ -44,22 +43,6 @@ FORMS: list[dict[str, Any]] = [
     {"temperature": 0.7, "allowed_token_ids": packed_ids(range(5, 60)), "bad_words": ((6, 7), (11,))},
     {"temperature": 0.0},
 ]
-
-
-class Knowing:
-    """Guesses what the plain run said, but for a share of wrong ones."""
-
-    def __init__(self, slots: SlotPool, stories: dict[str, list[int]], share: float) -> None:
-        self._slots, self._stories, self._share = slots, stories, share
-        self._random = np.random.default_rng(2)
-
-    def guess(self, rows: Index, most: int) -> Guesses:
-        known = self._slots.num_tokens[rows].tolist()
-        stories = [self._stories[self._slots.requests[row].id] for row in rows.tolist()]
-        tokens = np.array([(story[at : at + most] + [0] * most)[:most] for story, at in zip(stories, known)])
-        wrong = self._random.random(tokens.shape) >= self._share
-        guessed = np.where(wrong, (tokens + 1) % VOCABULARY, tokens).astype(np.int32)
-        return Guesses(guessed, self._random.integers(1, most + 1, len(rows)))
 
 
 def requests() -> list[Request]:
@@ -120,7 +103,9 @@ def check(engine: Engine, most: int) -> None:
     plain = serve(engine)
     stories = {each.id: each.tokens.tolist() for each in plain}
     slots = engine.slots
-    kinds: list[Proposer] = [Knowing(slots, stories, share) for share in (1.0, 0.7, 0.0)]
+    kinds: list[Proposer] = [
+        Knowing(slots, lambda asked: stories[asked.id], VOCABULARY, share) for share in (1.0, 0.7, 0.0)
+    ]
     verified, counters = [], engine.scheduler.counters
     for proposer in (*kinds, NGram(slots)):
         engine.scheduler.speculation = Speculation(slots, proposer, Fixed(), most)
@@ -157,7 +142,7 @@ def test_min_tokens_holds_at_each_place_of_a_run(tmp_path: Path) -> None:
     def answered(params: SamplingParams, story: list[int] | None = None) -> list[int]:
         engine.scheduler.speculation = None
         if story is not None:
-            known = Knowing(engine.slots, {"a": story}, 1.0)
+            known = Knowing(engine.slots, lambda _: story, VOCABULARY, 1.0)
             engine.scheduler.speculation = Speculation(engine.slots, known, Fixed(), 12)
         request = Request("a", np.arange(20), params)
         engine.add(request)

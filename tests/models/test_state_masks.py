@@ -34,7 +34,7 @@ from tests.models.families import VOCABULARY, logprobs_behind, make, wide
 from tests.models.mtp_layers import target_beside
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.models.test_state_mtp import DRAFTS
-from tests.models.test_state_schedules import NEAR, NUM_NEW, WAYS, WIDE, Oracle, built
+from tests.models.test_state_schedules import NEAR, NUM_NEW, WAYS, WIDE, built, knowing
 from tests.patience import PATIENCE_S
 
 VARIANTS = {each.name: each for each in RECURRENT_VARIANTS}
@@ -191,7 +191,7 @@ def check_slow(model: Any, path: Path, changes: dict[str, Any], recording: Path)
     if changes.get("speculation.kind") == "ngram":
         assert engine.scheduler.speculation is not None
         quick = served(built(path, changes), is_slow=False)
-        engine.scheduler.speculation._proposer = Oracle(engine.slots, quick)
+        engine.scheduler.speculation._proposer = knowing(engine.slots, quick)
     if one.ranks is None:
         engine.observer = Recorder(one.facts, RecordingFile(recording))
     check(model, served(one, is_slow=True))

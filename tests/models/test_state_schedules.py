@@ -17,13 +17,12 @@ from continuous_batching.engine import Engine
 from continuous_batching.inspection import recount
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.proposer import Guesses, Proposer
-from kv_cache.pages import Index
 from kv_cache.states import GRID, StateGroup
 from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import settings, stand_in_alone
+from tests.knowing import Knowing
 from tests.models.families import VOCABULARY, logprobs_behind, make, wide
 from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.patience import PATIENCE_S
@@ -182,25 +181,6 @@ def lived(engine: Engine, made: list[Request]) -> tuple[list[Request], int]:
     return made, engine.tier.counters.found
 
 
-class Oracle(Proposer):
-    """Proposes what is known to be the answer of each prompt, of which every third token is wrong."""
-
-    def __init__(self, slots: SlotPool, answered: list[Request]) -> None:
-        self._slots, self._known = slots, {each.id: each.tokens for each in answered}
-
-    def guess(self, rows: Index, most: int) -> Guesses:
-        """Some tokens of each row's answer, as many as are known."""
-        tokens = np.zeros((len(rows), most), dtype=np.int32)
-        counts = np.zeros(len(rows), dtype=np.int64)
-        for at, row in enumerate(rows.tolist()):
-            first = int(self._slots.num_tokens[row])
-            right = self._known[self._slots.requests[row].id][first : first + most]
-            wrong = (first + np.arange(len(right))) % 3 == 0
-            tokens[at, : len(right)] = np.where(wrong, (right + 1) % VOCABULARY, right)
-            counts[at] = len(right)
-        return Guesses(tokens, counts)
-
-
 @pytest.mark.parametrize(
     ("name", "way"),
     cases([("qwen3_5", "swapped")], [("qwen3_5", "swapped"), ("kimi_linear", "states of the slots alone")]),
@@ -212,11 +192,17 @@ def test_drafts_change_no_token(name: str, way: str, case_named: Callable[[str],
     drafts = {"speculation.kind": "ngram", "speculation.max_tokens": 4, "speculation.adaptive": "fixed"}
     engine = built(path, WAYS[way] | drafts).engine
     assert engine.scheduler.speculation is not None
-    engine.scheduler.speculation._proposer = Oracle(engine.slots, answered)
+    engine.scheduler.speculation._proposer = knowing(engine.slots, answered)
     check(model, served(engine))
     counters = engine.scheduler.counters
     assert 0 < counters.accepted_tokens < counters.draft_tokens
     assert counters.hit_tokens
+
+
+def knowing(slots: SlotPool, answered: list[Request]) -> Knowing:
+    """A proposer of what these requests have answered."""
+    stories = {each.id: each.tokens.tolist() for each in answered}
+    return Knowing(slots, lambda asked: stories[asked.id], VOCABULARY)
 
 
 WIDE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
