@@ -8,7 +8,7 @@ import torch
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
 from continuous_batching.policies.batching import StallFree
-from continuous_batching.request import Request, SamplingParams
+from continuous_batching.request import Request, SamplingParams, packed_ids
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
@@ -23,6 +23,10 @@ KINDS = [
     {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.5},
     {"temperature": 0.0, "frequency_penalty": 0.4, "min_tokens": 10},
     {"min_p": 0.05, "logit_bias": {4: 2.0}, "stop_token_ids": (9,)},
+    {"allowed_token_ids": packed_ids(range(10, 30))},
+    {"bad_words": ((12,), (20, 21), (25, 25))},
+    {"allowed_token_ids": packed_ids(range(10, 16)), "bad_words": ((11, 12),), "temperature": 0.0},
+    {"allowed_token_ids": packed_ids(range(10, 16)), "min_tokens": 5, "frequency_penalty": 1.0},
 ]
 
 
@@ -53,7 +57,7 @@ def requests() -> list[Request]:
             np.array([5, 6, n % V]),
             SamplingParams(max_tokens=30, seed=n // 2, **KINDS[n % len(KINDS)]),
         )
-        for n in range(24)
+        for n in range(30)
     ]
 
 
@@ -73,8 +77,12 @@ def test_neighbours_and_preemption_change_no_token() -> None:
         assert request.answer.tolist() == alone.answer.tolist(), request.params
         assert request.logprobs == alone.logprobs
         assert request.finish_reason == alone.finish_reason
-        early = min(request.params.min_tokens, len(request.answer))
-        assert EOS not in request.answer[:early]
+        answer, params = request.answer.tolist(), request.params
+        assert EOS not in answer[: params.min_tokens]
+        if params.allowed_token_ids is not None:
+            assert set(answer) <= {EOS, *np.frombuffer(params.allowed_token_ids, dtype=np.int32).tolist()}
+        for word in params.bad_words:
+            assert all(tuple(answer[at : at + len(word)]) != word for at in range(len(answer)))
 
 
 def test_a_request_without_a_seed_gets_one_from_the_engines() -> None:

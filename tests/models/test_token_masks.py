@@ -86,34 +86,6 @@ def test_sets_of_neighbours_do_not_mix() -> None:
         assert int(found) in np.frombuffer(row.params.allowed_token_ids or b"", dtype=np.int32)
 
 
-KINDS = [
-    {"allowed_token_ids": packed_ids(range(10, 30))},
-    {"bad_words": ((12,), (20, 21), (25, 25))},
-    {"allowed_token_ids": packed_ids(range(10, 16)), "bad_words": ((11, 12),), "temperature": 0.0},
-    {"allowed_token_ids": packed_ids(range(10, 16)), "min_tokens": 5, "frequency_penalty": 1.0},
-]
-
-
-def masked() -> list[Request]:
-    return [
-        Request(each.id, each.prompt, SamplingParams(max_tokens=30, seed=n, **KINDS[n % len(KINDS)]))
-        for n, each in enumerate(requests())
-    ]
-
-
-def test_masks_hold_through_preemption_and_beside_others() -> None:
-    together = serve(make_engine(8, 24), masked())
-    assert sum(request.num_preemptions for request in together) > 10
-    for request, alone in zip(together, masked()):
-        serve(make_engine(1, 17), [alone])
-        answer, params = request.answer.tolist(), request.params
-        assert answer == alone.answer.tolist()
-        if params.allowed_token_ids is not None:
-            assert set(answer) <= set(np.frombuffer(params.allowed_token_ids, dtype=np.int32).tolist())
-        for word in params.bad_words:
-            assert all(tuple(answer[at : at + len(word)]) != word for at in range(len(answer)))
-
-
 def test_a_request_that_leaves_itself_no_token_ends_alone_and_by_its_own_fault() -> None:
     stuck = SamplingParams(allowed_token_ids=packed_ids([10]), bad_words=((10, 10),), max_tokens=9)
     bad, good = serve(make_engine(2, 17), [Request("bad", np.array([5]), stuck), requests()[0]])
