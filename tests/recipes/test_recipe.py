@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from recipes.schema.keys import keys_of
-from recipes.schema.reader import load, profiles, read
+from recipes.schema.reader import load, read
 from recipes.schema.recipe import ROOT, CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 from recipes.schema.recipe_error import RecipeError
 from tests.each_of import each_of
-from tests.thorough import cases
 
 
 def made(**changes: Any) -> Recipe:
@@ -88,19 +87,6 @@ def test_every_key_has_a_meaning_a_range_and_a_default_in_it():
             assert key.most is not None
         if key.default is not MISSING:
             key.check(key.default)
-
-
-RECIPES = sorted(path for path in ROOT.glob("recipes/**/*.yaml") if path.parent.name != "profiles")
-
-
-@each_of("number, path", enumerate(RECIPES))
-def test_every_recipe_here_can_be_read_under_a_profile(number, path, monkeypatch):
-    """Under one after another: what a profile says goes with any recipe; all of them with --thorough."""
-    monkeypatch.setenv("MODELS", "/models")  # where a recipe's weights are the user's
-    overrides = ["model.path=x"] if path.parent.name == "any" else []
-    under = [None, *profiles()]
-    for profile in cases([under[number % len(under)]], under):
-        assert load(path, overrides, profile).device.kind
 
 
 def test_a_profile_stands_between_a_recipe_and_its_overrides():

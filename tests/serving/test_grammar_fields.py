@@ -186,32 +186,6 @@ def test_branches_become_alternatives_where_no_value_can_meet_two(branches: Any,
     assert ("anyOf" if are_apart else "oneOf") in asked(response_format=form)[2], "the matcher judges it"
 
 
-@each_of(
-    "schema, kept",
-    [
-        ({"$ref": "#/x/A%20b", "x": {"A b": {"enum": [1]}}}, {"part.0": {"enum": [1]}}),
-        ({"$ref": "#b", "$defs": {"a": {"$anchor": "b", "enum": [1]}}}, {"a": {"enum": [1]}}),
-        (
-            {"properties": {"a": {"type": "array", "items": {"$ref": "#"}}}},
-            {"root": {"properties": {"a": {"type": "array", "items": {"$ref": "#/$defs/root"}}}}},
-        ),
-        (
-            {
-                "properties": {
-                    "a": {"anyOf": [{}, {"enum": [1]}], "nullable": True},
-                    "b": {"$ref": "#/properties/a/anyOf/1"},
-                }
-            },
-            {"1": {"enum": [1]}},
-        ),
-        ({"$ref": "#/$defs/b", "$defs": {"b": {"enum": [1]}, "a": {"type": "int"}}}, {"b": {"enum": [1]}}),
-    ],
-)
-def test_what_references_lead_to_stands_in_defs(schema: dict[str, Any], kept: dict[str, Any]) -> None:
-    assert asked(guided_json=schema)[2]["$defs"] == kept
-    assert form_notes({"guided_json": schema}) == ()
-
-
 @pytest.mark.parametrize("keyword", ["not", "if", "dependentRequired", "unevaluatedProperties"])
 def test_a_strict_schema_is_held_whole(keyword: str) -> None:
     schema = {"type": "object", "properties": {"a": {keyword: {}}}}

@@ -235,6 +235,9 @@ TREE = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$re
         ),
         ({"$ref": "#t", "$defs": {"a": {"$anchor": "t", "enum": [1]}, "t": {"enum": [2]}}}, [1, 2]),
         ({"$ref": "#/x-parts/a~1b", "x-parts": {"a/b": {"enum": [1]}}}, [1, 2]),
+        ({"$ref": "#/x/A%20b", "x": {"A b": {"enum": [1]}}}, [1, 2]),
+        ({"properties": {"a": {"type": "array", "items": {"$ref": "#"}}}}, [{"a": [{"a": []}]}, {"a": [1]}]),
+        ({"$ref": "#/$defs/b", "$defs": {"b": {"enum": [1]}, "a": {"type": "int"}}}, [1, 2]),
         (
             {"$ref": "#/$defs/a", "maximum": 3, "$defs": {"a": {"type": "integer", "minimum": 2}}},
             [1, 2, 3, 4],

@@ -169,6 +169,16 @@ def test_a_template_that_fails_is_a_refusal_of_one_line(tmp_path: Path, template
             [{"role": "user", "content": [{"type": "text"}]}],
             r"messages\[0\].content\[0\].text must be a string",
         ),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "this model reads text"),
+        ([{"role": "user", "content": [{"type": "input_text", "text": "x"}]}], r"\.content\[0\] must be"),
+        (
+            [{"role": "assistant", "content": "x", "reasoning_details": [{"text": "r"}]}],
+            r"messages\[0\].reasoning_details is not supported",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": 1}}]}],
+            "function.arguments must be a string",
+        ),
         ([{"role": "user", "content": "a", "name": 3}], r"messages\[0\].name must be a string"),
         ([{"role": "user", "content": "\ud83d"}], r"messages\[0\].content is not Unicode text"),
     ],

@@ -124,15 +124,6 @@ def test_line_breaks_within_olmos_block_may_be_left_out() -> None:
                 ]
 
 
-def test_control_tokens_are_no_text() -> None:
-    form = TOOL_FORMATS["mistral"]
-    for choice in ("required", "auto"):
-        grammar = asked(tool_choice=choice).grammar(form, {"[TOOL_CALLS]": 300})
-        assert grammar is not None
-        assert "<[300]>" in grammar
-        assert "TOOL_CALLS" not in grammar
-
-
 def test_nothing_is_held_where_nothing_was_asked_for() -> None:
     loose = [tool("add", parameters={"not": {}})]
     for fields in ({"tools": loose}, {"tools": loose, "tool_choice": "none", "parallel_tool_calls": False}):
