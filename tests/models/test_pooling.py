@@ -1,32 +1,25 @@
-"""A prompt's embedding is pooled from transformers' last hidden states, however the prompt was computed."""
+"""A prompt's embedding is pooled from transformers' last hidden states, however the prompt was computed.
+
+Pooled prompts in every schedule, and preempted anywhere, are among those of test_prompt_logprobs.py.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
 import torch
 
-from continuous_batching.request import Request, SamplingParams, Vector
+from continuous_batching.request import Request, SamplingParams
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, Way, npu, on_each, settings
 from tests.lazy import transformers
-from tests.models.test_prompt_logprobs import PROMPTS, SETTINGS, TEXT, WEIGHTS, engine_of, serve
+from tests.models.test_prompt_logprobs import PROMPTS, SETTINGS, TEXT, WEIGHTS, check, engine_of, serve
 
 ASKED = ("last", "mean", None)
-
-
-@cache
-def states(tokens: tuple[int, ...]) -> Vector:
-    """Behind the last norm, [T, hidden]."""
-    model = transformers.AutoModel.from_pretrained(WEIGHTS, dtype=torch.float32, attn_implementation="eager")
-    with torch.inference_mode():
-        found: Vector = model(torch.tensor([tokens])).last_hidden_state[0].numpy()
-    return found
 
 
 def requests(seed: int = 0) -> list[Request]:
@@ -39,44 +32,6 @@ def requests(seed: int = 0) -> list[Request]:
         params = SamplingParams(max_tokens=1 if pooling else 8, temperature=0, pooling=pooling)
         made.append(Request(str(number), np.array(prompt), params))
     return made
-
-
-def check(request: Request) -> None:
-    pooling, found = request.params.pooling, request.pooled
-    if pooling is None:
-        assert found is None
-        return
-    theirs = states(tuple(request.prompt.tolist()))
-    expected = theirs[-1] if pooling == "last" else theirs.mean(0)
-    np.testing.assert_allclose(request.embedding, expected, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["ones", "overlap", "swap"])
-def test_every_schedule_finds_what_transformers_finds(name: str) -> None:
-    made = requests()
-    engine = engine_of(SETTINGS[name])
-    serve(engine, made)
-    for request in made:
-        check(request)
-
-
-@pytest.mark.parametrize("overrides", [[], ["cache.host_gib=0.01"]])
-def test_preempted_anywhere_nothing_counts_twice_or_is_lost(overrides: list[str]) -> None:
-    random = np.random.default_rng(3)
-    engine = engine_of([*SETTINGS["chunks"], "cache.page_size=4", *overrides])
-    made, interrupted = requests(1), 0
-    for request in made:
-        engine.add(request)
-    while engine.has_work:
-        engine.step()
-        busy = engine.slots.busy
-        if len(busy) and random.random() < 0.5:
-            request = engine.slots.requests[row := int(random.choice(busy))]
-            engine.scheduler.preemption.preempt(row)
-            interrupted += request.params.pooling == "mean" and request.num_scored > 0
-    assert interrupted > 2
-    for request in made:
-        check(request)
 
 
 @pytest.mark.slow

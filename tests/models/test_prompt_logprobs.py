@@ -1,6 +1,6 @@
-"""The log-probability of each prompt token is the one that transformers finds.
+"""The log-probability of each prompt token is the one that transformers finds, and so are pooled states.
 
-It does not depend on how the prompt was computed.
+Neither depends on how the prompt was computed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from continuous_batching.engine import Engine
-from continuous_batching.request import Request, SamplingParams
+from continuous_batching.request import Request, SamplingParams, Vector
 from models.sampling import prompt_outputs
 from models.step.runner import ModelRunner
 from recipes.assembly.engine import build
@@ -55,8 +55,20 @@ def expected(tokens: tuple[int, ...]) -> torch.Tensor:
         return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
+@cache
+def states(tokens: tuple[int, ...]) -> Vector:
+    """Behind the last norm, [T, hidden]."""
+    model = transformers.AutoModel.from_pretrained(WEIGHTS, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        found: Vector = model(torch.tensor([tokens])).last_hidden_state[0].numpy()
+    return found
+
+
 def requests(seed: int = 0) -> list[Request]:
-    """The same few prompts again and again, so that their pages are cached, and some prompts of one token."""
+    """The same few prompts again and again, so that their pages are cached, and some prompts of one token.
+
+    The last nine are pooled.
+    """
     assert TEXT is not None
     random = np.random.default_rng(seed)
     made = []
@@ -73,6 +85,9 @@ def requests(seed: int = 0) -> list[Request]:
         if number % 4 == 1:
             request.followers = [Request(f"{number}#{n}", request.prompt, params) for n in range(2)]
         made.append(request)
+    for number in range(9):
+        params = SamplingParams(max_tokens=1, temperature=0, pooling="mean" if number % 3 else "last")
+        made.append(Request(f"pooled {number}", np.array(TEXT.encode(PROMPTS[number // 3])), params))
     return made
 
 
@@ -90,6 +105,12 @@ def serve(engine: Engine, made: list[Request]) -> None:
 
 
 def check(request: Request) -> None:
+    if request.params.pooling is None:
+        assert request.pooled is None
+    else:
+        theirs = states(tuple(request.prompt.tolist()))
+        expected_one = theirs[-1] if request.params.pooling == "last" else theirs.mean(0)
+        np.testing.assert_allclose(request.embedding, expected_one, atol=1e-4)
     count, found = request.params.prompt_logprobs, request.prompt_logprobs
     if count is None:
         assert not found
@@ -145,11 +166,11 @@ def test_the_last_layer_computes_only_tokens_that_are_read(is_scored: bool, rows
     assert counts[:-2] == rows, "before two steps of the answer"
 
 
-@pytest.mark.parametrize(("seed", "overrides"), [(1, []), (2, ["cache.host_gib=0.01"])])
+@pytest.mark.parametrize(("seed", "overrides"), [(5, []), (2, ["cache.host_gib=0.01"])])
 def test_preempted_anywhere_nothing_is_told_twice_or_lost(overrides: list[str], seed: int) -> None:
     random = np.random.default_rng(seed)
     engine = engine_of([*SETTINGS["chunks"], "cache.page_size=4", *overrides])
-    made, interrupted = requests(seed), 0
+    made, interrupted, of_pooled = requests(seed), 0, 0
     everyone = [each for request in made for each in (request, *request.followers)]
     for request in made:
         engine.add(request)
@@ -160,7 +181,9 @@ def test_preempted_anywhere_nothing_is_told_twice_or_lost(overrides: list[str], 
             request = engine.slots.requests[row := int(random.choice(busy))]
             engine.scheduler.preemption.preempt(row)
             interrupted += 0 < request.num_scored < request.num_prompt_tokens - 1
+            of_pooled += request.params.pooling == "mean" and request.num_scored > 0
     assert interrupted > 3
+    assert of_pooled > 2
     for request in everyone:
         check(request)
 
