@@ -1,10 +1,13 @@
-"""A table that is one test runs every case and names all that fail."""
+"""A table that is one test runs every case and names all that fail; of its options, every two values meet."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 
 from tests.each_of import each_of
+from tests.pairs import _covering
 
 
 def test_every_case_runs_and_all_that_fail_are_named(tmp_path: object) -> None:
@@ -32,3 +35,16 @@ def test_a_table_all_of_which_skips_is_skipped_and_one_without_a_case_is_none() 
         each_of("number", [1, 2])(lambda number: pytest.skip("no device"))()
     with pytest.raises(AssertionError, match="there is no case"):
         each_of("number", [])
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1,), (4,), (2, 2), (5, 4, 4), (4, 5, 4, 2), (9, 2, 3), (1, 3, 1), (2,) * 7]
+)
+def test_every_two_values_meet(sizes: tuple[int, ...]) -> None:
+    options = [[f"{at}{value}" for value in range(size)] for at, size in enumerate(sizes)]
+    rows = _covering(options)
+    for (one, ours), (other, theirs) in itertools.combinations(enumerate(options), 2):
+        assert {(row[one], row[other]) for row in rows} == set(itertools.product(ours, theirs))
+    assert all(value in column for column, values in zip(zip(*rows), options) for value in values)
+    largest = sorted(sizes)[-2:]
+    assert len(rows) <= 2 * largest[0] * largest[-1]

@@ -20,14 +20,18 @@ from models.step.runner import ModelRunner
 from recipes.assembly.engine import build
 from recipes.assembly.families import draft_config, share_of
 from recipes.assembly.int8_checkpoint import quantize
+from recipes.machine import Npu, start
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
-from tests.device_kinds import Kind, stand_in_alone
+from tests.device_kinds import Kind, section, stand_in_alone
 from tests.models.eagle3_heads import check_head_drafts
-from tests.models.mtp_layers import target_of
+from tests.models.families import followed
+from tests.models.mtp_layers import NUM_LAYERS, target_of
 from tests.models.test_draft_model import Watched, serve, settings_of, tokens_of
 from tests.models.test_eagle3 import OVERLAP, ROOMY, SMALL_PAGES
+from tests.models.test_joined_heads import PROMPTS, steps_of
+from tests.models.test_latent_prolog import PROLOG, SMALLEST, say_that_it_gains
 
 NUM_SERVED = 7  # requests, of which some fork
 
@@ -152,3 +156,39 @@ def test_a_layer_in_int8_guesses_and_changes_no_token(tmp_path: Path) -> None:
     engine = engine_of(tmp_path / "int8", "cpu", 3)
     assert tokens_of(serve(engine, most=4)) == plain
     assert engine.scheduler.counters.accepted_tokens > 10
+
+
+MOST, NUM_NEW = 3, 16  # guesses of a row and step; tokens of an answer
+SHORT = PROMPTS[:3]
+
+
+@pytest.mark.npu
+@pytest.mark.slow
+@stand_in_alone
+def test_a_joined_layer_makes_the_published_guesses_and_changes_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pre-attention work is one launch, as in the target's layers, of the smallest model that
+    npu_mla_prolog_v3 takes; in captured steps, held to DeepSeek-V3's formulas.
+    """
+    options = {name: value for name, value in SMALLEST.items() if name != "num_hidden_layers"}
+    model, path = target_of("deepseek_v3", tmp_path, is_wide=True, **options)
+    model.further.reads_zeros = True  # the operator leaves no key out
+    say_that_it_gains(tmp_path, monkeypatch)
+    engine = engine_of(path, "npu", MOST, **ROOMY, **{"device.graphs": 16})
+    runner, machine = engine.runner, start(section("npu"))
+    assert isinstance(machine, Npu)
+    assert isinstance(runner, ModelRunner)
+    assert runner.drafter is not None
+    assert runner.drafter.graphs is not None
+    assert isinstance(runner.drafter.decoder, Mtp)
+    assert runner.drafter.decoder.layer.attention.joins
+    watched = Watched(engine)
+    answers, steps = steps_of(engine, machine.launch_log, SHORT, NUM_NEW)
+    assert answers == [followed(model, *each, NUM_NEW)[0] for each in zip(SHORT, answers)]
+    # Each layer of the target, and the layer behind them for each guess
+    assert max(step[PROLOG] for step in steps) == NUM_LAYERS + MOST
+    tokens = {str(at): prompt + answer for at, (prompt, answer) in enumerate(zip(SHORT, answers))}
+    num_made, num_right = check_head_drafts(model.further, watched.drafts, tokens)
+    assert num_made > 30
+    assert num_right > 10

@@ -39,6 +39,7 @@ from tests.attention.test_channel_scales import ChannelBench
 from tests.attention.test_latent import on_an_npu
 from tests.device_kinds import has_npu, operators, section, settings, stand_in_alone
 from tests.models import test_sparse_on_npu
+from tests.serving.warm import CODE, completed
 
 pytestmark = [pytest.mark.npu, pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")]
 
@@ -581,3 +582,35 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch, tmp_
     assert len(files) == 13
     assert all(lines.wanted.values())
     assert lines.missing() == {}
+
+
+CAPTURED = """
+import json, logging, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+from tests.models.test_npu import engine_of, requests
+
+engine = engine_of("device.product=950", "device.graphs=10", "scheduler.num_slots=10")
+engine.add(requests()[0])
+while engine.has_work:
+    engine.step()
+sizes = sorted(size for size, _ in engine.runner.graphs.steps)
+import torch
+try:
+    with torch.npu.graph(torch.npu.NPUGraph()):
+        pass
+    said = "captured"
+except RuntimeError as error:
+    said = str(error)
+print(json.dumps([sizes, said]))
+"""
+
+
+@stand_in_alone
+def test_a_sample_of_the_sizes_is_captured_and_said() -> None:
+    """On a 950, which holds four graphs; a process has one NPU, so this one has a process of its own."""
+    done = completed(CODE, CAPTURED)
+    assert done.returncode == 0, done.stderr
+    sizes, said = json.loads(done.stdout.splitlines()[-1])
+    assert sizes == [1, 2, 8, 10]
+    assert "4 graphs are held, and this product has no room for more" in said
+    assert "graphs: of the sizes 1, 2, 4, 8, 10 the device holds 1, 2, 8, 10" in done.stderr

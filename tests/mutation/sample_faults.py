@@ -24,7 +24,7 @@ FAULTS = {
         'whole.finish_reason == "error"',
         "False",
         "a sample that failed at once has the highest log-probability of all",
-        "tests/serving/test_samples.py::test_the_best_samples_are_answers_when_all_have_ended",
+        "tests/serving/test_offline.py::test_the_best_samples_are_answers_when_all_have_ended",
     ),
     "cached_prompt_told_of_its_end": Fault(
         "continuous_batching/request.py::Request.num_findable",
