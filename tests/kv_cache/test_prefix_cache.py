@@ -103,6 +103,21 @@ def test_leaves_are_evicted_before_their_parents_and_old_chains_first(
     assert not len(cache.pages)
 
 
+def test_pages_that_go_first_do_not_go_before_what_continues_them(pool: PagePool, cache: PrefixCache) -> None:
+    one = Owner(pool, cache, range(12)).publish()
+    other = Owner(pool, cache, [*range(8), 9, 9, 9, 9]).publish()
+    one.leave()
+    other.leave()
+    cache.evict_first(one.pages)
+    assert cache.idle_pages.tolist() == [one.pages[2], *other.pages[::-1]]
+    cache.evict(2)
+    assert cache.find(one.keys, one.tokens, "").tolist() == one.pages[:2].tolist()
+    third = Owner(pool, cache, range(12)).publish()
+    third.leave()
+    cache.evict_first(third.pages)
+    assert cache.idle_pages.tolist() == third.pages[::-1].tolist()
+
+
 def test_pages_in_use_are_not_idle(pool: PagePool, cache: PrefixCache) -> None:
     owner = Owner(pool, cache, range(8)).publish()
     assert cache.num_idle == 0
