@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_cache.device.huge_pages import huge_zeros
-from kv_cache.device.transfer import to_device
+from kv_cache.device.transfer import queued, to_device
 from kv_cache.pages import Index, PageCopy
 from kv_cache.tier.page_tier import PageTier
 
@@ -202,7 +202,7 @@ class KVCache(CacheLayers):
         if they are given.
         """
         parts = self._copied(self.of(layer), pages)
-        done = _queued(self.device)
+        done = queued(self.device)
 
         def wait() -> Bytes:
             done()
@@ -249,7 +249,7 @@ class KVCache(CacheLayers):
                 self.copy(each.sources, each.targets, each.group)
             elif each.way in ("to_host", "from_host"):
                 self._swap(each)
-                self._swapped = _queued(self.device)
+                self._swapped = queued(self.device)
             else:
                 assert self.tier is not None, f"{len(each.keys)} pages go {each.way}, and there is none"
                 self.tier.apply(each)
@@ -413,16 +413,6 @@ def _exchange(
             _to_host(source, read, target, written)
         else:
             _from_host(source, read, target, written)
-
-
-def _queued(device: torch.device) -> Callable[[], None]:
-    """Return a function that waits for all work queued on the device so far."""
-    if device.type == "cpu":
-        return lambda: None
-    event = torch.get_device_module(device).Event()
-    event.record()
-    wait: Callable[[], None] = event.synchronize
-    return wait
 
 
 def _bytes_of(pages: Tensor) -> Bytes:

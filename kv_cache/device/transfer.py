@@ -46,17 +46,26 @@ def all_to_device(arrays: Arrays, device: torch.device) -> Tensors:
     }
 
 
+def queued(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits for all work queued on the device so far."""
+    if device.type == "cpu":
+        return lambda: None
+    event = torch.get_device_module(device).Event()
+    event.record()
+    wait: Callable[[], None] = event.synchronize
+    return wait
+
+
 def to_host(tensor: Tensor) -> Callable[[], NDArray[Any]]:
     """Start to copy a tensor to the host; the function returned waits for the copy."""
     if tensor.device.type == "cpu":
         return tensor.numpy
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
-    event = torch.get_device_module(tensor.device).Event()
-    event.record()
+    done = queued(tensor.device)
 
     def wait() -> NDArray[Any]:
-        event.synchronize()
+        done()
         return host.numpy()
 
     return wait

@@ -75,7 +75,7 @@ class Drafter:
             )
             return
         parts = self.decoder, self.cache, self.decoder.attention, self._greedy, self._slots
-        self.graphs = DecodeGraphs(*parts, most, 1)
+        self.graphs = DecodeGraphs(*parts, most, 1, follow_at_once=True)
         self.graphs.capture()
 
     def run(self, batch: Batch) -> Tensor | None:

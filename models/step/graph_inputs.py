@@ -11,6 +11,8 @@ Legend: R rows, W tokens of each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -36,7 +38,10 @@ class GraphInputs:
     `num_states` is the number of values for the state of each row: 1 for its page, and 3 with drafts.
 
     Padding is the first token of the null page, and its keys are written there. A row of nothing but padding
-    has W keys, so that no query is left without one.
+    has W keys, so that no query is left without one. Of each row's pages, those behind its last key are of
+    steps before, and nothing reads them.
+
+    `wait_for_copy` waits for the last copy to the device, which must precede a change of the values.
     """
 
     def __init__(
@@ -50,13 +55,19 @@ class GraphInputs:
         num_states: int = 0,
     ) -> None:
         self.values, self.width = values, width
+        self.wait_for_copy: Callable[[], None] = lambda: None
         self._slots = slots
         columns, pages, windows, states = split(values, num_rows, width, num_windows, num_states)
         self.columns: NDArray[np.int32] = columns.numpy()
         self._pages: NDArray[np.int32] = pages.numpy()
         self._states: NDArray[np.int32] = states.numpy()  # [num_states, R]
         self._windows = [(places.numpy(), pages.numpy()) for places, pages in windows]
+        self._pad_pages = -(-width // slots.page_size)  # pages of a row of padding
+        self.num_sent = len(values)  # values that the step reads
         self._sources = first_token + np.arange(num_rows * width)  # places of the token ids that are sent
+        self._pages[:] = 0
+        for _, of_window in self._windows:
+            of_window[:] = 0
         self._pad(0, 0)
         self.columns[SOURCE] = self._sources
 
@@ -82,6 +93,8 @@ class GraphInputs:
         columns[ADAPTER, places] = slots.adapter[rows]
         columns[SOURCE] = self._sources
         width = -(-int(batch.stops.max()) // slots.page_size)
+        if not self._windows and not len(self._states):  # what else is sent would stand behind the pages
+            self.num_sent = columns.size + max(width, self._pad_pages) * self._pages.shape[1]
         self._pages[:width, : len(owners)] = slots.page_table[owners, :width].T
         if len(self._states):
             assert slots.state_pages is not None, "layers keep states, and the slots have none"
@@ -120,11 +133,11 @@ class GraphInputs:
         in_null_page = np.arange(columns.shape[1]) % self._slots.page_size
         columns[2] = in_null_page
         columns[3:5] = self.width
-        self._pages[:, first_row:] = 0
+        self._pages[: self._pad_pages, first_row:] = 0
         self._states[:, first_row:] = 0
         for places, pages in self._windows:
             places[first:] = in_null_page
-            pages[:, first_row:] = 0
+            pages[: self._pad_pages, first_row:] = 0
 
 
 def num_values(num_rows: int, width: int, max_pages: int, num_windows: int = 0, num_states: int = 0) -> int:

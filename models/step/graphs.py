@@ -30,6 +30,7 @@ from attention.reference import Attention, AttentionMetadata, StaticDecodes
 from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
 from kv_cache.device.storage import CacheLayers
+from kv_cache.device.transfer import queued
 from kv_cache.pages import Index
 from models.decoder import Decoder
 from models.head import Head
@@ -152,7 +153,8 @@ class StepOutputs:
 class DecodeGraphs:
     """Captured steps of decodes only, of up to `most` tokens; of spans, with up to `width` tokens each.
 
-    None of the `stages` of layers has more than `most_layers`; as many batches as stages are in flight.
+    None of the `stages` of layers has more than `most_layers`; as many batches as stages are in flight. With
+    `follow_at_once` nobody waits for a step before the next ones begin, as for those that make drafts.
     """
 
     def __init__(
@@ -166,7 +168,10 @@ class DecodeGraphs:
         width: int,
         stages: int = 1,
         most_layers: int = 0,
+        *,
+        follow_at_once: bool = False,
     ) -> None:
+        self._follow_at_once = follow_at_once
         self.decoder, self.cache, self.attention, self.slots = decoder, cache, attention, slots
         self.sampler, self.width = sampler, width
         self._num_windows = len(decoder.group_windows) - 1
@@ -264,6 +269,8 @@ class DecodeGraphs:
         step = self.steps[self._size(batch)]
         self._turn = (self._turn + 1) % self._num_inputs
         inputs = step.inputs[self._turn]
+        if self._follow_at_once:
+            inputs.wait_for_copy()
         inputs.fill(batch)
         columns = None
         if batch.yields_all:
@@ -287,7 +294,10 @@ class DecodeGraphs:
         if drafts is not None:  # a batch with drafts is not made ahead, so nothing else stands there
             inputs.read_drafts(batch, 0)
             self._table[: len(drafts)].copy_(drafts)
-        step.sent.copy_(inputs.values, non_blocking=True)
+        count_sent = inputs.num_sent
+        step.sent[:count_sent].copy_(inputs.values[:count_sent], non_blocking=True)
+        if self._follow_at_once:
+            inputs.wait_for_copy = queued(self.attention.device)
         self.attention.replay(step.graph, step.metadata, inputs.kv_lens())
         best = Best(step.best.tokens[:count], step.best.chosen[:count])
         logits = None if filled.reads_none else step.logits[:count]

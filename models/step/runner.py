@@ -20,7 +20,7 @@ from attention.reference import Attention
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.slots import SlotPool
 from kv_cache.device.storage import KVCache
-from kv_cache.device.transfer import to_device, to_host
+from kv_cache.device.transfer import queued, to_device, to_host
 from kv_cache.pages import Index, PageCopy
 from models.decoder import Decoder
 from models.sampling import prompt_outputs
@@ -201,7 +201,17 @@ class ModelRunner:
         return self.sampler.start(logits, batch.owners, batch.targets, self.slots, best)
 
     def _none(self) -> Chosen:
-        return Chosen(self._last.tokens[:0], lambda: Sampled(np.empty(0, np.int64)))
+        """Choose no token, which is waited for as if it were one.
+
+        A step's time is measured by its wait, and no host may be further ahead of its device than a step.
+        """
+        done = queued(self.attention.device)
+
+        def wait() -> Sampled:
+            done()
+            return Sampled(np.empty(0, np.int64))
+
+        return Chosen(self._last.tokens[:0], wait)
 
     def _sampled(self, batch: Batch, step: Tensor) -> Tensor:
         """Select the rows [R, ...] that tokens are sampled from, of those of all tokens [T, ...]."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 from attention.reference import Attention
+from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
+from models.step.graph_inputs import GraphInputs
 from models.step.graphs import ladder
 from models.step.runner import ModelRunner
 from recipes.assembly.engine import build
@@ -94,6 +98,30 @@ def test_a_step_of_the_draft_model_costs_a_replay_and_not_its_launches() -> None
     kinds = ("launch", False), ("to device", False), ("replay", False)
     assert [eager[kind] for kind in kinds] == [152, 19, 0]
     assert [captured[kind] for kind in kinds] == [8, 6, MOST + 1]
+
+
+def test_inputs_are_changed_once_the_device_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the steps that make drafts, which may be more than there are places for inputs."""
+    noted: list[tuple[str, GraphInputs]] = []
+    fill = GraphInputs.fill
+
+    def filled(inputs: GraphInputs, batch: Batch) -> None:
+        noted.append(("filled", inputs))
+        fill(inputs, batch)
+
+    def queued(device: torch.device) -> Callable[[], None]:
+        inputs = noted[-1][1]
+        noted.append(("copied", inputs))
+        return lambda: noted.append(("waited", inputs))
+
+    monkeypatch.setattr(GraphInputs, "fill", filled)
+    monkeypatch.setattr("models.step.graphs.queued", queued)
+    serve(engine_of(graphs=24), WAYS)
+    last = dict[GraphInputs, str]()
+    for what, inputs in noted:
+        assert (what, last.get(inputs)) != ("filled", "copied")
+        last[inputs] = what
+    assert sum(what == "waited" for what, _ in noted) > 10
 
 
 def test_where_the_device_holds_too_few_graphs_the_draft_model_has_none(

@@ -137,6 +137,20 @@ def test_captured_steps_give_the_same_tokens_and_ask_for_no_operator(
     assert len(replayed) == sum(not count for _, count in steps) > 5
 
 
+def test_a_step_that_chooses_no_token_is_waited_for() -> None:
+    """Its time is measured, too, and the next chunk is not sent to a device that has not begun this one."""
+    engine = engine_of("scheduler.overlap=false")
+    machine = start(section("npu"))
+    assert isinstance(machine, Npu)
+    assert machine.launch_log is not None
+    engine.add(Request("long", np.arange(3, 103), SamplingParams(max_tokens=1)))
+    with machine.launch_log.reading() as asked:
+        step = engine.step()
+    assert step is not None
+    assert not len(step.batch.owners)
+    assert [each.kind for each in asked][-1] == "wait"
+
+
 def test_more_graphs_than_streams_are_refused() -> None:
     deep = "model.config={model_type: llama, vocab_size: 64, hidden_size: 64, num_hidden_layers: 99,"
     deep += " num_attention_heads: 1, num_key_value_heads: 1, intermediate_size: 64, eos_token_id: 2}"
