@@ -25,6 +25,8 @@ CHANGEABLE = frozenset(
         "swiglu_limit", "use_sliding_window",
     }
 )  # fmt: skip
+ROPES = ("rope_scaling", "rope_parameters")  # mappings, of which the first counts where both are there
+IN_A_ROPE = ("rope_theta", "partial_rotary_factor")  # they count in such a mapping before those beside it
 OF_A_RECIPE = {  # fields that keys of a recipe set
     "dtype": "model.dtype",
     "torch_dtype": "model.dtype",
@@ -42,7 +44,7 @@ def with_overrides(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     fields = text if isinstance(text, Mapping) else hf
     for name, value in overrides.items():
         _check(name, value, fields)
-    replaced = {**fields, **overrides}
+    replaced = {**fields, **overrides, **_replaced_rope(fields, overrides)}
     return {**hf, "text_config": replaced} if fields is text else replaced
 
 
@@ -50,9 +52,58 @@ def named_overrides(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iter
     """Yield a line for each field that is replaced, with its value and the checkpoint's own."""
     text = hf.get("text_config")
     fields = text if isinstance(text, Mapping) else hf
+    said = {**fields, **_rope(fields)}
     for name, value in overrides.items():
-        own = abbreviate(fields[name]) if name in fields else "nothing"
+        own = abbreviate(said[name]) if name in said else "nothing"
         yield f"{name} is {value!r}, where the checkpoint's config.json says {own}"
+
+
+def _rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the mapping that describes the rotary embedding; it is empty where there is none."""
+    rope = fields.get(_place(fields))
+    return rope if isinstance(rope, Mapping) else {}  # what is no mapping is refused by the model's family
+
+
+def _place(fields: Mapping[str, Any]) -> str:
+    return "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+
+
+def _is_by_layer_type(rope: Mapping[str, Any]) -> bool:
+    return any(isinstance(part, Mapping) for part in rope.values())
+
+
+def _replaced_rope(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary embedding's mappings where they are not simply the given or the checkpoint's own.
+
+    transformers 5 writes the base and the rotated share into `rope_parameters`, where they count before those
+    beside it: another scaling keeps them there, and another base replaces the one that is there.
+    """
+    own, given = _rope(fields), _rope(overrides)
+    _check_rope(own, given, overrides)
+    kept = {name: overrides.get(name, own[name]) for name in IN_A_ROPE if name in own}
+    if not any(key in overrides for key in ROPES):
+        return {_place(fields): {**own, **kept}} if kept else {}
+    if not isinstance(overrides.get(_place(overrides)) or {}, Mapping):
+        return {}
+    if _is_by_layer_type(own) and "rope_scaling" in overrides:
+        return {}  # it scales the layers that see all positions, and leaves the base of each type
+    kept = {} if _is_by_layer_type(given) else kept
+    return dict.fromkeys(ROPES) | {_place(overrides): {**kept, **given}}
+
+
+def _check_rope(own: Mapping[str, Any], given: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Raise RecipeError for fields of a rotary embedding of which one would be ignored."""
+    names = [name for name in IN_A_ROPE if name in given and name in overrides]
+    problem, fix = "is given twice, beside a rotary embedding and in it", "give one of them"
+    if all(key in overrides for key in ROPES):
+        names, problem = ["rope_scaling"], "describes the same as rope_parameters, which is given, too"
+    elif _is_by_layer_type(own) and "rope_parameters" not in overrides:
+        names = [name for name in (*IN_A_ROPE, "rope_local_base_freq") if name in overrides]
+        names += [name for name in overrides if name == "rope_scaling" and not given]
+        problem = f"is of each type of layer in the checkpoint's rope_parameters ({', '.join(own)})"
+        fix = "give rope_parameters as a whole"
+    for name in names:
+        raise RecipeError(KEY, f"{name} {problem}", fix, value=overrides[name])
 
 
 def _check(name: str, value: object, fields: Mapping[str, Any]) -> None:

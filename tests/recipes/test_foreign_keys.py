@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,10 +13,11 @@ import pytest
 from benchmark.verbs import BENCHMARKS, SIMULATIONS, parser_of, simulate
 from benchmark.verbs import main as benchmark_main
 from doctor.verify import probes, product, tokens
+from models.checkpoint.huggingface import rope_config, ropes_by_layer_type
 from recipes import __main__ as recipes_main
 from recipes.assembly.engine import build
 from recipes.assembly.families import model_config
-from recipes.config_overrides import with_overrides
+from recipes.config_overrides import ROPES, named_overrides, with_overrides
 from recipes.schema.command_line import with_keys
 from recipes.schema.foreign_keys import FOREIGN, SWITCHES, names_table
 from recipes.schema.reader import KEYS, load, read
@@ -23,6 +25,7 @@ from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from scripts import follow, generate, serve, verify
 from tests.each_of import each_of
+from tests.lazy import transformers
 
 GOOD = """
 model:
@@ -195,7 +198,7 @@ def folder_with(path: Path, **fields: Any) -> Path:
         ([f"model.config_overrides.rope_scaling={json.dumps(YARN)}"], {"rope_scaling": YARN}),
         (
             ["model.config_overrides={rms_norm_eps: 0.1, rope_theta: 7.0}"],
-            {"rms_norm_eps": 0.1, "rope_theta": 7.0},
+            {"rms_norm_eps": 0.1, "rope_parameters": {"rope_theta": 7.0}},
         ),
         (["hf_overrides={eos_token_id: 7}"], {"eos_token_id": 7}),
     ],
@@ -231,8 +234,68 @@ def test_a_checkpoint_of_text_and_images_has_its_text_changed() -> None:
     assert with_overrides(nested, {"rope_theta": 2.0})["text_config"] == {"rope_theta": 2.0}
 
 
+BY_TYPE = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_scaling": YARN},
+        {"rope_parameters": YARN},
+        {"rope_scaling": YARN, "rope_theta": 5e6},
+        {"rope_scaling": YARN | {"rope_theta": 5e6}},
+        {"rope_theta": 5e6},
+        {"partial_rotary_factor": 0.25},
+        {"rope_scaling": None},
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling", None])
+def test_another_rope_keeps_the_base_wherever_the_checkpoint_has_it(
+    key: str | None, given: dict[str, Any]
+) -> None:
+    own = {"rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    hf = {"hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 8192}
+    hf |= own if key is None else {key: own | {"rope_type": "linear", "factor": 2.0}}
+    merged = with_overrides(hf, given)
+    scaling = given.get("rope_scaling") or given.get("rope_parameters") or {}
+    expected = {name: given.get(name, own[name]) for name in own} | scaling
+    theirs = transformers.LlamaConfig(**copy.deepcopy(merged)).rope_parameters
+    assert {name: theirs[name] for name in expected} == expected
+    ours = rope_config(merged, 64, 8192, turned=1.0)
+    assert (ours.theta, ours.dim) == (expected["rope_theta"], 64 * expected["partial_rotary_factor"])
+    is_plain = ("rope_scaling" in given and not scaling) or key is None
+    assert ours.kind == theirs["rope_type"] == scaling.get("rope_type", "default" if is_plain else "linear")
+
+
+def test_a_rope_of_each_layer_type_keeps_both_bases_or_refuses() -> None:
+    hf = {"rope_parameters": BY_TYPE}
+    full, local = ropes_by_layer_type(with_overrides(hf, {"rope_scaling": YARN}), theta=7.0, local_theta=7.0)
+    assert (full, local) == (BY_TYPE["full_attention"] | YARN, BY_TYPE["sliding_attention"])
+    for name in ("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "rope_scaling"):
+        with pytest.raises(RecipeError, match=f"{name} is of each type of layer .*give rope_parameters as a"):
+            with_overrides(hf, {name: None})
+    other = {key: {"rope_theta": 5.0} for key in BY_TYPE}
+    old = {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    for each in (hf, old, {"rope_parameters": {"rope_theta": 1e6}}):
+        full, local = ropes_by_layer_type(
+            with_overrides(each, {"rope_parameters": other}), theta=7.0, local_theta=7.0
+        )
+        assert full == local == {"rope_theta": 5.0}
+
+
+def test_what_is_said_twice_of_a_rope_is_refused() -> None:
+    for given in (
+        {"rope_scaling": YARN | {"rope_theta": 1.0}, "rope_theta": 2.0},
+        dict.fromkeys(ROPES, YARN),
+    ):
+        with pytest.raises(RecipeError, match="give one of them"):
+            with_overrides({}, given)
+
+
 def test_replaced_fields_are_named_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     build(load(TINY, ["model.config_overrides.rms_norm_eps=0.5", "device.compile=false", "device.threads=1"]))
     line = "model.config_overrides: rms_norm_eps is 0.5, where the checkpoint's config.json says 1e-05"
     assert line in caplog.text
+    said = next(named_overrides({"rope_parameters": {"rope_theta": 1e6}}, {"rope_theta": 5e6}))
+    assert said == "rope_theta is 5000000.0, where the checkpoint's config.json says 1000000.0"
