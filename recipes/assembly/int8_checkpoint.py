@@ -21,9 +21,10 @@ from models.checkpoint.files import (
     names_in,
     open_checkpoint,
     stored_names,
+    tensor_names,
 )
+from models.checkpoint.stacked_experts import STACKS
 from models.checkpoint.unpacking import SUFFIX, scaled
-from models.checkpoint_names import alone
 from models.config import DecoderConfig
 from models.drafting.config import mtp_config
 from models.layers.dtypes import TORCH_DTYPES
@@ -37,6 +38,8 @@ UP_PROJECTIONS = r"re:.*\.kv_b_proj$"
 ROUTERS = r"re:.*(\.gate|\.wg|shared_expert_gate)$"
 # The head and the parts for images of models that read these, too, by whatever names readers know them
 BESIDE_A_TEXT = (r"re:.*lm_head$", r"re:.*(vision_tower|vision_model|multi_modal_projector|mm_projector)\.")
+# How tensors of all experts end, which files of some families may have
+STACKED = tuple(f".experts.{end}" for end in STACKS)
 # Weight files of any format, which are not copied.
 LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
@@ -57,7 +60,10 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
     if config.stored_joined:
         joined = " and ".join(config.stored_joined)
         raise ValueError(f"{source} stores linears joined ({joined}); set model.quantization: w8a8 instead")
-    if config.mixture is not None and config.mixture.is_stacked:
+    stored = tensor_names(source)
+    if config.mixture is not None and (
+        config.mixture.is_stacked or any(name.endswith(STACKED) for name in stored)
+    ):
         raise ValueError(f"{source} stores experts joined; set model.quantization: w8a8 instead")
     ignore = ["lm_head"]
     if config.reads_text_alone:
@@ -71,6 +77,8 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
     further = set()  # weights of a prediction layer behind the model's own layers, which may be absent
     if config.num_unread_layers:
         further = {f"{name}.weight" for name, *_ in mtp_config(config, 1).linears() if scheme.covers(name)}
+    if absent := sorted(names - stored):
+        raise ValueError(f"{source} lacks {', '.join(absent[:3])}{' ...' * (len(absent) > 3)}")
     files = checkpoint_files(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as room:
@@ -84,9 +92,6 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
             shutil.copymode(file, made / file.name)
             places |= dict.fromkeys(tensors, file.name)
             del tensors
-        absent = sorted(names - set(map(alone, places)))
-        if absent:
-            raise ValueError(f"{source} lacks {', '.join(absent[:3])}{' ...' * (len(absent) > 3)}")
         if (source / INDEX).is_file():
             index = {"metadata": {"total_size": sizes["after"]}, "weight_map": places}
             (made / INDEX).write_text(json.dumps(index, indent=2))

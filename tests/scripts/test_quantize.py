@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.checkpoint.files import INDEX, SINGLE, checkpoint_files
+from recipes.assembly import int8_checkpoint
 from recipes.assembly.families import config_in
 from recipes.assembly.int8_checkpoint import quantize
 from recipes.assembly.scoring import Score, score
@@ -22,6 +23,7 @@ from scripts.quantize import main
 from serving.text.tokenizer import Text
 from tests.lazy import transformers
 from tests.models.families import VARIANTS, make
+from tests.models.recurrent_variants import RECURRENT_VARIANTS
 
 TINY, TEXT = ROOT / "recipes/tiny/weights", ROOT / "recipes/tiny/held_out.txt"
 
@@ -115,6 +117,22 @@ def test_a_target_is_whole_or_not_there(quantised: Path, tmp_path: Path) -> None
     (tmp_path / "empty").mkdir()
     quantize(TINY, tmp_path / "empty")
     assert (tmp_path / "empty" / SINGLE).is_file()
+
+
+def test_what_cannot_be_quantised_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int8_checkpoint, "save_file", lambda *_, **__: pytest.fail("it was written first"))
+    variant = next(each for each in RECURRENT_VARIANTS if each.name == "qwen3_5_moe")
+    _, path = make(variant, tmp_path)
+    (file,) = checkpoint_files(path)
+    tensors, block = load_file(file), "model.layers.0.mlp.experts"
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{block}.")}
+    stack = {f"{block}.gate_up_proj": torch.ones(8, 48, 48), f"{block}.down_proj": torch.ones(8, 48, 24)}
+    for more, words in ((stack, "stores experts joined; set model.quantization"), ({}, f"lacks {block}.0.d")):
+        save_file(kept | more, file)
+        with pytest.raises(ValueError, match=words):
+            quantize(path, tmp_path / "out")
 
 
 def test_the_command_tells_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
