@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from devices.ascend_limits import ATB_MOST_PAGE, ATB_PAGES, PRODUCTS, AscendProduct
 from devices.present import Present, present, processor
@@ -31,8 +32,7 @@ from recipes.cluster.cluster import Cluster, named_cluster
 from recipes.model_folder import answer_keys, model_folder, names_model
 from recipes.schema import verb
 from recipes.schema.command_line import places_of_positionals, profiles_in, with_keys
-from recipes.schema.foreign_keys import our_key
-from recipes.schema.reader import read
+from recipes.schema.reader import overridden, read
 from recipes.schema.recipe import ROOT, Recipe, from_root
 from recipes.schema.recipe_error import RecipeError
 
@@ -65,13 +65,13 @@ def fitting(
     do not hold.
     """
     folder = model_folder(model)
-    said = {our_key(key): value for key, _, value in (each.partition("=") for each in overrides)}
+    said = overridden(overrides)
     found = _asked(said, found)
     path = f"recipes/any/{(found.product or found.kind).lower()}.yaml"
     choice = _Choice(path, folder, overrides, profile, said)
     several = f"{found.count} x " if found.count > 1 else ""
     choice.reasons.append(f"{several}{found.name} with {in_gib(found.memory_bytes)} free: {choice.path}")
-    if said.get("device.virtual") == "true":
+    if said.get("device.virtual"):
         choice.fit_stand_in()
     if found.kind == "npu":
         choice.fit_operators(next(each for each in PRODUCTS if each.name == found.product))
@@ -128,7 +128,7 @@ class _Choice:
     """A recipe of recipes/any, and the keys that have been chosen for it so far."""
 
     def __init__(
-        self, path: str, folder: Path, overrides: Sequence[str], profile: str | None, said: dict[str, str]
+        self, path: str, folder: Path, overrides: Sequence[str], profile: str | None, said: dict[str, Any]
     ) -> None:
         self.path, self.reasons = path, list[str]()
         self.keys = [f"model.path={_in_yaml(from_root(folder.absolute()))}"]
@@ -253,14 +253,14 @@ def _planned(recipe: Recipe, config: DecoderConfig, memory_bytes: int, share: Sh
     return None
 
 
-def _asked(said: dict[str, str], found: Present | None) -> Present:
+def _asked(said: dict[str, Any], found: Present | None) -> Present:
     """Return the devices that the user's keys ask for, or else those that are here."""
-    kind = "npu" if {"device.product", "device.virtual"} & said.keys() else said.get("device.kind")
-    gib, product = said.get("device.memory_gib"), said.get("device.product", "910B").strip("\"'")
+    is_virtual, gib = said.get("device.virtual", False), said.get("device.memory_gib")
+    asked = said.get("device.product")
+    kind, product = "npu" if is_virtual or asked else said.get("device.kind"), asked or "910B"
     if kind == "cpu":
         return found if found is not None and found.kind == "cpu" else processor()
-    if kind == "npu" and (gib is not None or said.get("device.virtual") == "true"):
-        is_virtual = said.get("device.virtual") == "true"
+    if kind == "npu" and (gib is not None or is_virtual):
         name = f"a virtual {product}" if is_virtual else f"Ascend {product}"
         count = VIRTUAL_DEVICES if is_virtual else len(list(Path("/dev").glob("davinci[0-9]*")))
         found = Present("npu", name, product, max(1, count), processor().memory_bytes)
@@ -269,11 +269,8 @@ def _asked(said: dict[str, str], found: Present | None) -> Present:
         problem = f"{kind} is asked for, and this machine has {found.name}"
         raise RecipeError("device.kind", problem, "leave it out", value=kind)
     if gib is not None:
-        try:
-            return replace(found, memory_bytes=int(float(gib) * GIB))
-        except ValueError:  # the reader refuses it, with its allowed values
-            return found
-    return replace(found, product=product) if "device.product" in said else found
+        return replace(found, memory_bytes=int(gib * GIB))
+    return found if asked is None else replace(found, product=asked)
 
 
 def _settled(command: str, arguments: Sequence[str]) -> tuple[list[str], Fitting | None]:

@@ -154,12 +154,6 @@ def foreign_key(name: str) -> ForeignKeys | None:
     return _BY_NAME.get(name.replace("-", "_"))
 
 
-def our_key(name: str) -> str:
-    """Return our key for a name that is taken as ours, or else the name itself."""
-    foreign = foreign_key(name)
-    return (foreign.key_of(name.replace("-", "_")) if foreign and foreign.same else None) or name
-
-
 def names_table() -> str:
     """Return the names as a Markdown table, for docs/recipe_keys.md."""
     return "".join(f"{row}\n" for row in _rows())

@@ -83,6 +83,14 @@ def read(path: str | Path, overrides: Iterable[str] = (), profile: str | None = 
     return _loaded(settled(entries), name)
 
 
+def overridden(overrides: Iterable[str]) -> dict[str, Any]:
+    """Return the values of the keys that overrides set, as a recipe has them; raises RecipeError."""
+    entries: dict[str, Entry] = {}
+    for number, override in enumerate(overrides):
+        _override(entries, override, number)
+    return {name: entry.value for name, entry in entries.items()}
+
+
 def _document(path: Path, asked_by: str = "") -> dict[str, Located]:
     try:
         text = read_bounded(path, MOST_BYTES).decode("utf-8")

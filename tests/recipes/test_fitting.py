@@ -98,6 +98,17 @@ def test_what_a_product_does_not_compute_is_left_to_what_does(tmp_path: Path) ->
     assert chosen_keys(exact, ascend("910C"), "model.dtype=float16") == {}, "what the user says, stays"
 
 
+def test_the_users_values_are_read_as_a_recipe_reads_them(tmp_path: Path) -> None:
+    model = folder(tmp_path, LLAMA_8B)
+    for virtual in ("true", "True", "yes"):
+        overrides = [f"device.virtual={virtual}", "cache.num_pages=64", "parallel.tensor=1"]
+        assert fitting(model, overrides).recipe == "recipes/any/910b.yaml"
+    for same in ("device.virtual=no", "device.product=null", "device.memory_gib=null"):
+        assert fitting(model, [same], found=CPU).recipe == "recipes/any/cpu.yaml"
+    with pytest.raises(RecipeError, match=r"device\.virtual: 'perhaps' is not allowed"):
+        fitting(model, ["device.virtual=perhaps"], found=CPU)
+
+
 @pytest.mark.parametrize(
     ("config", "found", "keys"),
     [
