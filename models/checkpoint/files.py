@@ -75,12 +75,15 @@ def mistrals_own(file: Path) -> ValueError:
 def _numbered(path: Path) -> list[Path]:
     """Return the shards of a checkpoint without an index, which their names count; empty if there are none.
 
-    Raises ValueError if some are absent.
+    Raises ValueError if some are absent, or if they are of several checkpoints.
     """
-    found = {int(match[1]): match for each in path.iterdir() if (match := _SHARD.fullmatch(each.name))}
-    if not found:
+    matches = [match for each in sorted(path.iterdir()) if (match := _SHARD.fullmatch(each.name))]
+    if not matches:
         return []
-    count = int(next(iter(found.values()))[2])
+    found, count = {int(match[1]): match for match in matches}, int(matches[0][2])
+    if len(found) != len(matches) or any(int(match[2]) != count for match in matches):
+        listed = _first([match.string for match in matches])
+        raise ValueError(f"{path} lacks {INDEX} and holds {listed}: keep the shards of one checkpoint")
     absent = [f"{number} of {count}" for number in range(1, count + 1) if number not in found]
     if absent:
         raise ValueError(f"{path} lacks {INDEX} and shards {_first(absent)}; download what is missing")

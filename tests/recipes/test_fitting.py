@@ -394,6 +394,11 @@ def test_shards_without_an_index_are_read_if_all_are_there(tmp_path: Path) -> No
     for number in (1, 2):
         (tmp_path / SHARD.format(number)).touch()
     assert checkpoint_files(tmp_path) == [tmp_path / SHARD.format(1), tmp_path / SHARD.format(2)]
+    for other in ("model-00003-of-00003.safetensors", "model-2-of-2.safetensors"):
+        (tmp_path / other).touch()
+        with pytest.raises(ValueError, match=r"holds model-.*: keep the shards of one checkpoint"):
+            checkpoint_files(tmp_path)
+        (tmp_path / other).unlink()
     (tmp_path / SHARD.format(1)).unlink()
     with pytest.raises(ValueError, match="and shards 1 of 2; download what is missing"):
         checkpoint_files(tmp_path)
