@@ -121,6 +121,9 @@ def _layer_types(hf: Mapping[str, Any], said: Mapping[str, Any]) -> list[str]:
     num_layers = integer(hf, "num_hidden_layers")
     if not all(name in said for name in LISTS):
         return [FULL if layer and layer % 4 == 0 else LINEAR for layer in range(num_layers)]
+    for name in LISTS:
+        if not isinstance(said[name], list) or any(type(number) is not int for number in said[name]):
+            raise refused(f"linear_attn_config.{name}", said[name], "it must be a list of layers")
     types = {number: kind for name, kind in LISTS.items() for number in said[name]}
     count = sum(len(said[name]) for name in LISTS)
     if count != num_layers or set(types) != set(range(1, num_layers + 1)):

@@ -152,6 +152,16 @@ def test_attention_to_both_sides_is_refused_for_every_family(family: str, file_o
         ("deepseek_v3", {"sliding_window": 16}, "sliding_window: 16"),
         ("deepseek_v3", {"rope_interleave": None}, "rope_interleave: None"),
         ("olmo3", {"rope_parameters": None, "rope_theta": 9e3}, "rope_theta: 9000.0"),
+        (
+            "kimi_linear",
+            {"layer_types": None, "linear_attn_config": {"full_attn_layers": 3, "kda_layers": [1]}},
+            "full_attn_layers: 3; it must be a list of layers",
+        ),
+        (
+            "kimi_linear",
+            {"layer_types": None, "linear_attn_config": {"full_attn_layers": [3], "kda_layers": [[1]]}},
+            "kda_layers: .*; it must be a list of layers",
+        ),
     ],
 )
 def test_what_transformers_would_compute_otherwise_is_refused(
