@@ -51,6 +51,10 @@ pair() {
 chosen=${PYTHON:-python3} over=()
 before=$(cat .venv/npu 2>/dev/null) || before=
 [[ -n $npu ]] || npu=$before # what an earlier call chose stays, as the torch of its torch_npu does
+if [[ $npu == image ]] && ! works; then # the image has another Python now, which is looked at as if npu were asked for
+    npu=npu
+    wanted+=(requirements-npu.txt)
+fi
 prefix=$("$chosen" -c 'import sys; print(sys.prefix)' 2>/dev/null) || prefix=
 if [[ $before == image && ($npu == npu || $npu == image) ]] && works; then
     npu=image

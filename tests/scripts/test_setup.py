@@ -123,6 +123,10 @@ def test_an_image_whose_torch_npu_fits_keeps_its_packages(tmp_path: Path) -> Non
     for extras, more in (([], {}), (["npu"], {"PATH": path, "ASCEND": shell["ASCEND"]})):
         assert "installing" not in run(tmp_path, *extras, **more)
         assert seen(own, *names) == versions
+    own.unlink()  # as where the image's Python was replaced
+    own.symlink_to(tmp_path / "gone")
+    assert f"torch_npu 2.10.0.post4 are those of {tmp_path}/image" in run(tmp_path, **shell)
+    assert seen(own, *names) == versions
     assert freeze(python) == before
 
 
