@@ -200,9 +200,10 @@ def facts_of(
     asked = completed(asked, longest_request(asked, limits.longest_tokens)).section
     scheduler = {name: value for name, value in asdict(asked).items() if name != "record"}
     drafts = {name: value for name, value in asdict(speculation).items() if not name.startswith("draft_")}
+    pages = {name: value for name, value in asdict(cache).items() if not name.startswith("events")}
     return {
         "scheduler": scheduler,
-        "cache": asdict(cache),
+        "cache": pages,  # whether and where its events are published decides nothing here
         "speculation": drafts,  # the draft model's own keys decide nothing here
         "limits": asdict(limits),
         "depth": depth,

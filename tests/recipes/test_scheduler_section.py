@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from continuous_batching.policies.batching import Orca, PrefillFirst, Split, StallFree, Static
@@ -133,6 +135,16 @@ def test_the_tokens_of_a_split_step_are_exactly_what_the_decodes_leave() -> None
     for most in (9, 2**20):  # a recording's header, which holds it, is checked when it is read
         asked = whole(policy="split", max_batch_tokens=most)
         scheduler_from(facts_of(asked, CacheSection(num_pages=64), SchedulerLimits(64, 0, 100, 10, (), None)))
+
+
+def test_a_recording_says_nothing_of_where_events_are_published() -> None:
+    cache = CacheSection(
+        num_pages=64, events="tcp://127.0.0.1:5557", events_key_file=Path("/run/secrets/events")
+    )
+    facts = facts_of(section(), cache, SchedulerLimits(64, 0, 100, 10, (), None))
+    written = msgspec.json.decode(msgspec.json.encode(facts))
+    assert not [name for name in written["cache"] if name.startswith("events")]
+    scheduler_from(written)
 
 
 @pytest.mark.parametrize(
