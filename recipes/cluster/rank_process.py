@@ -40,6 +40,7 @@ WAIT_S = "wait_s"  # key of the time that a collective may wait
 RECIPE = "recipe"  # key of the leader's `common` settings
 OF_A_MACHINE = (
     "model.path",
+    "device.threads",
     "speculation.draft_path",
     "scheduler.record",
     "parallel.nodes",
@@ -52,8 +53,8 @@ SPARE, FOLLOWER = "recipes.cluster.spare_process", "recipes.assembly.follower_pr
 def common(recipe: Recipe) -> dict[str, Any]:
     """Return what the recipes of all ranks must agree on.
 
-    That is everything except paths and what only the leader reads; a placement counts by the content of its
-    file.
+    That is everything except paths, what a machine has for itself, as the threads of its cores, and what only
+    the leader reads; a placement counts by the content of its file.
     """
     sections = recipe.described()
     if recipe.parallel.placement is not None:

@@ -19,7 +19,8 @@ from recipes.assembly.engine import BuiltEngine, assemble, build
 from recipes.assembly.families import draft_config, share_of
 from recipes.assembly.memory_plan import report
 from recipes.assembly.sizing import plan_memory
-from recipes.cluster.rank_process import restored
+from recipes.cluster.rank_process import common, restored
+from recipes.cluster.ranks import recipe_of_a_rank
 from recipes.schema.reader import load
 from recipes.schema.recipe_error import RecipeError
 from tests.each_of import each_of
@@ -176,6 +177,16 @@ class Poorer(Alone):
 
     def least(self, value: int, device: torch.device) -> int:
         return min(value, 90)
+
+
+def test_machines_with_other_numbers_of_cores_agree_on_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, told = load(TINY, ["parallel.tensor=2"]), []
+    for cores in (4, 8):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        own = recipe_of_a_rank(recipe, 1)
+        assert own.device.threads == cores
+        told.append(common(own))
+    assert told[0] == told[1] == common(recipe)
 
 
 def test_all_ranks_take_the_pages_that_the_least_of_them_has_room_for() -> None:
