@@ -108,11 +108,11 @@ def build(
     if recipe.scheduler.record is not None:
         _check_recording(recipe.scheduler.record)  # checked before the build, which takes minutes
     sinks: list[Sink] = []
+    cluster = find_cluster(recipe.parallel, os.environ)
     if recipe.parallel.ranks == 1:
         built = assemble(recipe, clock=clock, tell=tell, learned=learned)
     else:
         share_of(recipe, 0)  # invalid shares are refused before processes are started
-        cluster = find_cluster(recipe.parallel, os.environ)
         recipe = recipe_of_a_rank(recipe, len(cluster.ranks_of(0, recipe.parallel.ranks)))
         tell("gathering its ranks")
         ranks = Ranks(recipe, cluster, spares)

@@ -66,6 +66,8 @@ def find_cluster(
     """
     ranks = parallel.ranks
     if ranks == 1:  # the launcher's numbers do not matter, since it may start many engines of one rank
+        if len(parallel.nodes or ()) > 1:
+            raise _too_many_nodes(parallel)
         return Cluster("this machine")
     found = named_cluster(parallel, environment, own_names, rank_table)
     if ranks % found.num_nodes:
@@ -77,6 +79,17 @@ def find_cluster(
         )
     # One machine needs no network, whatever its address is.
     return found if found.num_nodes > 1 else Cluster(found.source)
+
+
+def _too_many_nodes(parallel: ParallelSection) -> RecipeError:
+    """Return the refusal of several machines for one rank, each of which would hold an engine of its own."""
+    named = len(parallel.nodes or ())
+    return RecipeError(
+        ("parallel.nodes", "parallel.tensor"),
+        f"{named} machines are named, and the engine has one rank",
+        f"set parallel.tensor to a multiple of {named}, or leave parallel.nodes out",
+        value=parallel.nodes,
+    )
 
 
 def named_cluster(

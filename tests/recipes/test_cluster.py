@@ -190,6 +190,7 @@ MASTERED = {"VC_MASTER_HOSTS": "job-master-0.job", "VC_WORKER_HOSTS": "job-worke
         ({}, {"LOCAL_RANK": "{0}", "WORLD_SIZE": "1"}, "LOCAL_WORLD_SIZE is not set, and a launcher of this"),
         ({}, SLURM | {"SLURM_LOCALID": "1"}, "run it with --ntasks-per-node 1"),
         ({"nodes": ("a", "b")}, {}, "parallel.nodes: none of a, b is a name or an address of this machine"),
+        ({"nodes": ("a", "b"), "tensor": 1}, {}, "2 machines are named, and the engine has one"),
         ({"nodes": ("a", "a")}, {}, "parallel.nodes: a, a name a machine twice"),
         ({"nodes": ("a", "b")}, {"NODE_RANK": "2"}, "NODE_RANK is '2'; it must be an integer from 0 to 1"),
         ({}, without(TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR is not set; it must be the first machine's"),
