@@ -42,6 +42,17 @@ def group_limits(names: str, root: Path, file: str) -> list[int]:
     return [int(limit) for limit in found if limit.isascii() and limit.isdigit()]
 
 
+def lies_in_memory(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
+    """Whether what is written to this path, which may not be there yet, takes the host's memory."""
+    real, place, kind = Path(os.path.realpath(path)), Path("/"), ""
+    for line in _text_of(mounts).splitlines():
+        _, mounted, mounted_kind, *_ = line.split(" ")
+        at = Path(mounted.replace(r"\040", " "))
+        if real.is_relative_to(at) and at.is_relative_to(place):  # the later one of two lies above
+            place, kind = at, mounted_kind
+    return kind in ("tmpfs", "ramfs")
+
+
 def _text_of(path: Path) -> str:
     """Return a file's text, or "" if it is missing or must not be read.
 

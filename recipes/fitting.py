@@ -182,10 +182,12 @@ class _Choice:
         first = self.recipe().cache.memory_gib
         if first != CPU_CACHES_GIB[0]:  # a profile has another
             return
+        here = self.recipe().parallel.ranks_of_a_machine
+        memory_bytes //= here
         for size_gib in CPU_CACHES_GIB:
             recipe = self.recipe(f"cache.memory_gib={size_gib:g}")
             config, share = share_of(recipe, 0)
-            if _planned(recipe, config, memory_bytes, share) is None:
+            if _planned(recipe, config, memory_bytes, share, here) is None:
                 if size_gib != first:
                     why = f"{in_gib(memory_bytes)} hold no larger cache beside the weights"
                     self.set("cache.memory_gib", f"{size_gib:g}", why)
@@ -221,11 +223,12 @@ class _Choice:
                 if error.keys[:1] not in (("parallel.tensor",), ("parallel.expert",)) or tensor == 1:
                     raise
                 continue  # the model's heads cannot be shared by so many
-            refused = _planned(recipe, config, found.memory_bytes, share)
+            here = max(1, tensor // self._cluster.num_nodes)
+            refused = _planned(recipe, config, found.memory_bytes, share, here)
             problem = refused or problem
             if refused is None:
                 holds = tensor
-                plan = plan_memory(recipe, config, found.memory_bytes, share=share)
+                plan = plan_memory(recipe, config, found.memory_bytes, share=share, ranks_here=here)
                 is_fixed = recipe.cache.memory_fraction is None  # more devices would not make it larger
                 if is_fixed or plan.cache_tokens > USEFUL_TOKENS:
                     break
@@ -244,10 +247,12 @@ def _in_yaml(path: str) -> str:
     return path if re.fullmatch(r"[A-Za-z./][\w./+@-]*", path) else json.dumps(path, ensure_ascii=False)
 
 
-def _planned(recipe: Recipe, config: DecoderConfig, memory_bytes: int, share: Share) -> RecipeError | None:
-    """Return why the memory does not hold a recipe, or None."""
+def _planned(
+    recipe: Recipe, config: DecoderConfig, memory_bytes: int, share: Share, ranks_here: int
+) -> RecipeError | None:
+    """Return why the memory of a rank does not hold a recipe, or None."""
     try:
-        plan_memory(recipe, config, memory_bytes, share=share)
+        plan_memory(recipe, config, memory_bytes, share=share, ranks_here=ranks_here)
     except RecipeError as error:
         return error
     return None

@@ -83,8 +83,8 @@ class Machine(ABC):
         return
 
     @abstractmethod
-    def memory_bytes(self) -> int:
-        """The bytes of the device's memory that this process may use."""
+    def memory_bytes(self, ranks_here: int = 1) -> int:
+        """The bytes of the device's memory that this process may use, one of so many ranks of the machine."""
 
     @abstractmethod
     def settle(self, runner: ModelRunner) -> None:
@@ -201,8 +201,8 @@ class Cpu(Machine):
         if len(candidates) > 1:
             yield "device.threads", f"{' or '.join(candidates)}, whichever is measured faster at start-up"
 
-    def memory_bytes(self) -> int:
-        return host_memory_bytes()
+    def memory_bytes(self, ranks_here: int = 1) -> int:
+        return host_memory_bytes() // ranks_here
 
     def _not_compiled(self, why: str, key: str) -> RecipeError:
         fix = "set device.compile to auto" if self.asked.compile is False else "install g++"
@@ -245,8 +245,11 @@ class Sources:
 class Accelerator(Machine):
     """A machine whose device has memory of its own."""
 
-    def memory_bytes(self) -> int:
-        """Return the bytes that are free or held by this process's allocator already."""
+    def memory_bytes(self, ranks_here: int = 1) -> int:
+        """Return the bytes that are free or held by this process's allocator already.
+
+        Each rank has a device of its own.
+        """
         memory = torch.get_device_module(self.device)
         num_bytes: int = memory.mem_get_info(self.device)[0] + memory.memory_reserved(self.device)
         return num_bytes

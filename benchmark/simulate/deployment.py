@@ -158,7 +158,11 @@ def place(
     memory_bytes = int(found.memory_gib * GIB)
     try:
         memory = plan_memory(
-            recipe, config, memory_bytes, tensor=tensor, stages=pipeline, host_memory=HOST_MEMORY
+            *(recipe, config, memory_bytes),
+            tensor=tensor,
+            stages=pipeline,
+            host_memory=HOST_MEMORY,
+            ranks_here=1,
         )
     except ValueError as error:
         num_devices = tensor * pipeline

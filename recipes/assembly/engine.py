@@ -109,15 +109,16 @@ def build(
         _check_recording(recipe.scheduler.record)  # checked before the build, which takes minutes
     sinks: list[Sink] = []
     cluster = find_cluster(recipe.parallel, os.environ)
+    ranks_here = len(cluster.ranks_of(0, recipe.parallel.ranks))
     if recipe.parallel.ranks == 1:
         built = assemble(recipe, clock=clock, tell=tell, learned=learned)
     else:
         share_of(recipe, 0)  # invalid shares are refused before processes are started
-        recipe = recipe_of_a_rank(recipe, len(cluster.ranks_of(0, recipe.parallel.ranks)))
+        recipe = recipe_of_a_rank(recipe, ranks_here)
         tell("gathering its ranks")
         ranks = Ranks(recipe, cluster, spares)
         with ranks.building(), repeated(lambda: tell(ranks.start_progress())):
-            built = assemble(recipe, ranks.group, clock, ranks.tell)
+            built = assemble(recipe, ranks.group, clock, ranks.tell, ranks_here=ranks_here)
         tell("")
         built.engine.runner = ranks.watched(built.runner, built.largest_step_s)
         built, sinks = replace(built, ranks=ranks), [ranks]
@@ -162,10 +163,12 @@ def assemble(
     clock: Callable[[], float] = time.monotonic,
     tell: Callable[[str], None] = lambda _: None,
     learned: str = "",
+    ranks_here: int | None = None,
 ) -> BuiltEngine:
     """Build this rank's part of the engine of a recipe.
 
     All ranks of the world build theirs at the same time; `tell` is given what this rank does, stage by stage.
+    Each machine holds `ranks_here` of them, by default as many as the recipe says.
     """
     tell("planning its memory")
     config, share = share_of(recipe, world.rank)
@@ -173,7 +176,8 @@ def assemble(
     group, stages = _joined(world, share, drafts)
     machine = start(recipe.device, learned)
     machine.join(group, TORCH_DTYPES[config.dtype])
-    memory = plan_memory(recipe, config, machine.memory_bytes(), share=share)
+    here = ranks_here or recipe.parallel.ranks_of_a_machine
+    memory = plan_memory(recipe, config, machine.memory_bytes(here), share=share, ranks_here=here)
     memory = _least(recipe, config, memory, world, share, machine)
     tell(LOADING)
     # The smaller model is loaded first, so that a mistake in it is refused before the larger one is read.
@@ -368,6 +372,7 @@ def _least(
         num_host_states=host_states,
         num_kept_states=kept,
         share=share,
+        ranks_here=memory.ranks_here,
     )
 
 
@@ -423,12 +428,13 @@ def _measure(
         memory = plan_memory(
             recipe,
             config,
-            machine.memory_bytes(),
+            machine.memory_bytes(estimated.ranks_here),
             measured + captured_bytes,
             num_host_pages=estimated.num_host_pages,  # these are allocated already, and stay
             window_host_pages=[each.num_host_pages for each in estimated.windows],
             num_host_states=estimated.num_host_states,
             share=runner.decoder.share,
+            ranks_here=estimated.ranks_here,
         )
         memory = replace(memory, host_because=estimated.host_because)
     memory = _least(recipe, config, memory, world, runner.decoder.share, machine)

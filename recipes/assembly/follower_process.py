@@ -33,6 +33,7 @@ from recipes.cluster.rank_process import (
     ALONE,
     FAILED,
     LENGTH,
+    RANKS_HERE,
     RECIPE,
     RECORDING,
     SECRET,
@@ -113,7 +114,7 @@ def follow(recipe: Recipe, rank: int, leader: str) -> None:
             wait_s = float(store.get(WAIT_S))
             group = join(BACKENDS[recipe.device.kind], store, rank, recipe.parallel.ranks, wait_s)
             beats.inside = lambda: group.inside
-            built = assemble(recipe, group, tell=tell)
+            built = assemble(recipe, group, tell=tell, ranks_here=int(store.get(RANKS_HERE)))
             tier = None
             if recipe.cache.tier is not None:
                 own = tier_of_rank(recipe, built.runner, built.memory, group)

@@ -16,7 +16,7 @@ def check_fits(recipe: Recipe, sizing: MemoryPlan) -> None:
     cache, missing = recipe.cache, sizing.total_bytes - sizing.memory_bytes
     problem = (
         f"{_parts(sizing)} and {in_gib(sizing.cache_bytes)} of cache are {in_gib(missing)} more than the"
-        f" {in_gib(sizing.memory_bytes)} of this machine"
+        f" {in_gib(sizing.memory_bytes)} of this machine{_each(sizing)}"
     )
     host_bytes = sizing.host_beside_bytes
     if host_bytes - missing >= 2 * sizing.page_bytes or host_bytes >= sizing.memory_bytes:
@@ -43,7 +43,8 @@ def too_small_a_part(recipe: Recipe, sizing: MemoryPlan, lacking: int) -> Recipe
     least = math.ceil(1000 * (fraction + lacking / sizing.memory_bytes)) / 1000
     return RecipeError(
         "cache.memory_fraction",
-        f"{fraction} of the {in_gib(sizing.memory_bytes)} of this machine are {in_gib(lacking)} less than"
+        f"{fraction} of the {in_gib(sizing.memory_bytes)} of this machine{_each(sizing)} are"
+        f" {in_gib(lacking)} less than"
         f" {_parts(sizing)} and a cache of 2 pages",
         f"set at least {least}" if least <= 1 else _other_fix(sizing, lacking),
         value=fraction,
@@ -79,16 +80,23 @@ def too_few_host_states(gib: float, num_states: int, state_bytes: int, page_byte
     )
 
 
-def too_much_of_the_host(gib: float, memory_bytes: int) -> RecipeError:
-    """Return the error for a host tier larger than the host's memory, where the device has its own."""
-    most = _floor(memory_bytes)
+def too_much_of_the_host(gib: float, memory_bytes: int, recipe: Recipe, sizing: MemoryPlan) -> RecipeError:
+    """Return the error for a host tier larger than the host's memory, where the device has its own.
+
+    Of that, `memory_bytes` are a rank's, beside its kept weights.
+    """
+    most, beside = _floor(memory_bytes), "" if recipe.model.kept_in is None else ", beside model.kept_in"
     return RecipeError(
         "cache.host_gib",
-        f"{gib} is more than the {in_gib(memory_bytes)} of this host",
+        f"{gib} is more than the {in_gib(memory_bytes)} of this host{_each(sizing)}{beside}",
         f"set at most {most}",
         value=gib,
         limit=most,
     )
+
+
+def _each(sizing: MemoryPlan) -> str:
+    return f" for each of its {sizing.ranks_here} ranks" if sizing.ranks_here > 1 else ""
 
 
 def _parts(sizing: MemoryPlan) -> str:

@@ -63,6 +63,7 @@ class MemoryPlan:
     is_measured: bool  # the largest step has been run; otherwise its bytes are estimated
     reserve_bytes: int
     memory_bytes: int
+    ranks_here: int = 1  # ranks of this machine, which share its host's memory
 
     @property
     def num_states(self) -> int:

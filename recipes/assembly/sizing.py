@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from devices.ascend_limits import MOST_GATHERED, PAGE_STEP, PRODUCTS
-from devices.host_memory import host_memory_bytes
+from devices.host_memory import host_memory_bytes, lies_in_memory
 from kv_cache.groups import ITEM_BYTES, most_pages
 from models.config import DTYPE_BYTES, DecoderConfig, HeadConfig, IndexConfig, bytes_of_adapters
 from models.cost import Counts
@@ -53,22 +53,25 @@ def plan_memory(
     window_host_pages: Sequence[int] = (),
     num_host_states: int = 0,
     num_kept_states: int | None = None,
+    ranks_here: int | None = None,
 ) -> MemoryPlan:
     """Return the plan of a recipe.
 
     Raises RecipeError if it cannot fit, with what is missing and the key to change.
 
     With `memory_bytes` None, the memory is that of the recipe's device; with `activation_bytes` None, it is
-    estimated; with `host_memory` None, it is that of this machine; with `num_host_pages` None, it follows
-    from the recipe, as the pages of `windows` and the states kept for later requests do where these are None.
-    `window_host_pages` and `num_host_states` are those of the host tier beside `num_host_pages`. The model
-    lies on `stages` groups of `tensor` devices that share each layer, all with this memory; then the sizing
-    is that of all devices together, and so is what the cache may take. With a `share`, it is that of one
-    rank's device.
+    estimated; with `host_memory` None, it is a rank's part of that of this machine; with `num_host_pages`
+    None, it follows from the recipe, as the pages of `windows` and the states kept for later requests do
+    where these are None. `window_host_pages` and `num_host_states` are those of the host tier beside
+    `num_host_pages`. The `ranks_here` of a machine, by default as many as the recipe says, have equal parts
+    of its host's memory, and so of a CPU's; `memory_bytes` and `host_memory` are such parts already. The
+    model lies on `stages` groups of `tensor` devices that share each layer, all with this memory; then the
+    sizing is that of all devices together, and so is what the cache may take. With a `share`, it is that of
+    one rank's device.
     """
     cache, num_devices = recipe.cache, tensor * stages
     both = _decoders(recipe, config, share)
-    host_bytes = host_memory_bytes() if host_memory is None else host_memory
+    ranks_here = ranks_here or recipe.parallel.ranks_of_a_machine
     most_tokens = min(recipe.scheduler.max_request_tokens or 2**31, max_positions(config))
     sizing = MemoryPlan(
         num_parameters=both[0].num_parameters,
@@ -89,11 +92,14 @@ def plan_memory(
         else activation_bytes,
         is_measured=activation_bytes is not None,
         reserve_bytes=num_devices * int(cache.reserve_gib * GIB),
-        memory_bytes=num_devices * (_device_bytes(recipe) if memory_bytes is None else memory_bytes),
+        memory_bytes=num_devices
+        * (_device_bytes(recipe, ranks_here) if memory_bytes is None else memory_bytes),
+        ranks_here=ranks_here,
     )
     derived = windows is None, num_kept_states is None
     sizing = _with_further_pools(recipe, sizing, num_devices, *derived)
     if num_host_pages is None:
+        host_bytes = _host_bytes(recipe, sizing) if host_memory is None else host_memory
         sizing = _with_host_tier(recipe, sizing, host_bytes, num_devices)
         if sizing.host_beside_bytes:  # the host tier takes memory of their pages
             sizing = _with_further_pools(recipe, sizing, num_devices, *derived)
@@ -324,13 +330,20 @@ def _kept_bytes(device: DeviceSection, config: DecoderConfig) -> int:
     return _multiplied_bytes(config)
 
 
-def _device_bytes(recipe: Recipe) -> int:
-    """Return the memory of the recipe's device; any but a CPU is started for it."""
+def _device_bytes(recipe: Recipe, ranks_here: int) -> int:
+    """Return a rank's memory of the recipe's device; any but a CPU is started for it."""
     if recipe.device.kind == "cpu":
-        return host_memory_bytes()
+        return host_memory_bytes() // ranks_here
     from recipes.machine import start  # imported here because it imports torch
 
     return start(recipe.device).memory_bytes()
+
+
+def _host_bytes(recipe: Recipe, sizing: MemoryPlan) -> int:
+    """Return a rank's part of this host's memory, without what its kept weights take there."""
+    part, folder = host_memory_bytes() // sizing.ranks_here, recipe.model.kept_in
+    kept_bytes = sizing.weight_bytes if folder is not None and lies_in_memory(folder) else 0
+    return max(0, part - kept_bytes)
 
 
 def _adapter_bytes(recipe: Recipe, part: DecoderConfig) -> int:
@@ -545,7 +558,7 @@ def _with_host_tier(recipe: Recipe, sizing: MemoryPlan, host_bytes: int, num_dev
         raise too_few_pages("cache.host_gib", host_gib, wanted, math.ceil(page_bytes))
     if share is None:
         if host_gib * GIB > host_bytes and recipe.device.kind != "cpu":
-            raise too_much_of_the_host(host_gib, host_bytes)
+            raise too_much_of_the_host(host_gib, host_bytes, recipe, sizing)
         return with_host_pages(min(wanted, MOST_PAGES))
     left = max(0, _left_for_the_host(recipe, sizing, num_devices) if sizing.host_is_device else host_bytes)
     allowed = int(share * left / page_bytes)

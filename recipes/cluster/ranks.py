@@ -34,6 +34,7 @@ from models.parallel.group import BACKENDS, join
 from recipes.cluster.cluster import Cluster, own_address
 from recipes.cluster.joining import Joining, bound, leader_address, tell_libraries
 from recipes.cluster.rank_process import (
+    RANKS_HERE,
     RECIPE,
     RECORDING,
     SECRET,
@@ -114,6 +115,7 @@ class Ranks:
             store.set(RECORDING, f"{address or own_address()}:{server.getsockname()[1]}")
             store.set(SECRET, secret.decode())
             store.set(WAIT_S, str(self.wait_s))
+            store.set(RANKS_HERE, str(len(here)))
             store.set(RECIPE, json.dumps(common(recipe)))
             for rank, device in list(zip(here, devices))[1:]:
                 at = f"{found_at}:{port}"

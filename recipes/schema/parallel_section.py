@@ -85,6 +85,11 @@ class ParallelSection:
         """The number of ranks of one engine."""
         return self.tensor * self.pipeline
 
+    @property
+    def ranks_of_a_machine(self) -> int:
+        """The ranks that each machine holds where a launcher names no machines."""
+        return max(1, self.ranks // len(self.nodes or (1,)))
+
 
 def context_contradictions(section: ParallelSection, page_size: int) -> Iterator[RecipeError]:
     """Yield what contradicts pages of so many tokens that several ranks divide."""

@@ -209,7 +209,7 @@ class CacheSection:
     )
     memory_fraction: float | None = key(
         "in place of `cache.num_pages`: as many pages as fit into this share of the device's memory, which"
-        " also holds weights, activations and reserve",
+        " also holds weights, activations and reserve; the ranks of a machine divide a CPU's equally",
         default=None,
         least=0.01,
         most=1.0,
@@ -225,8 +225,8 @@ class CacheSection:
         most=2**20,
     )
     host_fraction: float | None = key(
-        "take no more for `cache.host_gib` than this share of the host's memory that all else leaves; null:"
-        " all of it must fit",
+        "take no more for `cache.host_gib` than this share of the host's memory that all else leaves to each"
+        " of the machine's ranks; null: all of it must fit",
         default=None,
         least=0.01,
         most=1.0,

@@ -45,8 +45,8 @@ class Interpreted(Cuda):
     def __init__(self, asked: DeviceSection) -> None:
         Machine.__init__(self, asked)
 
-    def memory_bytes(self) -> int:
-        return host_memory_bytes()
+    def memory_bytes(self, ranks_here: int = 1) -> int:
+        return host_memory_bytes() // ranks_here
 
 
 @pytest.fixture(autouse=True)

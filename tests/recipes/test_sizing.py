@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attention.reference import Attention
-from devices.host_memory import group_limits
+from devices.host_memory import group_limits, lies_in_memory
 from devices.shapes import AttentionShape
 from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
@@ -23,6 +23,9 @@ from models.step.warm_up import _process_bytes
 from recipes.assembly.families import model_config
 from recipes.assembly.memory_plan import GIB, report
 from recipes.assembly.sizing import estimate, max_positions, plan_memory
+from recipes.machine import start
+from recipes.schema.parallel_section import ParallelSection
+from recipes.schema.reader import load
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import has_npu, operators, section
@@ -259,6 +262,40 @@ def test_a_host_tier_has_room_for_what_the_windows_of_a_request_see():
     assert window.most_of_a_request == 5
     assert window.num_host_pages == 6
     assert sized(recipe).host_bytes <= 40 * PAGE_BYTES
+
+
+def test_the_ranks_of_a_machine_divide_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.assembly.sizing.host_memory_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr("recipes.machine.host_memory_bytes", lambda: 8 * GIB)
+    four = ParallelSection(tensor=2, pipeline=2)
+    cpu = replace(made(pages=None, memory_fraction=0.9), parallel=four)
+    for asked, ranks_here in ((None, 4), (2, 2)):  # a launcher may name more machines than the recipe
+        plan = plan_memory(cpu, model_config(cpu), ranks_here=asked)
+        assert plan.memory_bytes == start(cpu.device).memory_bytes(ranks_here) == 8 * GIB // ranks_here
+        assert plan.total_bytes <= 0.9 * plan.memory_bytes
+    tiered = made(host_gib=32, host_fraction=0.5)
+    npu = replace(tiered, parallel=four, device=DeviceSection(kind="npu"))
+    assert GIB - PAGE_BYTES < sized(npu).host_bytes <= GIB
+    named = replace(npu, cache=replace(npu.cache, host_gib=3, host_fraction=None))
+    assert "3 is more than the 2.00 GiB of this host for each of its 4 ranks; set at most 2" in refusal(named)
+
+
+def test_weights_that_are_kept_in_memory_leave_less_to_the_host_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.assembly.sizing.lies_in_memory", Path("/in_memory").__eq__)
+    host = ["cache.host_gib=1000000", "cache.host_fraction=0.5", "device.kind=npu", "device.virtual=true"]
+    on_disk, in_memory = (
+        sized(load("recipes/tiny/cpu.yaml", [*host, f"model.kept_in=/{folder}"]))
+        for folder in ("on_disk", "in_memory")
+    )
+    less = on_disk.host_bytes - in_memory.host_bytes
+    assert abs(less - in_memory.weight_bytes / 2) < in_memory.page_bytes
+
+
+def test_a_path_lies_in_memory_by_what_is_mounted_last_above_it(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text("a / ext4 rw 0 0\nb /there tmpfs rw 0 0\nc /there/more\\040so xfs rw 0 0\n")
+    lies = {path: lies_in_memory(Path(path), mounts) for path in ("/else", "/there/x", "/there/more so/x")}
+    assert lies == {"/else": False, "/there/x": True, "/there/more so/x": False}
 
 
 def test_a_host_tier_is_whole_pages_and_must_fit_beside_the_cache():
