@@ -32,6 +32,7 @@ from recipes.assembly.page_tier import tier_of_rank
 from recipes.cluster.rank_process import (
     ALONE,
     FAILED,
+    GATHERED,
     LENGTH,
     RANKS_HERE,
     RECIPE,
@@ -109,6 +110,8 @@ def follow(recipe: Recipe, rank: int, leader: str) -> None:
         def tell(doing: str) -> None:
             beats.doing = doing
 
+        # Until all are there a rank may end and come again, and must have left nothing of it in the store.
+        store.wait([GATHERED])
         try:
             start(recipe.device)  # it imports the library of the collectives
             wait_s = float(store.get(WAIT_S))

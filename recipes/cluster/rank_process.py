@@ -37,6 +37,7 @@ SECRET = "secret"  # key of the secret that the other ranks prove when they join
 FAILED = 3  # status of a rank that has lost its leader, or has told it why it ends
 ALONE = 4  # status of a rank that has found no leader in time
 WAIT_S = "wait_s"  # key of the time that a collective may wait
+GATHERED = "gathered"  # key that is there once all ranks have joined
 RANKS_HERE = "ranks_here"  # key of the number of ranks that each machine holds
 RECIPE = "recipe"  # key of the leader's `common` settings
 OF_A_MACHINE = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import socket
 import time
 import weakref
@@ -34,6 +35,7 @@ from models.parallel.group import BACKENDS, join
 from recipes.cluster.cluster import Cluster, own_address
 from recipes.cluster.joining import Joining, bound, leader_address, tell_libraries
 from recipes.cluster.rank_process import (
+    GATHERED,
     RANKS_HERE,
     RECIPE,
     RECORDING,
@@ -121,14 +123,23 @@ class Ranks:
                 at = f"{found_at}:{port}"
                 self._processes.append(RankProcess(recipe, rank, at, device, spare=spares.take()))
             with closing(Joining(server, secret)) as joining:
-                return store, self._accepted(joining, ranks, within_s)
+                connections = self._accepted(joining, ranks, within_s)
+            store.set(GATHERED, "")
+            return store, connections
 
     def _accepted(self, joining: Joining, ranks: int, within_s: float) -> dict[str, socket.socket]:
+        """Return the connections of all other ranks by name.
+
+        One that has joined and then ended comes again: a machine starts all its ranks again if one ends.
+        """
         found: dict[int, tuple[str, socket.socket]] = {}
         end_s = time.monotonic() + within_s
         with ExitStack() as opened:  # closed where the ranks do not come together
-            while len(found) < ranks - 1:
+            while True:
+                found = {rank: each for rank, each in found.items() if not _has_ended(*each)}
                 missing = [rank for rank in range(1, ranks) if rank not in found]
+                if not missing:
+                    break
                 for process in self._processes:
                     if process.ended is not None:
                         raise RankLost(f"rank {process.rank} has ended {process.ended} before it joined")
@@ -143,7 +154,9 @@ class Ranks:
                     continue
                 rank, name, connection = came
                 opened.enter_context(connection)
-                if rank not in missing:
+                if _has_ended(name, connection):
+                    continue
+                if rank not in missing and (rank not in found or not _has_ended(*found[rank])):
                     raise RankLost(
                         f"{name} joins, and of {ranks} ranks only {missing} are missing: is one twice?"
                     )
@@ -210,6 +223,17 @@ def _close(processes: Sequence[RankProcess], listeners: Listeners) -> None:
         process.end(_GRACE_S)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _has_ended(name: str, connection: socket.socket) -> bool:
+    """Whether nobody is at the other end any more, though what it has sent is still unread; then close it."""
+    look = select.poll()
+    look.register(connection, select.POLLRDHUP)
+    if not look.poll(0):
+        return False
+    log.warning("%s has ended before all ranks have joined", name)
+    connection.close()
+    return True
 
 
 def devices_of(recipe: Recipe, ranks: int) -> Sequence[str | None]:

@@ -6,6 +6,7 @@ import io
 import os
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -15,6 +16,7 @@ from continuous_batching.recording.listeners import RankLost
 from recipes.cluster import joining
 from recipes.cluster.cluster import HERE, Cluster
 from recipes.cluster.joining import Joining, bound, introduced, leader_address, tell_libraries
+from recipes.cluster.ranks import Ranks
 from recipes.schema.recipe_error import RecipeError
 from tests.mutated import Mutator
 from tests.patience import PATIENCE_S
@@ -89,6 +91,30 @@ def test_a_rank_that_cannot_join_says_why() -> None:
         join(dial(), b"rank 1: scheduler.num_slots is 3 here, and 32 on the leader\x1b[31m\n")
         with pytest.raises(RankLost, match="a rank cannot join: rank 1: scheduler"):
             leader.next(PATIENCE_S)
+
+
+def test_a_rank_that_has_ended_before_all_have_joined_comes_again() -> None:
+    """Its machine starts all its ranks again where one of them ends; one that is still there comes once."""
+    ranks = object.__new__(Ranks)
+    ranks._processes = []
+    with listening() as (leader, dial), ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(ranks._accepted, leader, 4, PATIENCE_S)
+        for rank in (1, 2):
+            before = dial()
+            join(before, b"%d process 7 on node2\nwhat it does\n" % rank)
+            before.close()
+        for rank in (3, 2, 1):
+            assert not gathered.done()
+            join(dial(), b"%d process 8 on node2\n" % rank)
+        found = gathered.result(PATIENCE_S)
+        assert [*found] == [f"rank {rank} (process 8 on node2)" for rank in (1, 2, 3)]
+        gathered = pool.submit(ranks._accepted, leader, 3, PATIENCE_S)
+        for _ in range(2):
+            join(dial(), b"1 process 7 on node2\n")
+        with pytest.raises(RankLost, match=r"only \[2\] are missing: is one twice"):
+            gathered.result(PATIENCE_S)
+        for each in found.values():
+            each.close()
 
 
 def test_mutated_first_lines_are_no_ranks() -> None:
