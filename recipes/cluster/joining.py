@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from borders.addresses import is_loopback
+from borders.addresses import is_address, is_loopback
 from borders.numbers import integers
 from borders.refusal import one_line
 from borders.shared_secret import Receive, prove_as_listener, within
@@ -48,7 +48,7 @@ def leader_address(cluster: Cluster, interface: str | None) -> str:
     if interface == ALL_ADDRESSES:
         return ""
     if interface is not None:
-        return address_of(interface)
+        return _address_as_found(interface, cluster.leader)
     with suppress(OSError):  # the name means nothing here, though it may to others
         found = {str(each[4][0]) for each in socket.getaddrinfo(cluster.leader, None, socket.AF_INET)}
         own = own_address()
@@ -61,6 +61,28 @@ def leader_address(cluster: Cluster, interface: str | None) -> str:
         f"set parallel.interface to the interface that they reach, such as eth0, or to {ALL_ADDRESSES} where"
         " nobody else reaches any",
     )
+
+
+def _address_as_found(interface: str, leader: str) -> str:
+    """Return the interface's address; raises RecipeError where the others dial another one of this machine.
+
+    A name, and an address that is not here, may lead to it all the same.
+    """
+    address = address_of(interface)
+    if leader != address and is_address(leader) and _is_here(leader):
+        raise RecipeError(
+            "parallel.interface",
+            f"{interface} is {address}, and the other machines find the first one at {leader}, which is"
+            " another interface's",
+            f"let them find it at {address}, or name the interface that has {leader}",
+            value=interface,
+        )
+    return address
+
+
+def address_by(interface: str | None) -> str:
+    """Return the address under which others find this machine, by a recipe's `parallel.interface`."""
+    return own_address() if interface is None or interface == ALL_ADDRESSES else address_of(interface)
 
 
 def tell_libraries(interface: str | None) -> None:

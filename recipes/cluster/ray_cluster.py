@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from borders.addresses import is_loopback
-from recipes.cluster.cluster import own_address
-from recipes.cluster.joining import address_of
+from recipes.cluster.joining import address_by, address_of
 from recipes.cluster.launched import Launched
 from recipes.schema.command_line import with_keys
 from recipes.schema.parallel_section import ALL_ADDRESSES
@@ -69,9 +68,9 @@ def ray_job(num_nodes: int, arguments: list[str]) -> RayJob:
 class LaunchActor:
     """An actor of Ray that runs the command on one node; the command ends with it."""
 
-    def address(self) -> str:
-        """Return the address under which the other nodes find this one."""
-        return own_address()
+    def address(self, interface: str | None) -> str:
+        """Return the address under which the other nodes find this one; raises RecipeError."""
+        return address_by(interface)
 
     def run(self, arguments: Sequence[str], node: int, nodes: Sequence[str]) -> int:
         """Run the command, and return its exit status."""
@@ -189,7 +188,10 @@ def _run(ray: Any, job: RayJob, say: Callable[[str], None]) -> int:
 
 def _lead(ray: Any, group: Any, job: RayJob, say: Callable[[str], None]) -> int:
     agents = actors(ray, LaunchActor, group, job.devices, job.num_nodes)
-    nodes = ray.get([agent.address.remote() for agent in agents])
+    try:
+        nodes = ray.get([agent.address.remote(job.interface) for agent in agents])
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None  # a node without this interface
     say(f"Ray has placed {job.num_nodes} nodes: {', '.join(nodes)}")
     ends = [agent.run.remote(job.arguments, node, nodes) for node, agent in enumerate(agents)]
     waiting = list(ends)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.cluster.cluster import own_address
+from recipes.cluster.joining import address_by
 from recipes.cluster.ray_cluster import actors, started
 
 LOOPBACK = "127.0.0.1"  # the address on which scripts.serve listens by default
@@ -78,9 +78,9 @@ class ReplicaAgent:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def where(self) -> tuple[str, Ports]:
-        """Return the node's address, and ports that are free there."""
-        return own_address(), Ports.free()
+    def where(self, interface: str | None = None) -> tuple[str, Ports]:
+        """Return the node's address, and ports that are free there; raises RecipeError."""
+        return address_by(interface), Ports.free()
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the command.
@@ -155,9 +155,9 @@ class RayReplica:
             self._ray.get,
             actors(self._ray, ReplicaAgent, group, self._job.devices, self._job.num_nodes),
         )
-        places = get([agent.where.remote() for agent in agents])
+        places = get([agent.where.remote(self._job.interface) for agent in agents])
         nodes = [address for address, _ in places]
-        if self._job.host == LOOPBACK and {*nodes} != {own_address()}:
+        if self._job.host == LOOPBACK and {*nodes} != {address_by(self._job.interface)}:
             return f"{nodes[0]} is another machine, which nobody reaches at {LOOPBACK}; add --host 0.0.0.0"
         options, environment = self._job.command(places[0][1], nodes)
         get(

@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
+from recipes.cluster import joining
 from recipes.cluster.ray_cluster import LaunchActor, check_reach, ray_job
+from recipes.cluster.ray_replica import ReplicaAgent
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from scripts.on_ray import main
@@ -61,6 +63,12 @@ def test_without_ray_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"Ray is not installed; run bash scripts/setup\.sh ray"):
         main(["--nodes", "2", "generate", TINY, "parallel.tensor=2"])
+
+
+def test_nodes_find_each_other_at_the_interface_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "own_address", lambda: "192.0.2.7")
+    for interface, address in ((None, "192.0.2.7"), ("all", "192.0.2.7"), ("lo", "127.0.0.1")):
+        assert LaunchActor().address(interface) == ReplicaAgent().where(interface)[0] == address
 
 
 def test_a_node_runs_what_its_user_would(capfd: pytest.CaptureFixture[str]) -> None:
