@@ -167,8 +167,7 @@ def assemble(
 ) -> BuiltEngine:
     """Build this rank's part of the engine of a recipe.
 
-    All ranks of the world build theirs at the same time; `tell` is given what this rank does, stage by stage.
-    Each machine holds `ranks_here` of them, by default as many as the recipe says.
+    All ranks build theirs at the same time, `ranks_here` on this machine; `tell` is given each stage of it.
     """
     tell("planning its memory")
     config, share = share_of(recipe, world.rank)
@@ -176,9 +175,7 @@ def assemble(
     group, stages = _joined(world, share, drafts)
     machine = start(recipe.device, learned)
     machine.join(group, TORCH_DTYPES[config.dtype])
-    here = ranks_here or recipe.parallel.ranks_of_a_machine
-    memory = plan_memory(recipe, config, machine.memory_bytes(here), share=share, ranks_here=here)
-    memory = _least(recipe, config, memory, world, share, machine)
+    memory = _planned(recipe, config, world, share, machine, ranks_here)
     tell(LOADING)
     # The smaller model is loaded first, so that a mistake in it is refused before the larger one is read.
     draft = draft_decoder(recipe, config, memory, machine, group, share)
@@ -327,6 +324,20 @@ def _adapters(recipe: Recipe, decoder: Decoder) -> Adapters | None:
                 f"adapters.folders.{name}", in_one_line(error), "correct it, or leave it out"
             ) from error
     return adapters
+
+
+def _planned(
+    recipe: Recipe,
+    config: DecoderConfig,
+    world: Group,
+    share: Share,
+    machine: Machine,
+    ranks_here: int | None,
+) -> MemoryPlan:
+    """Return the plan with which all ranks start, by the memory that this one has."""
+    here = ranks_here or recipe.parallel.ranks_of_a_machine
+    memory = plan_memory(recipe, config, machine.memory_bytes(here), share=share, ranks_here=here)
+    return _least(recipe, config, memory, world, share, machine)
 
 
 def _least(

@@ -55,23 +55,19 @@ def plan_memory(
     num_kept_states: int | None = None,
     ranks_here: int | None = None,
 ) -> MemoryPlan:
-    """Return the plan of a recipe.
-
-    Raises RecipeError if it cannot fit, with what is missing and the key to change.
+    """Return the plan of a recipe; raises RecipeError with what is missing and the key to change.
 
     With `memory_bytes` None, the memory is that of the recipe's device; with `activation_bytes` None, it is
-    estimated; with `host_memory` None, it is a rank's part of that of this machine; with `num_host_pages`
-    None, it follows from the recipe, as the pages of `windows` and the states kept for later requests do
-    where these are None. `window_host_pages` and `num_host_states` are those of the host tier beside
-    `num_host_pages`. The `ranks_here` of a machine, by default as many as the recipe says, have equal parts
-    of its host's memory, and so of a CPU's; `memory_bytes` and `host_memory` are such parts already. The
-    model lies on `stages` groups of `tensor` devices that share each layer, all with this memory; then the
-    sizing is that of all devices together, and so is what the cache may take. With a `share`, it is that of
-    one rank's device.
+    estimated; with `host_memory` None, it is a rank's part of this machine's, which `ranks_here`, by default
+    as many as the recipe says, divide, as they do a CPU's; with `num_host_pages` None, it follows from the
+    recipe, as the pages of `windows` and the states kept for later requests do where these are None.
+    `window_host_pages` and `num_host_states` are those of the host tier beside `num_host_pages`. The model
+    lies on `stages` groups of `tensor` devices that share each layer, all with this memory; then the sizing
+    is that of all devices together, and so is what the cache may take. With a `share`, it is that of one
+    rank's device.
     """
-    cache, num_devices = recipe.cache, tensor * stages
+    num_devices, ranks_here = tensor * stages, ranks_here or recipe.parallel.ranks_of_a_machine
     both = _decoders(recipe, config, share)
-    ranks_here = ranks_here or recipe.parallel.ranks_of_a_machine
     most_tokens = min(recipe.scheduler.max_request_tokens or 2**31, max_positions(config))
     sizing = MemoryPlan(
         num_parameters=both[0].num_parameters,
@@ -91,16 +87,14 @@ def plan_memory(
         if activation_bytes is None
         else activation_bytes,
         is_measured=activation_bytes is not None,
-        reserve_bytes=num_devices * int(cache.reserve_gib * GIB),
-        memory_bytes=num_devices
-        * (_device_bytes(recipe, ranks_here) if memory_bytes is None else memory_bytes),
+        reserve_bytes=num_devices * int(recipe.cache.reserve_gib * GIB),
+        memory_bytes=num_devices * _device_bytes(recipe, memory_bytes, ranks_here),
         ranks_here=ranks_here,
     )
     derived = windows is None, num_kept_states is None
     sizing = _with_further_pools(recipe, sizing, num_devices, *derived)
     if num_host_pages is None:
-        host_bytes = _host_bytes(recipe, sizing) if host_memory is None else host_memory
-        sizing = _with_host_tier(recipe, sizing, host_bytes, num_devices)
+        sizing = _with_host_tier(recipe, sizing, host_memory, num_devices)
         if sizing.host_beside_bytes:  # the host tier takes memory of their pages
             sizing = _with_further_pools(recipe, sizing, num_devices, *derived)
     return _with_pages(recipe, both, sizing, num_devices)
@@ -330,8 +324,10 @@ def _kept_bytes(device: DeviceSection, config: DecoderConfig) -> int:
     return _multiplied_bytes(config)
 
 
-def _device_bytes(recipe: Recipe, ranks_here: int) -> int:
-    """Return a rank's memory of the recipe's device; any but a CPU is started for it."""
+def _device_bytes(recipe: Recipe, given: int | None, ranks_here: int) -> int:
+    """Return a rank's memory of the recipe's device; unless given, any but a CPU is started for it."""
+    if given is not None:
+        return given
     if recipe.device.kind == "cpu":
         return host_memory_bytes() // ranks_here
     from recipes.machine import start  # imported here because it imports torch
@@ -522,11 +518,14 @@ def _num_pages(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int:
     return min(left // page_bytes, MOST_PAGES)
 
 
-def _with_host_tier(recipe: Recipe, sizing: MemoryPlan, host_bytes: int, num_devices: int) -> MemoryPlan:
+def _with_host_tier(
+    recipe: Recipe, sizing: MemoryPlan, host_memory: int | None, num_devices: int
+) -> MemoryPlan:
     """Return the plan with its host tier: as large as the recipe says, or as its share of the host allows."""
     host_gib, share = recipe.cache.host_gib, recipe.cache.host_fraction
     if not host_gib:
         return sizing
+    host_bytes = _host_bytes(recipe, sizing) if host_memory is None else host_memory
     # Windows have the same share of the host's pages as of the device's
     num_pages = _num_pages(recipe, sizing, num_devices)
     shares = [each.num_pages / num_pages for each in sizing.windows]
