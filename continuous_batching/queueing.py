@@ -92,6 +92,7 @@ class FairShare:
         # Arrival number of the request with which a tenant's present wait began
         self._joined: Index = np.zeros(0, dtype=np.int64)
         self._floor = 0.0  # counter with which a tenant starts; it never falls
+        self._short_only = False  # whether long prompts had no place when a request was last asked for
         # Arrival number of the row's request when its tenant was looked up: a cache of `_row_tenant`
         self._row_number: Index = np.full(slots.num_slots, -1, dtype=np.int64)
         self._row_tenant: Index = np.zeros(slots.num_slots, dtype=np.int64)
@@ -113,13 +114,17 @@ class FairShare:
 
     def next(self, short_only: bool) -> str | None:
         """Return the waiting tenant whose request goes next, or None; ties go by arrival."""
-        waiting = self._num_waiting[:, 0] > 0 if short_only else self._num_waiting.any(axis=1)
+        self._short_only = short_only
+        waiting = self._may_be_served()
         served = np.where(waiting, self._served, np.inf)
         least = served.min(initial=np.inf)
         if least == np.inf:
             return None
         equal = np.flatnonzero(served == least)
         return self._names[int(equal[np.argmin(self._joined[equal])])]
+
+    def _may_be_served(self) -> NDArray[np.bool_]:
+        return self._num_waiting[:, 0] > 0 if self._short_only else self._num_waiting.any(axis=1)
 
     def charge_prompt(self, request: Request, num_tokens: int) -> None:
         """Charge a tenant for the known tokens that its admitted request will compute."""
@@ -137,11 +142,18 @@ class FairShare:
         self._charge(np.bincount(self._row_tenant[rows], minlength=len(self._names)))
 
     def _charge(self, num_tokens: NDArray[np.float64] | Index) -> None:
-        """Charge each tenant for so many tokens, of which all that wait or are charged have their shares."""
+        """Charge each tenant for so many tokens, of which all that wait or are charged have their shares.
+
+        Tenants whose long prompts alone wait have none while these have no place, and rise with the floor:
+        what others got meanwhile gives them nothing to catch up on.
+        """
         self._served += num_tokens / self._weight
-        entitled = self._num_waiting.any(axis=1) | (num_tokens > 0)
-        if entitled.any():
-            self._floor += float(num_tokens.sum() / self._weight[entitled].sum())
+        entitled = self._may_be_served() | (num_tokens > 0)
+        if not entitled.any():
+            return
+        share = float(num_tokens.sum() / self._weight[entitled].sum())
+        self._floor += share
+        self._served[self._num_waiting.any(axis=1) & ~entitled] += share
 
     def served(self, tenant: str) -> float:
         """Return a tenant's counter: tokens served, divided by its weight."""

@@ -63,7 +63,6 @@ class GraphInputs:
         self._states: NDArray[np.int32] = states.numpy()  # [num_states, R]
         self._windows = [(places.numpy(), pages.numpy()) for places, pages in windows]
         self._pad_pages = -(-width // slots.page_size)  # pages of a row of padding
-        self.num_sent = len(values)  # values that the step reads
         self._sources = first_token + np.arange(num_rows * width)  # places of the token ids that are sent
         self._pages[:] = 0
         for _, of_window in self._windows:
@@ -93,8 +92,6 @@ class GraphInputs:
         columns[ADAPTER, places] = slots.adapter[rows]
         columns[SOURCE] = self._sources
         width = -(-int(batch.stops.max()) // slots.page_size)
-        if not self._windows and not len(self._states):  # what else is sent would stand behind the pages
-            self.num_sent = columns.size + max(width, self._pad_pages) * self._pages.shape[1]
         self._pages[:width, : len(owners)] = slots.page_table[owners, :width].T
         if len(self._states):
             assert slots.state_pages is not None, "layers keep states, and the slots have none"

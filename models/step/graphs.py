@@ -294,8 +294,7 @@ class DecodeGraphs:
         if drafts is not None:  # a batch with drafts is not made ahead, so nothing else stands there
             inputs.read_drafts(batch, 0)
             self._table[: len(drafts)].copy_(drafts)
-        count_sent = inputs.num_sent
-        step.sent[:count_sent].copy_(inputs.values[:count_sent], non_blocking=True)
+        step.sent.copy_(inputs.values, non_blocking=True)
         if self._follow_at_once:
             inputs.wait_for_copy = queued(self.attention.device)
         self.attention.replay(step.graph, step.metadata, inputs.kv_lens())

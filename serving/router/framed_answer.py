@@ -13,6 +13,7 @@ from functools import partial
 
 import anyio
 
+from serving.api.streamed import PATIENCE_S
 from serving.continuation import FRAMES, NOT_RESUMED_HEADER, AnswerBegun, FrameReader, Grown, Over
 from serving.router.reply import (
     REFUSED,
@@ -27,7 +28,8 @@ from serving.router.reply import (
 from serving.router.resuming import KnownAnswer
 from serving.router.upstream import HeaderLines, Lost, UpstreamAnswer
 
-STALL_S = 1.0  # a client that keeps one part waiting for so long may have its replica cut the answer
+# Where a client has made the router wait so long in all, a loss of its replica may be a cut by the replica
+STALL_S = PATIENCE_S / 2
 _END_S = 1.0  # time in which a connection must end its answer behind the last frame, to be used again
 
 
@@ -72,7 +74,7 @@ class FramedAnswer:
         self._headers = [each for each in headers if each[0] != b"content-type"]
         self._unsent = b""  # what `grow` has noted since `send`
         self._is_unsent_begun = False  # tokens are part of it
-        self.has_stalled = False  # its client has kept it waiting
+        self._waited_s = 0.0  # for its client
         self.is_long = False  # it is no stream, and its client has a part of it
 
     async def read(self) -> list[AnswerBegun | list[Grown] | Over]:
@@ -121,12 +123,17 @@ class FramedAnswer:
         if known.is_stream:
             self._unsent, self._is_unsent_begun = unsent, has_begun
 
+    @property
+    def has_stalled(self) -> bool:
+        """Whether its client reads so slowly that its replica may have cut it."""
+        return self._waited_s >= STALL_S
+
     async def send(self) -> None:
         """Send on what is noted."""
         if self._unsent:
             since_s = time.monotonic()
             await self._reply.part(self._take())
-            self.has_stalled |= time.monotonic() - since_s >= STALL_S
+            self._waited_s += time.monotonic() - since_s
 
     def _take(self) -> bytes:
         """Return what is noted, which the caller sends."""

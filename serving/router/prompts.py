@@ -81,8 +81,8 @@ def _read_leniently(body: bytes, trouble: Exception) -> RoutedBody:
     if not body[:PART_BYTES].lstrip().startswith(b"{"):  # it may be a form with a file
         return RoutedBody()
     if len(body) > MOST_LENIENT_BYTES:
-        problem = f"the body has {len(body)} bytes, and may have {MOST_LENIENT_BYTES} ({OWN_LIMIT})"
-        raise HTTPException(413, f"{problem} where its fields are not as they must be: {trouble}")
+        limit = f"one of at most {MOST_LENIENT_BYTES} bytes would be read all the same ({OWN_LIMIT})"
+        raise HTTPException(400, f"the body cannot be read: {trouble}; {limit}")
     check_size(body, MOST_VALUES, OWN_LIMIT)
     with suppress(ValueError, RecursionError):
         found = json.loads(body)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from borders.refusal import BadRequest
@@ -50,6 +51,7 @@ from serving.router.reply import (
     begun_with,
     has_event,
     is_event_stream,
+    own_error,
     refuses,
     whole_events,
 )
@@ -142,7 +144,12 @@ class Proxy:
     async def _in_turn(self, scope: Scope, send: Send, body: bytes) -> None:
         """Read what a request asks for, and send it on when its tenant has its turn."""
         is_bound = scope["method"] == "POST"  # what is posted is for a model, or for the server of one
-        asked = self._prompts.asked(body) if is_bound else _NOTHING_ASKED
+        try:
+            asked = self._prompts.asked(body) if is_bound else _NOTHING_ASKED
+        except HTTPException as refusal:
+            error = own_error(scope["path"], refusal.status_code, refusal.detail)
+            await _send_whole(send, refusal.status_code, [(b"content-type", b"application/json")], error)
+            return
         is_stream = bool(asked.stream) and scope["path"] in _GENERATIONS
         cut_off = partial(_cut_off, scope)
         reply = Reply(send, scope["path"], self._keep_alive_s, cut_off, is_stream=is_stream)
@@ -419,14 +426,15 @@ class Proxy:
                             return refusal
                 await framed.send()
         except Lost as lost:
+            has_stalled = framed.has_stalled  # its replica was left with what the client does not read
             await framed.send()  # An answer that goes on elsewhere has reached its client so far.
-            if framed.has_stalled:  # its replica was left with what the client does not read
+            if has_stalled:
                 known.give_up("its client read too slowly")
             known.check_resumable()
             if known.can_go_on:
                 raise Interrupted(str(lost)) from lost
             if known.is_sent:
-                self._record_loss(counted.replica, lost, is_its_own=not framed.has_stalled)
+                self._record_loss(counted.replica, lost, is_its_own=not has_stalled)
                 if framed.is_long:  # an event would be bytes of its JSON
                     _cut_off(routed.scope)
                 else:

@@ -178,12 +178,14 @@ class Reply:
 
     async def end(self) -> None:
         """Send nothing more."""
-        self._pace.close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._signing is not None:
-            await self._signing
+        try:
+            if self._signing is not None:
+                await self._signing
+        finally:
+            self._pace.close()
 
     def _look(self) -> None:
         """Give a sign of life if one is due, and look again when the next one may be."""

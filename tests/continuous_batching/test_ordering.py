@@ -222,6 +222,35 @@ def test_tenants_that_are_new_each_time_do_not_starve_one_that_was_served() -> N
     assert len(engine.scheduler.waiting.shares._names) < 100, "who has paid is forgotten"
 
 
+def test_what_others_get_while_long_prompts_have_no_place_gives_nothing_to_catch_up_on() -> None:
+    """A new tenant's long prompt goes before the second one of a tenant that had many before it came."""
+    shares = FairShare(SlotPool(1, 8, 4), {})
+    numbers = itertools.count()
+
+    def join(tenant: str, is_long: bool) -> Request:
+        request = ask(str(next(numbers)), tenant=tenant)
+        shares.join(request, is_long)
+        return request
+
+    def served_beside_short_ones(request: Request) -> None:
+        shares.leave(request, True)
+        shares.charge_prompt(request, 1000)
+        for _ in range(100):
+            short = join(f"new {next(numbers)}", False)
+            assert shares.next(True) == short.tenant
+            shares.leave(short, False)
+            shares.charge_prompt(short, 50)
+
+    old = [join("old", True) for _ in range(30)]
+    for request in old[:20]:
+        assert shares.next(False) == "old"
+        served_beside_short_ones(request)
+    join("newcomer", True)
+    if shares.next(False) == "old":
+        served_beside_short_ones(old[20])
+    assert shares.next(False) == "newcomer"
+
+
 @pytest.mark.parametrize("weights", [{}, {"heavy": 2.0}])
 def test_two_backlogged_tenants_get_shares_by_weight_however_much_they_send(
     weights: dict[str, float],
