@@ -173,10 +173,13 @@ class ServePlan:
         return asks, clients(asks)
 
     def settings(self) -> dict[str, object]:
-        """Return the settings that make two results comparable."""
+        """Return the settings that make two results comparable; the model only where it was named."""
         rate = self.request_rate
+        named = {} if self.model is None else {"model_id": self.model}
         return {
             "benchmark": "serve",
+            "base_url": self.base_url,
+            **named,
             "backend": "openai-chat" if self.asks[0].chat else "openai",
             "endpoint": self.endpoint,
             "trace": self.trace,
@@ -185,6 +188,7 @@ class ServePlan:
             "request_rate": "inf" if rate == math.inf else rate,
             "max_concurrency": self.max_concurrency,
             "seed": self.seed,
+            "warm_up_runs": self.num_warmups or None,  # None: the server's earlier load is unknown
             "extra_body": dict(self.extra),
             "goodput": self.objectives,
         }
@@ -219,7 +223,6 @@ async def _measure(plan: ServePlan) -> dict[str, Any]:
     result = {
         **plan.settings(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "base_url": plan.base_url,
         "model_id": model,
         "loop": "open" if loops is None else f"closed, {len(loops)} clients",
         "machine": versions.describe(),
@@ -228,7 +231,6 @@ async def _measure(plan: ServePlan) -> dict[str, Any]:
         "server_said": described,
         **figures.summarise(outcome, plan.objectives),
         "metrics": watch.describe(),
-        "warm_up_runs": plan.num_warmups or None,  # None: the server's earlier load is unknown
         "warm_up_counted": 0,
     }
     return with_verdict(result)

@@ -95,6 +95,9 @@ def test_a_sweep_goes_on_where_it_was(
         assert "refused" in capsys.readouterr().out, "a file that was changed since is not believed"
         with pytest.raises(ValueError, match=r"rate-300.json is of another sweep: its seed differ"):
             swept(stub, tmp_path, "--seed", "3")
+        elsewhere = ("--base-url", "http://127.0.0.1:1", "--model", "b", "--num-warmups", "2")
+        with pytest.raises(ValueError, match="its base_url, model_id, warm_up_runs differ"):
+            swept(stub, tmp_path, *elsewhere)
     page = checked(tmp_path / "sweep" / "report.html")
     assert [row[0] for row in page.rows if row[0] in ("300", "inf")] == ["300", "inf"]
 
