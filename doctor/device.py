@@ -123,6 +123,18 @@ def _no_permission(facts: MachineFacts) -> Finding | None:
     )
 
 
+def _closed_folder(facts: MachineFacts) -> Finding | None:
+    if not facts.closed:
+        return None
+    return Finding(
+        f"{facts.closed[0]} is there, and this user may not enter it",
+        "driver or toolkit was installed for one group, and what lies there is not found by anybody else",
+        f"sudo usermod -aG $(stat -c %G {facts.closed[0]}) $USER, then log in anew",
+        "Ascend HDK installation guide",
+        is_fatal=not (facts.driver_version and facts.has_kernels),  # both are found elsewhere
+    )
+
+
 def _npu_smi_cannot_run(facts: MachineFacts) -> Finding | None:
     if facts.npu_smi_refusal is None:
         return None
@@ -211,6 +223,7 @@ CHECKS: tuple[Check, ...] = (
     _no_control_node,
     _not_in_group,
     _no_permission,
+    _closed_folder,
     _npu_smi_cannot_run,
     _npu_smi_fails,
     _unhealthy,

@@ -31,6 +31,7 @@ from devices.torch_npu_releases import public, releases
 CONTROL_NODES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 CANN_PLACES = Path(__file__).parents[1] / "scripts/cann_places.txt"  # shell scripts read it too
 ASCEND = "/usr/local/Ascend"
+DRIVER = f"{ASCEND}/driver"
 # The packages are those with which CANN compiles operators in Python, torch, and torch_npu.
 PACKAGES = (
     "torch", "torch_npu", "numpy", "attrs", "cffi", "decorator", "protobuf", "psutil", "pyyaml", "scipy",
@@ -104,6 +105,7 @@ class MachineFacts:
     num_devices: int | None = None  # number of devices that torch_npu sees
     # IPv4 addresses of the network interfaces of this machine, by name
     interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    closed: tuple[str, ...] = ()  # folders of driver and CANN that this user may not enter
     rank_table_error: str | None = None  # why RANK_TABLE_FILE cannot be read
     ports: tuple[Port, ...] = ()  # the devices' own network, where hccn_tool is there
 
@@ -147,12 +149,12 @@ def gather() -> MachineFacts:
         nodes=tuple(
             Node(str(each), _group(each.stat().st_gid), os.access(each, os.R_OK | os.W_OK)) for each in nodes
         ),
-        absent_control_nodes=tuple(each for each in CONTROL_NODES if not Path(each).exists()),
+        absent_control_nodes=tuple(each for each in CONTROL_NODES if not os.path.exists(each)),
         cann_home=home,
         cann_version=_cann_version(Path(home)) if home else None,
         has_kernels=bool(home) and _has_kernels(Path(home or "")),
         has_hccl=home is not None and any(Path(home).glob("**/lib64/libhccl.so")),
-        nnal_home=nnal if Path(nnal := f"{environment.get('ASCEND', ASCEND)}/nnal").is_dir() else None,
+        nnal_home=nnal if os.path.isdir(nnal := f"{environment.get('ASCEND', ASCEND)}/nnal") else None,
         packages=packages,
         torch_cuda=_torch_cuda(),
         wheel_glibc=_wheel_glibc("torch_npu"),
@@ -161,6 +163,7 @@ def gather() -> MachineFacts:
         npu_lacks=_npu_lacks(packages["torch_npu"], chips) if printed else None,
         num_devices=int(printed) if printed.isdecimal() else None,
         interfaces=_interfaces(),
+        closed=_closed((DRIVER, *_cann_places(environment))),
         rank_table_error=_rank_table_error(environment.get("RANK_TABLE_FILE")),
         ports=tuple(_port(tool, index) for index in range(len(nodes))) if (tool := _hccn_tool()) else (),
     )
@@ -255,7 +258,7 @@ def _rank_table_error(place: str | None) -> str | None:
 
 def _hccn_tool() -> str | None:
     """Return the driver's tool for the devices' own network."""
-    places = (shutil.which("hccn_tool"), "/usr/local/Ascend/driver/tools/hccn_tool")
+    places = (shutil.which("hccn_tool"), f"{DRIVER}/tools/hccn_tool")
     return next((place for place in places if place and os.access(place, os.X_OK)), None)
 
 
@@ -280,7 +283,7 @@ def _port(tool: str, device: int) -> Port:
 
 
 def _driver_version() -> str | None:
-    places = [Path("/usr/local/Ascend/driver/version.info")]
+    places = [Path(DRIVER) / "version.info"]
     said = _field(Path("/etc/ascend_install.info"), "Driver_Install_Path_Param")
     if said:
         places.append(Path(said) / "driver/version.info")
@@ -289,7 +292,7 @@ def _driver_version() -> str | None:
 
 def _field(path: Path, name: str) -> str | None:
     """Return the value of a name, in any case, from a file of NAME=VALUE lines."""
-    if not path.is_file() or not os.access(path, os.R_OK):
+    if not os.path.isfile(path) or not os.access(path, os.R_OK):  # Path.is_file raises in a closed folder
         return None
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         key, _, value = line.partition("=")
@@ -299,11 +302,22 @@ def _field(path: Path, name: str) -> str | None:
 
 
 def _cann_home(environment: Mapping[str, str]) -> str | None:
+    return next((place for place in _cann_places(environment) if os.path.isdir(place)), None)
+
+
+def _cann_places(environment: Mapping[str, str]) -> list[str]:
+    """Return where CANN may lie, the place that is preferred first."""
     said = [environment.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")]
     ascend = environment.get("ASCEND") or ASCEND
     known = [line for line in CANN_PLACES.read_text(encoding="utf-8").split("\n") if line and line[0] != "#"]
     places = [os.path.expanduser(line.replace("ASCEND/", f"{ascend}/", 1)) for line in known]
-    return next((place for place in [*filter(None, said), *places] if Path(place).is_dir()), None)
+    return [*filter(None, said), *places]
+
+
+def _closed(places: Sequence[str]) -> tuple[str, ...]:
+    """Return the folders on the way to these places that are there, and that this user may not enter."""
+    folders = dict.fromkeys(str(each) for place in places for each in (Path(place), *Path(place).parents))
+    return tuple(each for each in folders if os.path.isdir(each) and not os.access(each, os.X_OK))
 
 
 def _cann_version(home: Path) -> str | None:

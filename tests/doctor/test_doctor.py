@@ -20,7 +20,9 @@ from doctor.facts import (
     Node,
     Port,
     _cann_home,
+    _closed,
     _error_of,
+    _field,
     _npu_lacks,
     _port,
     _rank_table_error,
@@ -102,6 +104,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("not_in_group", {"nodes": SHUT, "groups": ("users",)}, "usermod -aG HwHiAiUser"),
     ("no_permission", {"nodes": SHUT}, "chmod 660 /dev/davinci0"),
     ("no_permission", {"nodes": SHUT, "is_root": True, "groups": ("root",)}, "chmod 660"),
+    ("closed_folder", {"closed": ("/opt/driver",)}, "usermod -aG $(stat -c %G /opt/driver) $USER"),
     ("npu_smi_cannot_run", {"npu_smi_refusal": "Exec format error", "chips": ()}, "-v /usr/local/bin"),
     ("npu_smi_fails", {"npu_smi_error": "dcmi module initialize failed. ret is -8005"}, "fuser -v"),
     ("unhealthy", {"chips": (*FIT.chips, Chip("910B1", "Alarm", 1, 65536))}, "health -i 2"),
@@ -412,6 +415,23 @@ def test_cann_is_found_by_the_scripts_where_the_doctor_finds_it(place: str, by: 
         assert (done.stdout.strip() or None) == _cann_home(shell)
     is_found = by == "ASCEND_HOME_PATH" or (bool(place) and not (by == "HOME" and place == "latest"))
     assert (done.returncode == 0) == is_found
+
+
+def test_a_folder_that_is_closed_to_this_user_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat, inside = os.stat, str(tmp_path / "cann")  # closed by hand, since root may enter any folder
+
+    def closed(path: Any, **more: Any) -> os.stat_result:
+        if str(path).startswith(inside):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **more)
+
+    monkeypatch.setattr(os, "stat", closed)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))
+    assert _field(Path(inside, "version.info"), "Version") is None
+    assert _cann_home({"ASCEND": str(tmp_path), "ASCEND_HOME_PATH": inside}) != inside
+    assert _closed((inside,)) == (str(tmp_path),)
 
 
 def test_a_torch_npu_whose_version_is_unknown_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
