@@ -42,7 +42,17 @@ class PartOutcome:
 
     @property
     def is_right(self) -> bool:
-        return self.status == 0
+        return self.status == 0 and not self.refused
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """The laws that refuse a benchmark, with their reasons; the speed of a stand-in is not judged."""
+        match self.result:
+            case {"computed_on": {"virtual": True}}:
+                return {}
+            case {"verdict": {"refused": dict(refused)}}:
+                return refused
+        return {}
 
 
 def product_part(recipe: Sequence[str]) -> VerifyPart:
@@ -148,7 +158,7 @@ def is_right(outcomes: Sequence[PartOutcome]) -> bool:
 
 def _reasons(outcome: PartOutcome) -> list[str]:
     """Return the faults that the part reports, or, as after a crash, how it ended."""
-    found: list[str] = []
+    found = [f"{law}: {why}" for law, why in outcome.refused.items()]
     match outcome.result:
         case {"findings": findings}:
             found = [finding["problem"] for finding in findings.values() if finding["is_fatal"]]

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,15 @@ def test_the_doctors_problems_and_the_wrong_operators_are_told() -> None:
     assert "npu_swiglu" in text
     assert "slow" not in text
     assert "npu_rms_norm" not in text
+
+
+def test_a_benchmark_that_the_gate_refuses_is_not_right() -> None:
+    refused = {"verdict": {"outcome": "refused", "refused": {"clocks": "one stood still"}}}
+    outcome = PartOutcome("benchmark", "?", 0, 0.1, True, refused, "")
+    assert not reporting.is_right([outcome])
+    assert "    clocks: one stood still" in reporting.in_words([outcome], virtual=False)
+    on_stand_in = replace(outcome, result=refused | {"computed_on": {"virtual": True}})
+    assert reporting.is_right([on_stand_in]), "of few requests, whose speed means nothing"
 
 
 @pytest.mark.parametrize("result", [{"tokens": 1}, [{"operator": "npu_swiglu", "is_right": True}], [], 3])
