@@ -267,12 +267,28 @@ async def _answer(server: StreamingClient, plan: ServePlan, ask: TraceRequest) -
     return answer
 
 
+def _begun_by(beginning: str, content: Any) -> Any:
+    """Return a prompt or messages that begin by this text; ids, which have none, are reversed."""
+    match content:
+        case str():
+            return beginning + content
+        case [int(), *_]:
+            return content[::-1]
+        case [first, *rest]:
+            return [_begun_by(beginning, first), *rest]
+        case {"content": [*parts]}:
+            return {**content, "content": [{"type": "text", "text": beginning}, *parts]}
+        case {"content": said}:
+            return {**content, "content": beginning + (said or "")}
+    return content
+
+
 async def _warm_up(server: StreamingClient, plan: ServePlan) -> None:
-    """Send requests that are not counted; ids are reversed, so that the trace finds none of them cached."""
+    """Send requests that are not counted, with beginnings of their own: none is cached for the trace."""
     for number in range(plan.num_warmups):
         ask = plan.asks[number % len(plan.asks)]
-        content = ask.content[::-1] if ask.num_prompt is not None else ask.content
-        ask = replace(ask, id=f"warm-up-{number}", content=content)
+        name = f"warm-up-{number}"
+        ask = replace(ask, id=name, content=_begun_by(f"{name} ", ask.content))
         until_s = time.perf_counter() + plan.ready_timeout_s
         answer = await _answer(server, plan, ask)
         while answer.unready and time.perf_counter() < until_s:

@@ -18,6 +18,7 @@ from benchmark.gate.gate import audit
 from benchmark.serve import client
 from benchmark.serve.client import ClientAnswer, ClientRun, Events, TraceRequest
 from benchmark.serve.figures import kinds, parse_metrics, records, summarise
+from benchmark.serve.measure import _begun_by
 from scripts.benchmark import main
 from tests.benchmark.openai_server import FAULTS, Stub, running
 from tests.thorough import cases
@@ -147,6 +148,15 @@ def test_chats_go_where_chats_go(tmp_path: Path, capsys: pytest.CaptureFixture[s
     sent = stub.asked[-1]
     assert "seed" not in sent
     assert (sent["max_completion_tokens"], sent["user"], sent["top_k"]) == (3, "t", 3)
+    assert stub.asked[0]["messages"] == [{"role": "user", "content": "warm-up-0 Hi"}]
+
+
+def test_a_warm_up_begins_as_no_request_does() -> None:
+    part = {"type": "text", "text": "Hi"}
+    parts, text = {"role": "user", "content": [part]}, {"type": "text", "text": "w "}
+    assert _begun_by("w ", [parts, parts]) == [{"role": "user", "content": [text, part]}, parts]
+    assert _begun_by("w ", [{"content": None}]) == [{"content": "w "}]
+    assert [_begun_by("w ", each) for each in ("Hi", ["Hi"], [1, 2])] == ["w Hi", ["w Hi"], [2, 1]]
 
 
 def test_a_server_may_have_its_own_limit_of_tokens() -> None:
