@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from borders.numbers import integers
 from devices.ascend_limits import BUFFER_NAME, buffer_mib
 from devices.present import VISIBLE_NPUS as VISIBLE
@@ -136,14 +138,19 @@ def _rank_table(facts: MachineFacts) -> Finding | None:
 
 
 def _runtime_devices(facts: MachineFacts) -> Finding | None:
-    """Find the variable of the container runtime where it hides nothing."""
-    said = facts.environment.get(RUNTIME_VISIBLE)
-    if not said or VISIBLE in facts.environment or len(facts.nodes) <= len(said.split(",")):
+    """Find the variable of the container runtime where it hides nothing; it may also name chips."""
+    said = facts.environment.get(RUNTIME_VISIBLE, "")
+    ranges = [re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", each) for each in said.split(",")]
+    if VISIBLE in facts.environment or not all(ranges):
+        return None
+    ends = [(int(each[1]), int(each[2] or each[1])) for each in ranges if each]
+    chosen = {index for first, last in ends for index in range(first, last + 1)}
+    if not 0 < len(chosen) < len(facts.nodes):
         return None
     return Finding(
         f"{RUNTIME_VISIBLE} is {said}, and {len(facts.nodes)} devices are visible",
         f"only the container runtime reads it, when it starts a container; torch_npu reads {VISIBLE}",
-        f"export {VISIBLE}={said}, or unset {RUNTIME_VISIBLE}",
+        f"export {VISIBLE}={','.join(map(str, sorted(chosen)))}, or unset {RUNTIME_VISIBLE}",
         "Ascend Docker Runtime; CANN environment variables",
         is_fatal=False,
     )

@@ -164,6 +164,11 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         "unset RANK_TABLE_FILE",
     ),
     ("runtime_devices", shell(ASCEND_VISIBLE_DEVICES="1"), "export ASCEND_RT_VISIBLE_DEVICES=1"),
+    (
+        "runtime_devices",
+        shell(ASCEND_VISIBLE_DEVICES="2-3,0") | {"nodes": 2 * FIT.nodes, "num_devices": 4},
+        "export ASCEND_RT_VISIBLE_DEVICES=0,2,3,",
+    ),
     ("device_address", {"ports": (PORT, replace(PORT, device=1, address=None))}, "/etc/hccn.conf"),
     ("device_link", {"ports": (PORT, replace(PORT, device=1, link="DOWN"))}, "link_stat"),
     ("device_tls", {"ports": (PORT, replace(PORT, device=1, tls=True))}, "-tls -s enable 0"),
@@ -194,6 +199,8 @@ def test_a_sound_environment_has_no_finding() -> None:
     assert diagnose(replace(FIT, **own_word)) == {}
     runtime = shell(ASCEND_VISIBLE_DEVICES="0-1", ASCEND_RT_VISIBLE_DEVICES="0")
     assert diagnose(replace(FIT, num_devices=1, **runtime)) == {}
+    for said in ("0-1", "void", "npu-Ascend910-0"):
+        assert diagnose(replace(FIT, **shell(ASCEND_VISIBLE_DEVICES=said))) == {}
 
 
 def test_one_folder_by_several_names_is_one(tmp_path: Path) -> None:
