@@ -27,12 +27,14 @@ VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """A chip as npu-smi shows it; memory in MiB."""
+    """A chip as npu-smi shows it, by the id of its NPU, and of itself there; memory in MiB."""
 
     name: str
     health: str
     used_mib: int
     total_mib: int
+    npu: int = 0
+    chip: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +93,16 @@ def processor() -> Present:
 
 def chips_of(printed: str) -> tuple[Chip, ...]:
     """Parse the output of `npu-smi info`: two lines for each chip, one of name and health, one of memory."""
-    found, name, health = [], None, "?"
+    found, npu, name, health = [], 0, None, "?"
     for line in printed.splitlines():
         cells = [cell.split() for cell in line.strip().strip("|").split("|")]
-        if len(cells) != 3 or not cells[0] or not cells[0][0].isdigit():
+        if len(cells) != 3 or not cells[0] or not cells[0][0].isdecimal():
             continue
         memory = re.search(r"(\d+)\s*/\s*(\d+)\s*\|?\s*$", line.strip())
         if len(cells[0]) == 2 and not (cells[1] and ":" in cells[1][0]):
-            name, health = cells[0][1], cells[1][0] if cells[1] else "?"
+            npu, name, health = int(cells[0][0]), cells[0][1], cells[1][0] if cells[1] else "?"
         elif name is not None and memory:
-            found.append(Chip(name, health, int(memory[1]), int(memory[2])))
+            found.append(Chip(name, health, int(memory[1]), int(memory[2]), npu, int(cells[0][0])))
     return tuple(found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from devices.present import VISIBLE_NPUS as VISIBLE
 from devices.present import Chip
 from doctor.facts import CONTROL_NODES, Check, Finding, MachineFacts, Node, numbers
 
@@ -161,13 +162,14 @@ def _npu_smi_fails(facts: MachineFacts) -> Finding | None:
 
 
 def _unhealthy(facts: MachineFacts) -> Finding | None:
-    sick = [index for index, chip in _visible(facts, facts.chips).items() if chip.health != "OK"]
+    sick = {index: chip for index, chip in _visible(facts, facts.chips).items() if chip.health != "OK"}
     if not sick:
         return None
+    index, chip = next(iter(sick.items()))
     return Finding(
-        f"npu-smi shows chip {sick[0]} as {facts.chips[sick[0]].health}",
+        f"npu-smi shows chip {index} as {chip.health}",
         "the chip reports a fault of hardware, link or temperature",
-        f"see `npu-smi info -t health -i {sick[0]}`; restart, or leave it out by ASCEND_RT_VISIBLE_DEVICES",
+        f"see `npu-smi info -t health -i {chip.npu} -c {chip.chip}`; restart, or leave it out by {VISIBLE}",
         "npu-smi reference",
     )
 

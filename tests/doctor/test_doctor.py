@@ -107,7 +107,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("closed_folder", {"closed": ("/opt/driver",)}, "usermod -aG $(stat -c %G /opt/driver) $USER"),
     ("npu_smi_cannot_run", {"npu_smi_refusal": "Exec format error", "chips": ()}, "-v /usr/local/bin"),
     ("npu_smi_fails", {"npu_smi_error": "dcmi module initialize failed. ret is -8005"}, "fuser -v"),
-    ("unhealthy", {"chips": (*FIT.chips, Chip("910B1", "Alarm", 1, 65536))}, "health -i 2"),
+    ("unhealthy", {"chips": (*FIT.chips, Chip("910B1", "Alarm", 1, 65536, 1, 0))}, "health -i 1 -c 0"),
     ("little_memory", {"chips": BUSY}, "lower cache.memory_fraction"),
     ("old_driver_for_graphs", {"driver_version": "25.5.0"}, "25.5.1 or newer"),
     ("python", {"python": (3, 13)}, "PYTHON=python3.11"),
@@ -297,8 +297,10 @@ PRINTED = {
 
 def test_npu_smi_is_read_as_it_prints() -> None:
     single, double = PRINTED.values()
-    assert chips_of(single) == (Chip("910B4-1", "OK", 3197, 65536), Chip("910B4-1", "Alarm", 61197, 65536))
-    assert chips_of(double) == (Chip("Ascend910", "OK", 3419, 65536), Chip("Ascend910", "OK", 2874, 65536))
+    well = Chip("910B4-1", "OK", 3197, 65536)
+    assert chips_of(single) == (well, Chip("910B4-1", "Alarm", 61197, 65536, npu=1))
+    first = Chip("Ascend910", "OK", 3419, 65536)
+    assert chips_of(double) == (first, Chip("Ascend910", "OK", 2874, 65536, chip=1))
     assert chips_of("dcmi module initialize failed. ret is -8005") == ()
 
 
