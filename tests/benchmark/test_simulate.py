@@ -68,6 +68,8 @@ def test_a_search_says_what_no_setting_can_mend(
 def test_a_mistake_is_one_line(trace: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there are ascend910, ascend910b"):
         main([*RECIPE, "--trace", trace, "--device", "ascend912"])
+    with pytest.raises(ValueError, match=r"^speculation.kind is ngram, and .*; add speculation.kind=none$"):
+        main([*RECIPE, "speculation.kind=ngram", "--trace", trace])
     with pytest.raises(ValueError, match=r"--tp: 3 tensor ranks cannot share .* choose one of 1, 2, 4, 8"):
         main([*RECIPE, "--trace", trace, "--device", "ascend910b", "--tp", "3"])
     with pytest.raises(ValueError, match=r"and a cache of 2 pages; .*or raise --tp"):
