@@ -49,7 +49,9 @@ def client_on_time(figures: Figures) -> str | None:
     A load generator that lags sends less than it says, and counts its own lateness as the server's.
     """
     most_ms = LATE_MS + 0.1 * (figures.given("ttft_ms.mean") or 0.0)
-    is_timed = figures.given("offered_per_s") is not None  # closed loops send whenever they can
+    records = figures.records if figures.raw("records") is not None else []
+    is_due = any(each.get("due_s") is not None for each in records)  # closed loops send whenever they can
+    is_timed = is_due or figures.given("offered_per_s") is not None  # a burst has times, and no rate
     names = ("client.lag_ms.p99", *(["client.late_ms.p99"] if is_timed else []))
     stated = {name: value for name in names if (value := figures.given(name)) is not None}
     if not stated:

@@ -133,6 +133,7 @@ TAMPERINGS: tuple[tuple[str, str, Tampering], ...] = (
     ("counters grow", "engine", put("counters.before.steps", 10_000)),
     ("counters grow", "client", put("metrics.before.itl_count", 10_000)),
     ("client on time", "client", put("client.lag_ms.p99", 900.0)),
+    ("client on time", "client", all_of(put("offered_per_s", None), put("client.late_ms.p99", 900.0))),
     ("clocks", "engine", put("clock.monotonic_s", 90.0)),
     ("clocks", "engine", put("clock.cpu_s", 500.0)),
     ("clocks", "engine", put("duration_s", 101.0)),
