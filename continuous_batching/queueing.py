@@ -124,7 +124,8 @@ class FairShare:
         return self._names[int(equal[np.argmin(self._joined[equal])])]
 
     def _may_be_served(self) -> NDArray[np.bool_]:
-        return self._num_waiting[:, 0] > 0 if self._short_only else self._num_waiting.any(axis=1)
+        num: Index = self._num_waiting[:, 0] if self._short_only else self._num_waiting.sum(axis=1)
+        return num > 0
 
     def charge_prompt(self, request: Request, num_tokens: int) -> None:
         """Charge a tenant for the known tokens that its admitted request will compute."""
