@@ -140,11 +140,11 @@ def test_a_linear_gives_a_row_the_same_bits_wherever_it_stands(
 
 @pytest.mark.cuda
 @pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
+@pytest.mark.parametrize("overlap", ["false", "true"])
 @pytest.mark.parametrize("batch_invariant", ["false", "true"])
-def test_captured_steps_give_the_same_tokens(batch_invariant: str, checkpoint: Path) -> None:
-    captured = engine(
-        checkpoint, "device.kind=cuda", "device.graphs=3", f"device.batch_invariant={batch_invariant}"
-    )
+def test_captured_steps_give_the_same_tokens(batch_invariant: str, overlap: str, checkpoint: Path) -> None:
+    changes = [f"device.batch_invariant={batch_invariant}", f"scheduler.overlap={overlap}"]
+    captured = engine(checkpoint, "device.kind=cuda", "device.graphs=3", *changes)
     ours = serve(captured, requests(12))
     expected = serve(engine(checkpoint, "device.attention=reference", "device.threads=1"), requests(12))
     assert [request.answer.tolist() for request in ours] == [request.answer.tolist() for request in expected]
