@@ -92,7 +92,7 @@ class FairShare:
         # Arrival number of the request with which a tenant's present wait began
         self._joined: Index = np.zeros(0, dtype=np.int64)
         self._floor = 0.0  # counter with which a tenant starts; it never falls
-        self._short_only = False  # whether long prompts had no place when a request was last asked for
+        self.short_only = False  # whether long prompts had no place when a request was last admitted
         # Arrival number of the row's request when its tenant was looked up: a cache of `_row_tenant`
         self._row_number: Index = np.full(slots.num_slots, -1, dtype=np.int64)
         self._row_tenant: Index = np.zeros(slots.num_slots, dtype=np.int64)
@@ -114,8 +114,7 @@ class FairShare:
 
     def next(self, short_only: bool) -> str | None:
         """Return the waiting tenant whose request goes next, or None; ties go by arrival."""
-        self._short_only = short_only
-        waiting = self._may_be_served()
+        waiting = self._num_waiting[:, 0] > 0 if short_only else self._num_waiting.any(axis=1)
         served = np.where(waiting, self._served, np.inf)
         least = served.min(initial=np.inf)
         if least == np.inf:
@@ -124,7 +123,7 @@ class FairShare:
         return self._names[int(equal[np.argmin(self._joined[equal])])]
 
     def _may_be_served(self) -> NDArray[np.bool_]:
-        num: Index = self._num_waiting[:, 0] if self._short_only else self._num_waiting.sum(axis=1)
+        num: Index = self._num_waiting[:, 0] if self.short_only else self._num_waiting.sum(axis=1)
         return num > 0
 
     def charge_prompt(self, request: Request, num_tokens: int) -> None:

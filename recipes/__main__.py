@@ -9,6 +9,7 @@ python -m recipes divisions                                      what goes with 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from recipes import divisions
 from recipes.assembly import memory_plan, sizing
 from recipes.assembly.families import share_of
 from recipes.assembly.operators import check_operators
+from recipes.cluster.cluster import find_cluster, ranks_here
 from recipes.fitting import with_recipe
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
@@ -56,7 +58,8 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
     memory_bytes = None if planned_gib is None else int(planned_gib * memory_plan.GIB)
     try:
         config, share = share_of(loaded.recipe, 0)
-        plan = sizing.plan_memory(loaded.recipe, config, memory_bytes, share=share)
+        here = ranks_here(loaded.recipe.parallel, find_cluster(loaded.recipe.parallel, os.environ))
+        plan = sizing.plan_memory(loaded.recipe, config, memory_bytes, share=share, ranks_here=here)
         check_operators(loaded.recipe, config, plan.longest_tokens, share)
     except ValueError as error:
         _print_columns(_rows(loaded, None))

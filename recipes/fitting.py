@@ -28,7 +28,7 @@ from models.parallel.share import Share
 from recipes.assembly.families import share_of
 from recipes.assembly.memory_plan import GIB, in_gib
 from recipes.assembly.sizing import plan_memory
-from recipes.cluster.cluster import Cluster, named_cluster
+from recipes.cluster.cluster import Cluster, find_cluster, named_cluster, ranks_here
 from recipes.model_folder import answer_keys, model_folder, names_model
 from recipes.schema import verb
 from recipes.schema.command_line import places_of_positionals, profiles_in, with_keys
@@ -182,7 +182,8 @@ class _Choice:
         first = self.recipe().cache.memory_gib
         if first != CPU_CACHES_GIB[0]:  # a profile has another
             return
-        here = self.recipe().parallel.ranks_of_a_machine
+        parallel = self.recipe().parallel
+        here = ranks_here(parallel, find_cluster(parallel, os.environ))
         memory_bytes //= here
         for size_gib in CPU_CACHES_GIB:
             recipe = self.recipe(f"cache.memory_gib={size_gib:g}")
@@ -198,8 +199,10 @@ class _Choice:
 
         All machines that the recipe or the launcher names have as many devices as this one.
         """
-        yield 1
-        self._cluster = named_cluster(self.recipe().parallel, os.environ)
+        parallel = self.recipe().parallel
+        if len(parallel.nodes or ()) < 2:  # one rank is of one machine
+            yield 1
+        self._cluster = named_cluster(parallel, os.environ)
         machines = self._cluster.num_nodes
         most = min(found.count * machines, MOST_TENSOR)
         yield from (count for count in (machines * each for each in (1, 2, 4, 8, 16)) if 1 < count <= most)

@@ -268,10 +268,10 @@ async def _answer(server: StreamingClient, plan: ServePlan, ask: TraceRequest) -
 
 
 def _begun_by(beginning: str, content: Any) -> Any:
-    """Return a prompt or messages that begin by this text; ids, which have none, are reversed."""
+    """Return a prompt or messages of the same length that begin by this text; ids are reversed."""
     match content:
         case str():
-            return beginning + content
+            return beginning + content[len(beginning) :]
         case [int(), *_]:
             return content[::-1]
         case [first, *rest]:
@@ -279,7 +279,7 @@ def _begun_by(beginning: str, content: Any) -> Any:
         case {"content": [*parts]}:
             return {**content, "content": [{"type": "text", "text": beginning}, *parts]}
         case {"content": said}:
-            return {**content, "content": beginning + (said or "")}
+            return {**content, "content": _begun_by(beginning, said or "")}
     return content
 
 

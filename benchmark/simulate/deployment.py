@@ -146,11 +146,6 @@ def place(
     recipe: Recipe, device: str | None, tensor: int = 1, pipeline: int = 1, fitted: Fitted | None = None
 ) -> Placement:
     """Place the recipe on a profile's device, or on its own; raises ValueError if it cannot run there."""
-    if (kind := recipe.speculation.kind) != "none":
-        raise ValueError(
-            f"speculation.kind is {kind}, and simulated answers have no tokens to guess; add"
-            " speculation.kind=none"
-        )
     config = model_config(recipe)
     name = device_name(recipe, device)
     try:
@@ -190,6 +185,13 @@ class Deployment:
     split: tuple[int, int] | None = None
     split_by: Split = "cost"
     weights: SplitWeights | None = None  # None: the router's
+
+    def __post_init__(self) -> None:
+        if (kind := self.placement.recipe.speculation.kind) != "none":
+            raise ValueError(
+                f"speculation.kind is {kind}, and simulated answers have no tokens to guess; add"
+                " speculation.kind=none"
+            )
 
     @property
     def num_devices(self) -> int:

@@ -69,7 +69,10 @@ class Admission:
             return
         spare = self._lifecycle.tables.num_spare()
         while tokens_left > 0 and requests_left > 0:
-            request = waiting.peek(short_only=longs_left <= 0)
+            short_only = longs_left <= 0
+            if waiting.shares:
+                waiting.shares.short_only = short_only
+            request = waiting.peek(short_only)
             if request is None:
                 break
             if request.awaits_pages:

@@ -55,7 +55,7 @@ from recipes.assembly.page_tier import attach_tier, tier_for, tier_of_rank
 from recipes.assembly.rank_works import ADAPTER, EXPERTS, adapter_work, live_works
 from recipes.assembly.scheduler import SchedulerLimits, costs_of, facts_of, scheduler_of
 from recipes.assembly.sizing import plan_memory
-from recipes.cluster.cluster import find_cluster
+from recipes.cluster.cluster import find_cluster, ranks_here
 from recipes.cluster.rank_process import SpareRanks
 from recipes.cluster.ranks import Ranks, recipe_of_a_rank
 from recipes.machine import Machine, start
@@ -109,16 +109,16 @@ def build(
         _check_recording(recipe.scheduler.record)  # checked before the build, which takes minutes
     sinks: list[Sink] = []
     cluster = find_cluster(recipe.parallel, os.environ)
-    ranks_here = len(cluster.ranks_of(0, recipe.parallel.ranks))
+    here = ranks_here(recipe.parallel, cluster)
     if recipe.parallel.ranks == 1:
         built = assemble(recipe, clock=clock, tell=tell, learned=learned)
     else:
         share_of(recipe, 0)  # invalid shares are refused before processes are started
-        recipe = recipe_of_a_rank(recipe, ranks_here)
+        recipe = recipe_of_a_rank(recipe, here)
         tell("gathering its ranks")
         ranks = Ranks(recipe, cluster, spares)
         with ranks.building(), repeated(lambda: tell(ranks.start_progress())):
-            built = assemble(recipe, ranks.group, clock, ranks.tell, ranks_here=ranks_here)
+            built = assemble(recipe, ranks.group, clock, ranks.tell, ranks_here=here)
         tell("")
         built.engine.runner = ranks.watched(built.runner, built.largest_step_s)
         built, sinks = replace(built, ranks=ranks), [ranks]

@@ -53,6 +53,12 @@ class Cluster:
         return range(node * each, (node + 1) * each)
 
 
+def ranks_here(parallel: ParallelSection, cluster: Cluster) -> int:
+    """Return how many ranks of an engine share this host's memory; a host may be named several times."""
+    names = parallel.nodes or (cluster.leader,)
+    return len(cluster.ranks_of(0, parallel.ranks)) * names.count(names[0])
+
+
 def find_cluster(
     parallel: ParallelSection,
     environment: Environment,

@@ -32,7 +32,7 @@ from continuous_batching.recording.listeners import Listeners, RankLost
 from devices.hccl_errors import end_of_log, explained
 from kv_cache.pages import PageCopy
 from models.parallel.group import BACKENDS, join
-from recipes.cluster.cluster import Cluster, own_address
+from recipes.cluster.cluster import Cluster, own_address, ranks_here
 from recipes.cluster.joining import Joining, bound, leader_address, tell_libraries
 from recipes.cluster.rank_process import (
     GATHERED,
@@ -117,7 +117,7 @@ class Ranks:
             store.set(RECORDING, f"{address or own_address()}:{server.getsockname()[1]}")
             store.set(SECRET, secret.decode())
             store.set(WAIT_S, str(self.wait_s))
-            store.set(RANKS_HERE, str(len(here)))
+            store.set(RANKS_HERE, str(ranks_here(recipe.parallel, cluster)))
             store.set(RECIPE, json.dumps(common(recipe)))
             for rank, device in list(zip(here, devices))[1:]:
                 at = f"{found_at}:{port}"

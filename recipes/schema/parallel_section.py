@@ -87,8 +87,9 @@ class ParallelSection:
 
     @property
     def ranks_of_a_machine(self) -> int:
-        """The ranks that each machine holds where a launcher names no machines."""
-        return max(1, self.ranks // len(self.nodes or (1,)))
+        """The ranks that share a host's memory where a launcher names no machines."""
+        names = self.nodes or ("",)
+        return max(1, self.ranks // len(names)) * names.count(names[0])
 
 
 def context_contradictions(section: ParallelSection, page_size: int) -> Iterator[RecipeError]:

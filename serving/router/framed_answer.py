@@ -13,7 +13,7 @@ from functools import partial
 
 import anyio
 
-from serving.api.streamed import PATIENCE_S
+from serving.api.streamed import PATIENCE_S, SLOWEST_BYTES_S
 from serving.continuation import FRAMES, NOT_RESUMED_HEADER, AnswerBegun, FrameReader, Grown, Over
 from serving.router.reply import (
     REFUSED,
@@ -74,7 +74,7 @@ class FramedAnswer:
         self._headers = [each for each in headers if each[0] != b"content-type"]
         self._unsent = b""  # what `grow` has noted since `send`
         self._is_unsent_begun = False  # tokens are part of it
-        self._waited_s = 0.0  # for its client
+        self._waited_s = 0.0  # for its client, less what the client has earned by reading
         self.is_long = False  # it is no stream, and its client has a part of it
 
     async def read(self) -> list[AnswerBegun | list[Grown] | Over]:
@@ -131,9 +131,10 @@ class FramedAnswer:
     async def send(self) -> None:
         """Send on what is noted."""
         if self._unsent:
-            since_s = time.monotonic()
-            await self._reply.part(self._take())
-            self._waited_s += time.monotonic() - since_s
+            since_s, part = time.monotonic(), self._take()
+            await self._reply.part(part)
+            took_s = time.monotonic() - since_s
+            self._waited_s = max(0.0, self._waited_s + took_s - len(part) / SLOWEST_BYTES_S)
 
     def _take(self) -> bytes:
         """Return what is noted, which the caller sends."""

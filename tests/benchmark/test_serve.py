@@ -148,7 +148,7 @@ def test_chats_go_where_chats_go(tmp_path: Path, capsys: pytest.CaptureFixture[s
     sent = stub.asked[-1]
     assert "seed" not in sent
     assert (sent["max_completion_tokens"], sent["user"], sent["top_k"]) == (3, "t", 3)
-    assert stub.asked[0]["messages"] == [{"role": "user", "content": "warm-up-0 Hi"}]
+    assert stub.asked[0]["messages"] == [{"role": "user", "content": "warm-up-0 "}]
 
 
 def test_a_warm_up_begins_as_no_request_does() -> None:
@@ -156,7 +156,7 @@ def test_a_warm_up_begins_as_no_request_does() -> None:
     parts, text = {"role": "user", "content": [part]}, {"type": "text", "text": "w "}
     assert _begun_by("w ", [parts, parts]) == [{"role": "user", "content": [text, part]}, parts]
     assert _begun_by("w ", [{"content": None}]) == [{"content": "w "}]
-    assert [_begun_by("w ", each) for each in ("Hi", ["Hi"], [1, 2])] == ["w Hi", ["w Hi"], [2, 1]]
+    assert [_begun_by("w ", each) for each in ("Hi you", ["Hi"], [1, 2])] == ["w  you", ["w "], [2, 1]]
 
 
 def test_a_server_may_have_its_own_limit_of_tokens() -> None:

@@ -235,11 +235,13 @@ def test_what_others_get_while_long_prompts_have_no_place_gives_nothing_to_catch
     def served_beside_short_ones(request: Request) -> None:
         shares.leave(request, True)
         shares.charge_prompt(request, 1000)
+        shares.short_only = True
         for _ in range(100):
             short = join(f"new {next(numbers)}", False)
             assert shares.next(True) == short.tenant
             shares.leave(short, False)
             shares.charge_prompt(short, 50)
+        shares.short_only = False
 
     old = [join("old", True) for _ in range(30)]
     for request in old[:20]:
