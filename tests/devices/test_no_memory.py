@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import torch
 
 from attention.cpu.latent import compiled_latents
 from models.ops.cpu.rowwise import rowwise
+from recipes.schema.recipe import ROOT
+from tests.patience import PATIENCE_S
 
 SPARE = 16 << 20  # bytes that Python and torch may take beside what the operator asks for
 MANY = 1 << 24  # numbers, of 64 MiB
@@ -29,10 +33,10 @@ def little_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def test_draws_without_memory_for_a_vocabulary_s_weights() -> None:
+def draws() -> None:
+    """Draw from a vocabulary whose weights find no memory, and then with memory."""
     ops = rowwise()
-    if isinstance(ops, str):
-        pytest.skip(ops)
+    assert not isinstance(ops, str)
     logits, row = torch.zeros(2, MANY), torch.zeros(2, dtype=torch.int64)
     limits = {"uniform": torch.tensor([0.25, 0.5]), "sharpness": torch.ones(2)}
     with little_memory(), pytest.raises(MemoryError, match="no memory for the weights"):
@@ -41,11 +45,24 @@ def test_draws_without_memory_for_a_vocabulary_s_weights() -> None:
     assert ops.draw(logits, row, row, limits).tolist() == [MANY // 4, MANY // 2]
 
 
-def test_queries_without_memory_for_their_scores() -> None:
+def queries() -> None:
+    """Read latents whose scores find no memory, and then with memory."""
     latents = compiled_latents()
-    if isinstance(latents, str):
-        pytest.skip(latents)
+    assert not isinstance(latents, str)
     query, held, rope = torch.ones(1, 1, 2), torch.ones(MANY, 1), torch.ones(MANY, 1)
     with little_memory(), pytest.raises(RuntimeError, match="allocate"):
         latents.attend(query, held, rope, MANY - 1, 1.0)
     assert latents.attend(query, held, rope, MANY - 1, 1.0).item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("compute", [draws, queries])
+def test_an_error_is_raised_and_the_next_call_computes(compute: Callable[[], None]) -> None:
+    """In a process of its own: the heap of one that has run other tests may hold as much as is asked for."""
+    for found in (rowwise(), compiled_latents()):
+        if isinstance(found, str):
+            pytest.skip(found)
+    code = f"from {__name__} import {compute.__name__}; {compute.__name__}(); print('right')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.stdout == "right\n", done.stderr
