@@ -398,7 +398,8 @@ QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # names of linears that a checkpoint 
 UP = ".kv_b_proj"  # a linear of latent attention, held in the model's type however it is stored
 
 
-@dataclass(frozen=True)  # without slots, so that what is asked for in each simulated step is kept
+# It has no slots, so that what is asked for in each simulated step can be kept
+@dataclass(frozen=True)
 class DecoderConfig:
     """A decoder: RMS norms before attention and MLP, rotary embedding, SwiGLU, some of it by experts.
 

@@ -98,7 +98,7 @@ class PageFetches:
         self._layer_bytes, self._are_states = cache.layer_bytes, cache.are_states
         self._fetches: dict[tuple[Connection, int], Fetch] = {}
         self._ready: list[Fetch] = []
-        self._ids = set[str]()  # of all samples that wait here, where the scheduler knows nothing of them
+        self._ids = set[str]()  # ids of all samples that wait here, of which the scheduler knows nothing
 
     def __len__(self) -> int:
         return len(self._fetches) + len(self._ready)
@@ -387,7 +387,7 @@ class PageSends:
     def _begin(self, link: PageLink, wanted: PagesWanted) -> None:
         """Add a request for a wanted prompt, whose fields `PagesWanted` and `PageLink` have checked."""
         if not link.connection.is_open:
-            return  # that it is gone may have been heard before what it said last
+            return  # An engine's end may be heard before what it said last
         engine, size = self._engine, self._engine.slots.page_size
         if self._num_of[link] >= MOST_SENDINGS:
             link.conclude(NotSent(wanted.number, f"{MOST_SENDINGS} prompts of it wait here already"))

@@ -74,7 +74,7 @@ class FramedAnswer:
         self._headers = [each for each in headers if each[0] != b"content-type"]
         self._unsent = b""  # what `grow` has noted since `send`
         self._is_unsent_begun = False  # tokens are part of it
-        self._waited_s = 0.0  # for its client, less what the client has earned by reading
+        self._waited_s = 0.0  # time of waiting for the client, less what it has earned by reading
         self.is_long = False  # it is no stream, and its client has a part of it
 
     async def read(self) -> list[AnswerBegun | list[Grown] | Over]:
