@@ -22,6 +22,5 @@ def first_quick(count: int, table: Iterable[Any]) -> list[Any]:
 
     Those show in further cases what the first show. A tuple holds one value for each of several names.
     """
-    marks = ([] if number < count else [pytest.mark.slow] for number in range(1 << 30))
     rows = (each if isinstance(each, tuple) else (each,) for each in table)
-    return [pytest.param(*row, marks=own) for row, own in zip(rows, marks)]
+    return [pytest.param(*row, marks=[pytest.mark.slow] * (at >= count)) for at, row in enumerate(rows)]

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from borders.refusal import one_line
 from kv_cache.page_keys import KEY_BYTES
@@ -28,6 +28,8 @@ from kv_cache.tier.store import HEAD_BYTES, PageStore, StoreFailed, WrongEntry, 
 PAUSE_S = 5.0  # time for which a store that failed is left alone
 
 log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True)
@@ -85,9 +87,17 @@ class StoreHealth:
             self.is_well = True
 
 
-def _in_words(error: Exception) -> str:
-    """Return a failure's reason; a store may raise what it should not, and its threads go on all the same."""
-    return str(error) if isinstance(error, StoreFailed) else one_line(f"{type(error).__name__}: {error}")
+def _asked(call: Callable[..., Answer], *arguments: object) -> Answer:
+    """Ask a store, or for contents; raises StoreFailed also for what should not be raised.
+
+    The threads here must outlive what a store or a device does: nobody would see that they have ended.
+    """
+    try:
+        return call(*arguments)
+    except StoreFailed:
+        raise
+    except Exception as error:
+        raise StoreFailed(one_line(f"{type(error).__name__}: {error}")) from error
 
 
 def _ignore(lookup: Lookup) -> None:
@@ -221,9 +231,9 @@ class PageReads:
         """Return the entries of these keys, or None if the store fails."""
         self._asked_s = time.monotonic()
         try:
-            entries = self._store.read(keys)
-        except Exception as error:  # noqa: BLE001 - see `_in_words`
-            self._health.failed(_in_words(error))
+            entries = _asked(self._store.read, keys)
+        except StoreFailed as error:
+            self._health.failed(str(error))
             return None
         finally:
             self._asked_s = None
@@ -334,9 +344,9 @@ class PageWrites:
     def _ready(self, contents: Contents, num_pages: int) -> Sequence[bytes | None]:
         """Wait for the contents of pages; return None for each if they cannot be read."""
         try:
-            return contents()
-        except Exception as error:  # noqa: BLE001 - see `_in_words`
-            self._health.failed(_in_words(error))
+            return _asked(contents)
+        except StoreFailed as error:
+            self._health.failed(str(error))
             return [None] * num_pages
 
     def _written(self, key: bytes, content: bytes) -> bool | None:
@@ -344,9 +354,9 @@ class PageWrites:
         if self._is_closing or not self._health.may_be_asked:
             return None
         try:
-            is_new = self._store.write(key, entry_of(content, key, self._identity, self._secret))
-        except Exception as error:  # noqa: BLE001 - see `_in_words`
-            self._health.failed(_in_words(error))
+            is_new = _asked(self._store.write, key, entry_of(content, key, self._identity, self._secret))
+        except StoreFailed as error:
+            self._health.failed(str(error))
             return None
         self._health.worked()
         return is_new
@@ -357,11 +367,10 @@ class PageWrites:
         A wrong page must not be found when the store works again.
         """
         try:
-            self._store.remove(keys)
-        except Exception as error:  # noqa: BLE001 - see `_in_words`
-            why = _in_words(error)
-            self._health.failed(why)
-            log.error("%d pages that turned out wrong could not be taken off the tier: %s", len(keys), why)
+            _asked(self._store.remove, keys)
+        except StoreFailed as error:
+            self._health.failed(str(error))
+            log.error("%d pages that turned out wrong could not be taken off the tier: %s", len(keys), error)
 
 
 CLOSE_S = 0.2  # time for what is still queued at the end
