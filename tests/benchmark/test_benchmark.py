@@ -197,6 +197,7 @@ def test_the_device_benchmark_prints_tables(capsys: pytest.CaptureFixture[str]) 
     assert "not measured" not in mixed
 
 
+@pytest.mark.slow
 def test_attention_over_latents_is_timed_within_its_step_alone(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = ["recipes/bench/deepseek_v3.2_4_layers.yaml", "model.config.num_hidden_layers=1"]
     loads = ["--decode", "1x300", "--prefill", "", "--mixed", "", "--repeats", "1"]

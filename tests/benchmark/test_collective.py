@@ -14,6 +14,7 @@ RECIPE = "recipes/tiny/cpu.yaml"
 QUICK = ["device.compile=false", "device.threads=1"]
 
 
+@pytest.mark.slow
 def test_collectives_are_timed_between_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     main(
         ["collective", RECIPE, "parallel.tensor=2", *QUICK, "--sizes", "64,4096", "--repeats", "2", "--json"]

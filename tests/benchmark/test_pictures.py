@@ -15,6 +15,7 @@ import pytest
 
 from benchmark.run_record import StepRecord, Timeline
 from continuous_batching.counters import Counters
+from tests.thorough import first_quick
 
 NAMES = ("scheduler.num_slots=8", "_a" * 60)
 
@@ -50,7 +51,7 @@ def of_runs(folder: Path) -> None:
     demo.save_slots(folder / "slots.png", [(name, timeline(16), 0.0) for name in ("static", "continuous")])
 
 
-@pytest.mark.parametrize("draw", [of_a_report, of_runs])
+@pytest.mark.parametrize("draw", first_quick(1, [of_runs, of_a_report]))
 def test_every_picture_can_be_read(
     draw: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ def test_tokens_in_pieces(
     assert refused(result) == {"samples"}
 
 
+@pytest.mark.slow
 def test_every_kind_of_failure_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     faults = {name: {"id": name, "prompt_token_ids": [key]} for key, name in FAULTS.items()}
     slow, limit = faults.pop("slow"), ("--request-timeout-s", "0.5", "--num-warmups", "0")

@@ -88,6 +88,7 @@ class Load:
         return np.array(itl_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", cases([0.08], [0.02, 0.08]))
 def test_the_target_is_held_within_a_tenth_while_the_load_doubles_and_halves(noise: float) -> None:
     target_s = 0.040

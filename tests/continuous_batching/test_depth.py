@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from continuous_batching.batch import Batch, Sampled
@@ -131,6 +132,7 @@ class Disjoint(Observer):
 MIXED = st.lists(st.one_of(arrivals, arrivals, beams.hunts), min_size=2, max_size=9)
 
 
+@pytest.mark.slow
 @over_schedules(60, 1000, beams.schedulers((2, 3)), plan=MIXED)
 def test_samples_searches_and_those_that_are_outranked_share_no_row_in_flight(
     made: Made, plan: list[Arrival], resizes: Resizes

@@ -298,6 +298,7 @@ def a_process() -> Iterator[tuple[Any, socket.socket]]:
             process.join(PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_while_the_leader_is_idle() -> None:
     with a_process() as (process, connection):
         has_lost = threading.Event()

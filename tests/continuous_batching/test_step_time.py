@@ -104,6 +104,7 @@ def test_what_was_never_tried_costs_nothing_and_what_is_not_seen_any_more_keeps_
     assert times.decodes.drafted_s == pytest.approx(DECODES.drafted_s, rel=0.1)
 
 
+@pytest.mark.slow
 @each_of("ratio", [1 / 10, 10])
 @each_of("kind", KINDS)
 def test_times_follow_a_machine_that_gets_slower_or_faster(kind: str, ratio: float) -> None:

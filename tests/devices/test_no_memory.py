@@ -55,6 +55,7 @@ def queries() -> None:
     assert latents.attend(query, held, rope, MANY - 1, 1.0).item() == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", [draws, queries])
 def test_an_error_is_raised_and_the_next_call_computes(compute: Callable[[], None]) -> None:
     """In a process of its own: the heap of one that has run other tests may hold as much as is asked for."""

@@ -196,6 +196,7 @@ def maskless_wrong(
     return attend
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["lengths of the first replay", "filler"])
 def test_decodes_that_are_wrong_without_a_mask_in_graphs_alone_are_found(
     fault: str, npu: Npu, wrong: Any

@@ -23,7 +23,7 @@ SCENARIOS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize(
     ("attention", "scenario", "num_samples"),
-    first_quick(5, pairs(["fused", "reference", "int8"], [*SCENARIOS], [3, 1])),
+    first_quick(3, pairs(["fused", "reference", "int8"], [*SCENARIOS], [3, 1])),
 )
 def test_poison_reaches_no_answer(
     attention: str, num_samples: int, scenario: str, monkeypatch: pytest.MonkeyPatch

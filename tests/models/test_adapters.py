@@ -160,6 +160,7 @@ def adapter(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved.parent / "adapter", tmp_path / "adapter"))
 
 
+@pytest.mark.slow
 def test_beams_scores_and_guesses_are_those_of_merged_weights(tmp_path: Path) -> None:
     model, path = llama(tmp_path)
     merged = adapted(model, tmp_path / "adapter", seed=1)

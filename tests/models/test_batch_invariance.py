@@ -206,7 +206,7 @@ def test_random_schedules_differ_in_no_bit(checkpoint: Callable[[str], Path], na
 @pytest.mark.parametrize(
     ("name", "dtype"),
     first_quick(
-        2, [*((name, "bfloat16") for name in cases(IN_HALVES, PLAIN)), *((name, "float32") for name in PLAIN)]
+        1, [*((name, "bfloat16") for name in cases(IN_HALVES, PLAIN)), *((name, "float32") for name in PLAIN)]
     ),
 )
 def test_layers_in_one_call_have_the_bits_of_one_by_one(

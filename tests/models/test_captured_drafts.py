@@ -93,6 +93,7 @@ def asked_in_a_step(engine: Engine) -> Counter[tuple[str, bool]]:
     return Counter((each.kind, each.in_graph) for each in asked)
 
 
+@pytest.mark.slow
 def test_a_step_of_the_draft_model_costs_a_replay_and_not_its_launches() -> None:
     eager, captured = (asked_in_a_step(engine_of(graphs=graphs)) for graphs in (0, 24))
     kinds = ("launch", False), ("to device", False), ("replay", False)
@@ -100,6 +101,7 @@ def test_a_step_of_the_draft_model_costs_a_replay_and_not_its_launches() -> None
     assert [captured[kind] for kind in kinds] == [8, 6, MOST + 1]
 
 
+@pytest.mark.slow
 def test_inputs_are_changed_once_the_device_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the steps that make drafts, which may be more than there are places for inputs."""
     noted: list[tuple[str, GraphInputs]] = []

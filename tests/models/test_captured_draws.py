@@ -90,6 +90,7 @@ def eager_answers(*ways: str) -> list[tuple[list[int], str | None]]:
     return serve(engine_of(graphs=0, overlap=False), [*ways])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", cases([4], [1, 4]))
 def test_drafts_are_checked_in_captured_steps(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = ["top-p", "greedy", "temperature", "greedy", "penalty", "top-k", "log-probabilities"]
@@ -177,7 +178,7 @@ def test_columns_keep_every_bit_and_leave_out_what_changes_nothing() -> None:
     assert sparse["drawn"].tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("graphs", [0, 4])
+@pytest.mark.parametrize("graphs", first_quick(1, [4, 0]))
 def test_what_is_no_token_is_not_looked_up_by_the_step_after_it(
     graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

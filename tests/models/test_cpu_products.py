@@ -268,6 +268,7 @@ def test_it_is_compiled_once_for_all_starts(
     assert [each.suffix for each in (tmp_path / "continuous_batching/products").iterdir()] == [".so"]
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_full_or_that_others_write_to_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, afresh: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -307,6 +308,7 @@ def test_a_folder_from_which_nothing_may_be_loaded_is_done_without(
     assert isinstance(products(), Products)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="names a processor of x86_64")
 def test_shorter_vectors_give_the_same_bits(
     found: Products, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, afresh: None

@@ -134,6 +134,7 @@ def test_drafts_change_no_token(variant: Variant, tmp_path: Path) -> None:
     check(engine_of(path, "cpu"), most=20)  # more than a page of 16
 
 
+@pytest.mark.slow
 def test_min_tokens_holds_at_each_place_of_a_run(tmp_path: Path) -> None:
     """Drafts say what comes without end tokens: at a place that is too early the model says another token."""
     engine = engine_of(make(VARIANTS[0], tmp_path)[1], "cpu")

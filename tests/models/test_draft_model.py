@@ -263,6 +263,7 @@ class Late(Fixed):
         self._num_steps += 1
 
 
+@pytest.mark.slow
 def test_rows_without_drafts_fall_behind_and_catch_up_in_pieces() -> None:
     recipe = ROOT / "recipes/tiny/cpu.yaml"
     limits = ["scheduler.max_batch_tokens=64", "scheduler.max_request_tokens=120"]

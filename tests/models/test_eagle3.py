@@ -119,6 +119,7 @@ class Pausing(Fixed):
         self._num_steps += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("most", "overlap"), cases([(3, True)], [*product((1, 3), (False, True))]))
 def test_a_head_catches_up_while_there_are_no_drafts(most: int, overlap: bool, tmp_path: Path) -> None:
     model, path = target_of(LLAMA, tmp_path)

@@ -44,7 +44,7 @@ from tests.serving.warm import completed
 from tests.thorough import cases
 
 # A test waits for the process that runs all of its product, for as long as a busy machine takes
-pytestmark = [pytest.mark.npu, stand_in_alone, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.npu, stand_in_alone, pytest.mark.timeout(3600)]
 
 NUM_GREEDY, NUM_DRAWN = 5, 3
 OPENING = 70  # tokens with which every other prompt opens: a full page of any product
@@ -69,7 +69,6 @@ MIXTURES = {"qwen3_moe_window": 64, "mixtral": 64, "qwen2_moe": 128, "glm4_moe":
 LATENTS = {"deepseek_v2": 64, "deepseek_v3": 64}  # whose head_dim says nothing
 HEAD_DIMS = DENSE | MIXTURES | LATENTS | {"gemma2": 64}
 WITH_WINDOWS = ("mistral_window", "qwen2_layer_types", "qwen3_layer_types", "gemma3_layer_types")
-QUICK = {"950": "qwen3_layer_types"}  # whose contract is least like a 910B's, which other tests have
 NO_WINDOW = r"layer \d of the model has a sliding window of \d+; attention of the 310P has none"
 NO_LATENTS = "the model has latent attention, whose operators the {} lacks, and 910B, 910C have"
 NO_CAP = "attn_logit_softcapping is 2; attention of the {} has no cap of scores"
@@ -141,10 +140,8 @@ REFUSED = [
 
 
 def each_of(cells: list[Cell]) -> Any:
-    """Parametrised by these; all are slow but the disturbed runs of one checkpoint of one product."""
-    quick = [cell for cell in cells if QUICK.get(cell.product) == cell.name and "p" in HAPPENED[cell.way]]
-    marked = [pytest.param(cell, marks=() if cell in quick else pytest.mark.slow) for cell in cells]
-    return pytest.mark.parametrize("cell", marked, ids=str)
+    """Parametrised by these."""
+    return pytest.mark.parametrize("cell", cells, ids=str)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import section, settings, stand_in_alone
 from tests.models.families import VARIANTS, followed, make, wide
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
@@ -136,7 +136,7 @@ def test_steps_that_are_too_long_are_normed_and_rotated_one_by_one(
 
 
 @pytest.mark.parametrize("checkpoint", cases(HEADS[:1], HEADS), indirect=True)
-@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("joins", first_quick(1, [True, False]))
 def test_one_product_in_int8_is_taken_by_either(
     joins: bool, checkpoint: tuple[Any, Path], machine: Npu, tmp_path: Path
 ) -> None:

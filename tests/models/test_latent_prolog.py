@@ -41,6 +41,7 @@ from tests.models.families import VARIANTS, followed, make, wide
 from tests.models.test_joined_heads import NEW, engine_of, steps_of
 from tests.models.test_shared_weights import Rank
 from tests.recipes.published import DEEPSEEK_V3
+from tests.thorough import first_quick
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
@@ -164,7 +165,7 @@ def layers(form: str) -> tuple[Layer, Layer]:
     return Layer(config, ops, attention), Layer(wide_config, CpuOps(), plain)
 
 
-@pytest.mark.parametrize("form", ["plain", "int8"])
+@pytest.mark.parametrize("form", first_quick(1, ["plain", "int8"]))
 def test_a_layer_of_the_published_sizes_is_that_of_a_cpu(form: str) -> None:
     """A prompt and a decode, then decodes and a few guesses, which read what both ways have written."""
     joined, plain = layers(form)

@@ -181,6 +181,7 @@ def put(engine: BuiltEngine, path: Path) -> None:
     engine.live.put(engine.live.read_folder(path))
 
 
+@pytest.mark.slow
 def test_pages_in_every_tier_are_those_of_their_own_weights(tmp_path: Path) -> None:
     """What rests on the disk is found by its weights: not by others, and again by the same ones."""
     old = make(VARIANT, tmp_path / "old")[1]

@@ -20,6 +20,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT, Recipe
 from tests.models.families import Variant, generated, make
 from tests.models.variants import LONGROPE
+from tests.thorough import first_quick
 
 ORIGINAL, NUM_NEW = 64, 20
 PHI = Variant("phi3_128k", "phi3", {"original_max_position_embeddings": ORIGINAL}, LONGROPE)
@@ -44,7 +45,7 @@ def greedy(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     return [each.tokens[len(each.prompt) :].tolist() for each in made]
 
 
-@pytest.mark.parametrize(("longest", "is_long"), [(ORIGINAL + 1, False), (200, True)])
+@pytest.mark.parametrize(("longest", "is_long"), first_quick(1, [(ORIGINAL + 1, False), (200, True)]))
 def test_the_longest_request_says_which_factors_turn_all(longest: int, is_long: bool, tmp_path: Path) -> None:
     model, path = make(PHI, tmp_path)
     recipe = recipe_of(path, longest)

@@ -41,7 +41,8 @@ def in_layer(of_layer: str) -> Types:
     return types
 
 
-@pytest.mark.parametrize("of_layer", [pytest.param("W8A8_DYNAMIC", marks=pytest.mark.slow), "none"])
+@pytest.mark.slow
+@pytest.mark.parametrize("of_layer", ["W8A8_DYNAMIC", "none"])
 def test_a_further_layer_says_what_its_arithmetic_says(of_layer: str, tmp_path: Path) -> None:
     """It may be unquantised, and older descriptions do not name its tensors."""
     model, path = target_of("deepseek_v3", tmp_path, moe_intermediate_size=32)
@@ -59,9 +60,10 @@ def test_a_further_layer_says_what_its_arithmetic_says(of_layer: str, tmp_path: 
     assert num_right > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "of_layer"),
-    [pytest.param("qwen3_next", "W8A8_DYNAMIC", marks=pytest.mark.slow), ("qwen3_5", "W8A8")],
+    [("qwen3_next", "W8A8_DYNAMIC"), ("qwen3_5", "W8A8")],
 )
 def test_a_layer_beside_layers_with_states_says_what_its_arithmetic_says(
     name: str, of_layer: str, tmp_path: Path

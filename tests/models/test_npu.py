@@ -619,6 +619,7 @@ print(json.dumps([sizes, said]))
 """
 
 
+@pytest.mark.slow
 @stand_in_alone
 def test_a_sample_of_the_sizes_is_captured_and_said() -> None:
     """On a 950, which holds four graphs; a process has one NPU, so this one has a process of its own."""

@@ -15,11 +15,12 @@ from recipes.machine import Npu, start
 from tests.device_kinds import section, stand_in_alone
 from tests.models.families import VARIANTS, followed, make, wide
 from tests.models.test_joined_heads import NEW, PROMPTS, engine_of, steps_of
+from tests.thorough import first_quick
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
 
-@pytest.fixture(params=["qwen2_moe", "deepseek_v2"])
+@pytest.fixture(params=first_quick(1, ["qwen2_moe", "deepseek_v2"]))
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
     """A model with a shared expert, whose part has a gate in the first.
 

@@ -43,6 +43,7 @@ def test_tokens_are_the_same(request: pytest.FixtureRequest) -> None:
     assert serve(engine_of(graphs=4, overlap=True), WAYS) == expected
 
 
+@pytest.mark.slow
 def test_each_captured_layer_asks_for_one_which_is_no_launch(request: pytest.FixtureRequest) -> None:
     before = counts()
     assert {each["prefetches"] for each in before.values()} == {0}

@@ -132,7 +132,7 @@ def check(request: Request) -> None:
             assert dict(each.top).get(each.token, each.logprob) == each.logprob
 
 
-@pytest.mark.parametrize("name", first_quick(3, SETTINGS))
+@pytest.mark.parametrize("name", first_quick(1, SETTINGS))
 def test_every_schedule_tells_what_transformers_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "chunks":
         monkeypatch.setattr(prompt_outputs, "_PIECE_BYTES", 4 * 1024 * 5)  # five positions
@@ -166,6 +166,7 @@ def test_the_last_layer_computes_only_tokens_that_are_read(is_scored: bool, rows
     assert counts[:-2] == rows, "before two steps of the answer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "overrides"), [(5, []), (2, ["cache.host_gib=0.01"])])
 def test_preempted_anywhere_nothing_is_told_twice_or_lost(overrides: list[str], seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -35,6 +35,7 @@ from tests.models.families import VOCABULARY, _fill, expected_logprobs, followed
 from tests.models.recurrent_variants import EXPERTS, HALF, HEADS, RECURRENT_VARIANTS
 from tests.models.state_steps import Span, Steps, decoder_of, empty_decoder
 from tests.models.test_random_shares import together
+from tests.thorough import first_quick
 
 VARIANTS = {each.name: each for each in RECURRENT_VARIANTS}
 KINDS = ["qwen3_next", "kimi_linear"]  # decays of heads, and of channels
@@ -68,7 +69,10 @@ def in_spans(steps: Steps, rng: np.random.Generator, sizes: Sequence[int]) -> li
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [*((name, "fused") for name in VARIANTS), ("qwen3_next", "reference"), ("kimi_linear", "reference")],
+    first_quick(
+        3,
+        [*((name, "fused") for name in VARIANTS), ("qwen3_next", "reference"), ("kimi_linear", "reference")],
+    ),
 )
 def test_greedy_tokens_are_those_of_transformers(
     name: str, way: Way, case_named: Callable[[str], Case]

@@ -129,6 +129,7 @@ def test_w8a8_answers_by_its_arithmetic(tmp_path: Path, monkeypatch: pytest.Monk
     assert max(distances) < 0.5 * everything, (distances, everything)
 
 
+@pytest.mark.slow
 def test_int8_answers_as_its_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager, captured, and over two ranks that divide the rows of prompts.
 

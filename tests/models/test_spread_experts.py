@@ -28,7 +28,7 @@ from tests.models.families import VARIANTS, expected_logprobs, make
 from tests.models.tensor_rank import PAGE_SIZE, STOPS, built, empty, logits_of, table
 from tests.models.test_random_shares import drawn, logits_with, together
 from tests.models.test_shared_weights import Rank
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 FAMILIES = ("mixtral", "qwen2_moe", "glm4_moe_groups", "deepseek_v2")
 OPTIONS: dict[str, dict[str, Any]] = {"qwen2_moe": {"num_experts": 8}}
@@ -40,7 +40,7 @@ def checkpoint(name: str, root: Path) -> tuple[Any, Path]:
     return make(replace(variant, options=options, saved_as=torch.float32, shard_size="5GB"), root)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", first_quick(2, FAMILIES))
 def test_spread_experts_compute_what_transformers_does(name: str, tmp_path: Path) -> None:
     model, path = checkpoint(name, tmp_path)
     slots = table(empty(decoder_config(read(path)), ALONE))

@@ -29,13 +29,12 @@ from tests.models.test_state_schedules import NUM_SLOTS, WAYS, WIDE, built, chec
 DRAFTS = {"speculation.kind": "mtp", "speculation.adaptive": "fixed", "speculation.max_tokens": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
         ("qwen3_5", WAYS["swapped"]),
-        pytest.param(
-            *("qwen3_5_moe", WAYS["overlapped"] | {"speculation.max_tokens": 7}), marks=pytest.mark.slow
-        ),
+        ("qwen3_5_moe", WAYS["overlapped"] | {"speculation.max_tokens": 7}),
     ],
 )
 def test_a_layer_changes_no_token_and_says_what_the_published_one_does(

@@ -148,6 +148,7 @@ def test_tokens_are_those_of_transformers(name: str, way: str, case_named: Calla
         assert counters.hit_tokens
 
 
+@pytest.mark.slow
 def test_a_restart_resumes_from_states_in_a_folder(case_named: Callable[[str], Case], tmp_path: Path) -> None:
     """The second life finds each prompt up to the last state that the first has left in it."""
     model, path = case_named("qwen3_5")

@@ -50,8 +50,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "draft model": {"speculation.kind": "draft", "speculation.max_tokens": 3},
 }
 # Each way on one of the checkpoints: the pages of a window are the scheduler's, whatever the family
-QUICK = ("preempted", "swapped", "overlapped", "n-gram drafts")
-FEW = (*QUICK, "compacted", "whole prompts", "draft model")
+QUICK = ("swapped", "n-gram drafts")
+FEW = ("preempted", "swapped", "overlapped", "n-gram drafts", "compacted", "whole prompts", "draft model")
 CELLS = cases([*zip(cycle(NAMES), FEW)], [*product(NAMES, WAYS)])
 
 

@@ -136,6 +136,7 @@ def test_show_plans_without_the_device(capsys: pytest.CaptureFixture[str]) -> No
 DEEPSEEK, QWEN = "recipes/deepseek/deepseek_v3.1_910c_tp16.yaml", "recipes/qwen3/qwen3_8b_910b.yaml"
 
 
+@pytest.mark.slow
 def test_ranks_that_divide_pages_hold_as_many_times_the_tokens() -> None:
     def planned(count: int) -> MemoryPlan:
         ranks = (f"parallel.context={count}", "cache.page_size=256")
@@ -168,6 +169,7 @@ def test_what_ranks_cannot_divide_is_refused(path: str, change: str, said: str) 
         share_of(load(path, [change]), 0)
 
 
+@pytest.mark.slow
 def test_show_says_what_divided_pages_would_hold(capsys: pytest.CaptureFixture[str]) -> None:
     main(["show", DEEPSEEK, "parallel.context=1"])
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]

@@ -297,6 +297,7 @@ def test_llm_takes_a_folder(caplog: pytest.LogCaptureFixture) -> None:
         LLM("recipes/tiny/cpu.yaml", model=TINY)
 
 
+@pytest.mark.slow
 def test_the_launcher_runs_the_recipe_that_was_chosen(tmp_path: Path) -> None:
     given = ["generate", "--prompt", "a\nb", "--max-num-seqs", "2", TINY, "device.kind=cpu"]
     command = ["bash", "scripts/launch.sh", "--dry-run", *given]

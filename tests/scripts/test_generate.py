@@ -133,6 +133,7 @@ def answers_of(path: Path) -> dict[tuple[str, int], object]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_too_early_is_gone_on_with(tmp_path: Path) -> None:
     """Wherever it was cut, in the middle of a line too, the answers are those of a run to the end."""
     generate_all = [RECIPE, *QUICK, "scheduler.num_slots=8", "--input", str(tmp_path / "in.jsonl")]

@@ -62,6 +62,7 @@ def test_a_score_is_that_of_transformers() -> None:
     assert found.agreement(found) == 1
 
 
+@pytest.mark.slow
 def test_held_out_sums_stay_nearly_as_likely(quantised: Path) -> None:
     lines = TEXT.read_text().splitlines()[:60]
     before, after = scored(TINY, lines), scored(quantised, lines)

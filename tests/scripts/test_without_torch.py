@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmark.verbs import BENCHMARKS
 from recipes.schema.recipe import ROOT
 
@@ -52,6 +54,7 @@ VERBS = [
 ]
 
 
+@pytest.mark.slow
 def test_commands_that_need_no_tensors_run_without_torch(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     commands = [

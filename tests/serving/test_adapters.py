@@ -134,6 +134,7 @@ def test_the_answer_of_an_adapter_goes_on_with_that_adapter_alone(served: Server
     assert test_continuations.post(served, PATH, sent, test_continuations.ROUTER).status_code == 409
 
 
+@pytest.mark.slow
 def test_adapters_come_and_go_and_outlive_an_engine(served: Server, folders: Path) -> None:
     check(served, "tiny", "one")
     assert listed(served) == {"tiny": None, "one": "tiny"}

@@ -131,6 +131,7 @@ def test_a_message_may_come_back_with_what_litellm_keeps_in_it(client: openai.Op
     assert json.loads(call.function.arguments) == {"a": 12, "b": 30}
 
 
+@pytest.mark.slow
 def test_the_page_s_loop_runs_as_it_stands_there(agent: Server, tmp_path: Path) -> None:
     page = (ROOT / "docs/tools.md").read_text(encoding="utf-8")
     found = re.search(r"then runs this loop:\n\n(.*?)\nIt prints:\n\n(.*?)\n(?=\S)", page, re.DOTALL)

@@ -30,7 +30,7 @@ from tests.serving.faults import Served
 from tests.serving.server import TINY, Server
 from tests.serving.test_faults import SMALL
 from tests.serving.test_supervisor import FACTS
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 # Slots and pages for all: nobody waits, and nobody is preempted
 ROOM = ("scheduler.num_slots=256", "scheduler.max_batch_tokens=512", "cache.num_pages=6144")
@@ -105,7 +105,9 @@ GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 LARGE = request({"prompt": "a" * 3 * 2**19})
 
 
-@pytest.mark.parametrize("behind", [request({"prompt": "1+1="})[:-3], LARGE, GET * 500], ids=len)
+@pytest.mark.parametrize(
+    "behind", first_quick(1, [request({"prompt": "1+1="})[:-3], LARGE, GET * 500]), ids=len
+)
 def test_who_goes_away_with_requests_waiting_is_noticed(served: Served, behind: bytes) -> None:
     gone = served.llm.stats.aborts["disconnect"]
     with served.five_checks(neighbours=0):
@@ -125,7 +127,7 @@ def test_who_goes_away_with_requests_waiting_is_noticed(served: Served, behind: 
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("behind", [LARGE, GET * 500], ids=len)
+@pytest.mark.parametrize("behind", first_quick(1, [LARGE, GET * 500]), ids=len)
 def test_too_much_behind_a_request_is_refused_in_its_turn(served: Served, behind: bytes) -> None:
     with served.five_checks(neighbours=0), connected(served) as client:
         client.sendall(request(LONG | {"max_tokens": 120}) + behind)
@@ -172,6 +174,7 @@ def test_who_sends_only_a_head_holds_a_place_for_a_while_alone(
         assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", cases((4,), (4, 200)))
 def test_who_does_not_read_is_cut_off(served: Served, number: int) -> None:
     body = {"prompt": "One day", "max_tokens": 1500, "ignore_eos": True, "stream": True, "logprobs": 5}

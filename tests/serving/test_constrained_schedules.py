@@ -256,6 +256,7 @@ def make_masks_by(built: BuiltEngine, maker: MaskMaker) -> None:
     built.runner.sampler = Sampler(config.eos_token_ids, config.vocab_size, built.runner.decoder.ops, maker)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["few pages", pytest.param("draft", marks=pytest.mark.slow)])
 def test_masks_that_come_late_change_no_token(way: str, alone: dict[str, list[int]], tmp_path: Path) -> None:
     assert check_schedule(way, alone, tmp_path / "recording", OftenLate()).late_masks > 30

@@ -102,6 +102,7 @@ def test_a_stopped_engine_is_ended(served: Served) -> None:
             asyncio.run(lose(served, signal.SIGSTOP, "it may be silent for 0.5 s"))
 
 
+@pytest.mark.slow
 def test_a_spare_that_still_imports_serves_next(served: Served) -> None:
     engine = served.llm.engine
 
@@ -153,6 +154,7 @@ def test_a_tokenizer_that_fails_fails_its_request_alone(
         asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_the_wall_clock_may_be_set(served: Served, folder: Path) -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as session:

@@ -23,7 +23,7 @@ from serving.grammars.matching import Grammars
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
 from tests.serving.server import TINY
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 RECIPE = load(TINY, ["cache.num_pages=256"])
 TEXT = Text.load(RECIPE.model.path) if RECIPE.model.path else None
@@ -62,7 +62,9 @@ def run(engine: Engine, *requests: Request) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("overrides", [(), ("cache.prefix_sharing=false", "scheduler.max_batch_tokens=64")])
+@pytest.mark.parametrize(
+    "overrides", first_quick(1, [((),), (("cache.prefix_sharing=false", "scheduler.max_batch_tokens=64"),)])
+)
 def test_an_answer_goes_on_as_it_would_have(overrides: tuple[str, ...]) -> None:
     whole = {name: asked(name) for name in ASKED}
     run(engine_of(RECIPE), *whole.values())

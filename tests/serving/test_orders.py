@@ -262,6 +262,7 @@ def test_what_is_wrong_changes_nothing(
     assert http.get("/server_info").json()["weights_version"] == "old"
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_lost_is_followed_by_one_with_the_same_weights(
     http: httpx.Client, server: Server, root: Path, right: dict[str, list[str]]
 ) -> None:

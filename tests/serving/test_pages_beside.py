@@ -137,6 +137,7 @@ def for_adapter(folder: Path, number: int) -> list[Request]:
     return [replace(each, adapter=number, cache_salt=salt) for each in requests(2)]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_the_one_of_the_same_files_whatever_its_place(
     adapters: tuple[Path, list[Path]],
 ) -> None:

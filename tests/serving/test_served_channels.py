@@ -68,6 +68,7 @@ def said(client: openai.OpenAI, **fields: Any) -> tuple[str, str, list[list[str]
     return whole
 
 
+@pytest.mark.slow
 def test_a_form_stands_behind_thoughts_and_is_all_of_the_content(client: openai.OpenAI) -> None:
     answers = [said(client, seed=seed, response_format=JSON) for seed in range(2)]
     for _, content, calls, reason in answers:
@@ -85,6 +86,7 @@ def test_calls_come_with_their_arguments(client: openai.OpenAI) -> None:
         assert isinstance(json.loads(arguments), dict)
 
 
+@pytest.mark.slow
 def test_an_agent_s_loop_goes_on_with_what_was_thought(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"tools": [ADD], **ASKED}
     first = client.chat.completions.create(messages=QUESTION, tool_choice="required", seed=1, **asked)
@@ -98,6 +100,7 @@ def test_an_agent_s_loop_goes_on_with_what_was_thought(client: openai.OpenAI) ->
     jsonschema.validate(json.loads(last.choices[0].message.content or ""), FORM)
 
 
+@pytest.mark.slow
 def test_a_response_has_items_for_thoughts_and_calls_and_counts_its_thoughts(client: openai.OpenAI) -> None:
     tools: list[Any] = [{"type": "function", **ADD["function"]}]
     counts = []

@@ -87,6 +87,7 @@ def check(client: httpx.Client, body: dict[str, Any]) -> Shown:
     return found
 
 
+@pytest.mark.slow
 def test_a_request_allows_drafts_or_none_and_they_are_counted(client: httpx.Client) -> None:
     chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 9, "max_draft_tokens": 0}
     assert client.post("/v1/chat/completions", json=chat).status_code == 200

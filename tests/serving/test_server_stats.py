@@ -56,6 +56,7 @@ def test_a_value_at_a_bound_lies_below_it_as_prometheus_has_it() -> None:
     assert (at_once.buckets(), at_once.sum) == (histogram.buckets(), histogram.sum)
 
 
+@pytest.mark.slow
 def test_times_for_the_next_sample_are_bounded() -> None:
     stats = ServerStats()
     for number in range(MOST_RECENT + 5):

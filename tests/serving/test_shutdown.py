@@ -25,7 +25,7 @@ from tests.ports import free_port
 from tests.serving.faults import Told, ask
 from tests.serving.server import TINY, Server
 from tests.serving.warm import start_session
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 HALF = (
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -76,7 +76,7 @@ def test_sigterm_lets_requests_end(_: int) -> None:
     assert all((each.status, len(each.tokens), each.error) == (200, 60, None) for each in told)
 
 
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("signals", first_quick(1, [2, 1]))
 def test_who_is_cut_off_is_told_to_come_again_and_who_looks_on_the_end(signals: int) -> None:
     """Within the time for those that drain, and at once where a second signal comes."""
     server = Server(TINY, f"server.drain_s={0.5 if signals == 1 else 60}").ready()

@@ -94,6 +94,7 @@ def states_of(pair: Pair, asked: Sequence[Request]) -> list[list[bytes]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "transport"),
     [

@@ -177,6 +177,7 @@ class Pauses(Made):
         return super().step_s(batch, slots) + (30e-3 if self.random.random() < 0.02 else 0.0)
 
 
+@pytest.mark.slow
 def test_a_pause_does_not_grow_with_the_step_that_it_falls_in() -> None:
     """A ratio that a short step had would make a prompt's step take many times as long."""
     real = serve(requests(300, 30.0, seed=1), scheduler(), Pauses()).figures()

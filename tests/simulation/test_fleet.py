@@ -130,6 +130,7 @@ def sessions(count: int, num_systems: int = 3) -> list[Request]:
     return sorted(trace, key=lambda each: each.arrival_s)
 
 
+@pytest.mark.slow
 def test_hits_are_those_of_an_oracle_and_loads_are_even() -> None:
     """What is told of pages is exact, so the best hit that is known is that of who knows all caches."""
     totals, figures = {}, {}

@@ -28,6 +28,7 @@ from simulation import trace
 from simulation.replica import serve
 from simulation.roofline import Roofline
 from simulation.run_totals import Sketch, rounded
+from tests.thorough import first_quick
 
 LLAMA_7B = decoder_config(
     {
@@ -74,7 +75,7 @@ def test_one_request_takes_its_steps() -> None:
     assert (figures["output_tokens"], figures["steps"]) == (3, 4)
 
 
-@pytest.mark.parametrize(("num_pages", "overlap"), [(400, False), (400, True), (20, False)])
+@pytest.mark.parametrize(("num_pages", "overlap"), first_quick(1, [(400, False), (400, True), (20, False)]))
 def test_figures_are_those_of_all_tokens(num_pages: int, overlap: bool) -> None:
     times_s: dict[str, list[float]] = {}
 

@@ -78,6 +78,7 @@ def test_a_release_that_is_not_in_the_table_is_refused() -> None:
         start(section("npu", virtual_release="9.9"))
 
 
+@pytest.mark.slow
 def test_a_recipe_gives_the_same_tokens_with_the_schemas_of_older_releases(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

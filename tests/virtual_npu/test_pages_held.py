@@ -52,6 +52,7 @@ def serve(engine: Engine) -> list[list[int]]:
     return [request.answer.tolist() for request in made]
 
 
+@pytest.mark.slow
 def test_every_page_that_is_touched_is_held(engine: Engine, device: Any) -> None:
     pool = engine.scheduler.pool
     asked = 0
