@@ -42,9 +42,10 @@ if TYPE_CHECKING:
 LATENT, LATENT_ROPE, LATENT_HEAD = 512, 64, 128
 MOST_LATENT_HEADS = 128
 MOST_LATENT_QUERIES = 16  # most tokens of a span in the space of latents
-# npu_mla_prolog_v3: the hidden sizes and the widths of compressed queries
+# npu_mla_prolog_v3: the hidden sizes, the widths of compressed queries, and those of a head without rope
 PROLOG_HIDDEN = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
 PROLOG_QUERIES = (1536, 2048)
+PROLOG_NOPE = (128, 192)
 
 
 def check_latent(shape: AttentionShape, plain: str) -> None:
@@ -103,11 +104,20 @@ def _check_index(shape: AttentionShape, index: IndexShape, plain: str) -> None:
 
 
 def takes_prolog(
-    dtype: torch.dtype, hidden_size: int, query_rank: int | None, *, takes_float32: bool = False
+    dtype: torch.dtype,
+    hidden_size: int,
+    query_rank: int | None,
+    nope_dim: int,
+    *,
+    takes_float32: bool = False,
 ) -> bool:
-    """Whether one operator computes what precedes attention, for a shape that passes `check_latent`."""
+    """Whether one operator computes what precedes attention, for a shape that passes `check_latent`.
+
+    That leaves `nope_dim` free where an indexer chooses what is read.
+    """
     is_type = dtype_name(dtype) in ("bfloat16", *(["float32"] if takes_float32 else []))
-    return is_type and hidden_size in PROLOG_HIDDEN and query_rank in PROLOG_QUERIES
+    is_wide = hidden_size in PROLOG_HIDDEN and query_rank in PROLOG_QUERIES
+    return is_type and is_wide and nope_dim in PROLOG_NOPE
 
 
 MOST_GATED = 10240  # columns of gate and up together

@@ -121,10 +121,10 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         )
 
     def joins(self, hidden_size: int, query_rank: int | None) -> bool:
-        """Whether npu_mla_prolog_v3 takes inputs of this width and is faster."""
-        wide = self.takes_float32
+        """Whether npu_mla_prolog_v3 takes inputs and heads of these widths and is faster."""
+        sizes = hidden_size, query_rank, self.latent.nope_dim
         return self.product.joins_latents and takes_prolog(
-            self.shape.dtype, hidden_size, query_rank, takes_float32=wide
+            self.shape.dtype, *sizes, takes_float32=self.takes_float32
         )
 
     def is_joined(self, metadata: AttentionMetadata) -> bool:

@@ -40,7 +40,7 @@ from tests.device_kinds import section, stand_in_alone
 from tests.models.families import VARIANTS, followed, make, wide
 from tests.models.test_joined_heads import NEW, engine_of, steps_of
 from tests.models.test_shared_weights import Rank
-from tests.recipes.published import DEEPSEEK_V3
+from tests.recipes.published import DEEPSEEK_V3, DEEPSEEK_V3_2
 from tests.thorough import first_quick
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
@@ -97,12 +97,24 @@ def test_nothing_is_joined_before_the_probe_has_found_it_right(checkpoint: tuple
 
 def test_the_sizes_are_those_of_the_page() -> None:
     bfloat16, float32 = torch.bfloat16, torch.float32
-    assert takes_prolog(bfloat16, 7168, 1536)
-    assert takes_prolog(float32, 7168, 1536, takes_float32=True)
+    assert takes_prolog(bfloat16, 7168, 1536, 128)
+    assert takes_prolog(float32, 7168, 1536, 128, takes_float32=True)
     for wrong in ((torch.float16, 7168, 1536), (float32, 7168, 1536), (bfloat16, 2560, 1536)):
-        assert not takes_prolog(*wrong)
+        assert not takes_prolog(*wrong, 128)
     for rank in (None, 768):
-        assert not takes_prolog(bfloat16, 7168, rank)
+        assert not takes_prolog(bfloat16, 7168, rank, 128)
+
+
+@pytest.mark.parametrize("nope", [64, 128, 192])
+def test_heads_of_another_width_are_not_joined(nope: int) -> None:
+    """An indexer lets any width pass, which the operator refuses but for two."""
+    own = start(section("npu", virtual_fp32=False))
+    assert isinstance(own, Npu)
+    own.product = replace(own.product, joins_latents=True)
+    config = decoder_config(DEEPSEEK_V3_2 | {"qk_nope_head_dim": nope})
+    attention = own.operators(shape_of(PAGE, config))[1]
+    assert isinstance(attention, LatentAttention)
+    assert attention.joins(config.hidden_size, 1536) == (nope != 64)
 
 
 class Layer:
