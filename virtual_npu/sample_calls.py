@@ -438,7 +438,7 @@ def _attention(draw: RandomInputs) -> dict[str, Any]:
 def _by_heads(draw: RandomInputs) -> dict[str, Any]:
     """Draw a packed batch of decodes, chunks and prompts over shuffled pages."""
     num_kv_heads, dim, page_size = draw.one(1, 2, 4), draw.one(64, 128), draw.one(16, 64, 128)
-    num_heads = num_kv_heads * draw.one(1, 2, 4)
+    num_heads = num_kv_heads * draw.one(1, 2, 4, 7)
     lens = []
     for _ in range(draw.number(1, 6)):
         computed = draw.one(0, draw.number(1, 700))
@@ -468,6 +468,14 @@ def _by_heads(draw: RandomInputs) -> dict[str, Any]:
     if window is not None:
         arguments |= {"sparse_mode": 4, "pre_tokens": window - 1, "next_tokens": 0}
     return arguments
+
+
+def _with_sinks(draw: RandomInputs) -> dict[str, Any]:
+    """Draw a packed batch for the second version, which alone takes sinks, in bfloat16 only."""
+    draw.dtype = torch.bfloat16
+    said = {first: second for second, first in contract_of("npu_fused_infer_attention_score").names.items()}
+    made = {said.get(name, name): value for name, value in _by_heads(draw).items()}
+    return made | {"learnable_sink": draw.tensor(made["num_query_heads"])}
 
 
 def _atb_decodes(draw: RandomInputs) -> dict[str, Any]:
@@ -747,6 +755,7 @@ def _prefetch(draw: RandomInputs) -> dict[str, Any]:
 Maker = Callable[[RandomInputs], dict[str, Any]]
 MAKERS: Mapping[str, Maker] = {
     "npu_fused_infer_attention_score": _attention,
+    "npu_fused_infer_attention_score_v2": _with_sinks,
     "npu_scatter_pa_kv_cache": _write,
     "npu_kv_rmsnorm_rope_cache": _latent_write,
     "npu_transpose_batchmatmul": _latent_product,
@@ -796,6 +805,7 @@ ATB_MAKERS: Mapping[str, Maker] = {
 }
 RESULTS = {
     "npu_fused_infer_attention_score": (0,),
+    "npu_fused_infer_attention_score_v2": (0,),
     "npu_kv_rmsnorm_rope_cache": (),  # its caches are arguments
     "npu_mla_prolog_v3": (0, 1, 3, 4),
     "npu_lightning_indexer": (0,),

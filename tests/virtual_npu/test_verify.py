@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from doctor.verify.npu.mask_questions import HEADS
 from tests.each_of import each_of
 from tests.thorough import cases
 from virtual_npu.contract import Conditions
@@ -119,6 +120,16 @@ def test_what_the_engine_calls_is_tried() -> None:
     )
     assert len(of_310p) == 3
     assert of_310p <= set(makers(P310))
+
+
+def test_fewer_key_heads_of_64_are_tried() -> None:
+    """With sinks and without, by as many calls as a device is asked: no page of the operator has them."""
+    name = "npu_fused_infer_attention_score"
+    for operator, heads in ((name, "num_heads"), (f"{name}_v2", "num_query_heads")):
+        calls = [sample_call(operator, seed).arguments for seed in range(50)]
+        tried = {(each["query"].shape[-1], each[heads] // each["num_key_value_heads"]) for each in calls}
+        assert {(64, 2), (64, 4), (64, 7)} <= tried
+    assert (14, 2) in HEADS, "a captured step is asked for them, too"
 
 
 def test_a_product_is_asked_for_what_it_has() -> None:

@@ -3,9 +3,11 @@
 These rules are checked first, in order; the rules on options and on the batch rely on them. Rules use the
 names of the operator's second version.
 
-Two sentences of the first version's page are not rules here. Its heads in TND are of 128 or 192, while the
-page of the second version, and vllm-ascend, have heads of 64 too. It asks for as many pages as all sequences
-have together, which sequences that share a prefix do not need, in any engine.
+Two sentences of the first version's page are not rules here. Its heads in TND are of 128 or 192. The page of
+the second version has 64 too, but only where each query head has a key head of its own; that fewer key heads
+of 64 are read rests on vllm-ascend's use alone, and verify_npu.sh asks a device. The first version's page
+asks for as many pages as all sequences have together, which sequences that share a prefix do not need, in
+any engine.
 """
 
 from __future__ import annotations
