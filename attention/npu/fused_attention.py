@@ -252,10 +252,13 @@ class FusedAttention(AscendAttention):
         captured: list[CapturedCall],
         workspaces: dict[int | None, Tensor],
         layer: int = 0,
+        results: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Capture the call as a task group, which a replay enters once its event is recorded.
 
-        Returns its two results, of which the second has a value only if the call asks for it.
+        Returns its two results, of which the second has a value only if the call asks for it. They are
+        written to `results`, those of a call of the same kind that nobody reads any more, or to new tensors,
+        which are held as long as the graph.
         """
         kind = call.get("pre_tokens")
         if kind not in workspaces:
@@ -263,9 +266,11 @@ class FusedAttention(AscendAttention):
             if self.shape.has_sinks:
                 measure = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace
             workspaces[kind] = measure(**call)
-        output = torch.empty_like(call["query"])
-        num_sums = (*output.shape[:-1], 1) if call.get("softmax_lse_flag") else (1,)
-        lse = torch.empty(num_sums, dtype=torch.float32, device=self.device)
+        if results is None:
+            query = call["query"]
+            num_sums = (*query.shape[:-1], 1) if call.get("softmax_lse_flag") else (1,)
+            results = torch.empty_like(query), torch.empty(num_sums, dtype=torch.float32, device=self.device)
+        output, lse = results
         call |= {"workspace": workspaces[kind], "out": [output, lse]}
         stream, event = torch_npu.npu.current_stream(), torch_npu.npu.ExternalEvent()
         event.wait(stream)

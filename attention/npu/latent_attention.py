@@ -11,10 +11,11 @@ Legend: T tokens of the step, H heads, L latent, R rope, N the other part of a q
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 import torch_npu
 from numpy.typing import NDArray
 from torch import Tensor
@@ -44,6 +45,8 @@ class FusedLatentMetadata(FusedMetadata):
 
     short_rows: Tensor | None = None  # int64, rows of the packed query; None for all
     long: LongSpans | None = None
+    # Results of captured calls, by whether they have sums and by shape; layers write them one after the other
+    results: dict[tuple[bool, torch.Size], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class FusedLatentAttention(LatentAttention, FusedAttention):
@@ -235,7 +238,8 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
     ) -> tuple[Tensor, Tensor]:
         """See Attention.attend_with_sums.
 
-        The operator's page excludes sums for latents; the answer `sums_latents` says what a device does.
+        The operator's page excludes sums for latents; the answer `sums_latents` says what a device does. In
+        a captured step, the next layer's call writes the same two tensors.
         """
         assert isinstance(metadata, FusedLatentMetadata)
         latents, rope = query.split((self.shape.head_dim, self.latent.rope_dim), -1)
@@ -270,11 +274,18 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         return call
 
     def _called(self, call: dict[str, Any], metadata: FusedLatentMetadata) -> tuple[Tensor, Tensor]:
-        """Return the operator's two results, which a captured step computes anew at each replay."""
+        """Return the operator's two results, which a captured step computes anew at each replay.
+
+        A captured step's are those of all its layers, and are read before the next layer's call: of 61 layers
+        of 16 heads in bfloat16 they would take 1 MB for each row of a graph, which could not reuse it.
+        """
         if torch_npu.npu.is_current_stream_capturing():
             # All latent layers are one group, in which the calls run in the order of their capture
-            captured = metadata.captured
-            return self._capture(call, captured, metadata.workspaces, len(captured))
+            captured, kind = metadata.captured, ("softmax_lse_flag" in call, call["query"].shape)
+            earlier = metadata.results.get(kind)
+            made = self._capture(call, captured, metadata.workspaces, len(captured), earlier)
+            metadata.results[kind] = made
+            return made
         output, sums = torch_npu.npu_fused_infer_attention_score(**call)[:2]
         return output, sums
 

@@ -198,3 +198,37 @@ def on_an_npu() -> None:
     found = start(section("npu"))
     assert isinstance(found, Npu)
     joins_latents(found)
+
+
+@pytest.mark.npu
+@pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")
+def test_layers_of_a_captured_step_write_one_output() -> None:
+    """And each is right at a replay of other lengths: its output was read before the next layer's call."""
+    made = bench(("npu", "fused"))
+    attention, device = made.attention, made.device
+    table = 1 + torch.arange(6, dtype=torch.int32, device=device).view(3, 2)
+    for layer in range(2):
+        for plane in made.cache.of(layer):
+            plane.copy_(made.random(*plane.shape))
+    nope, rope = (made.random(3, HEADS, width).to(device) for width in (128, 64))
+    places = torch.zeros(3, dtype=torch.int32, device=device)
+
+    def attended(metadata: Any) -> list[Tensor]:
+        return [
+            attention.attend_heads(nope, rope, made.packed[layer], *made.cache.of(layer), metadata, layer)
+            for layer in range(2)
+        ]
+
+    metadata = attention.plan_static(StaticDecodes(places, table, places))
+    npu: Any = torch.get_device_module("npu")
+    graph = npu.NPUGraph()
+    with npu.graph(graph):
+        found = attended(metadata)
+    assert len({call.arguments["out"][0].data_ptr() for call in metadata.captured}) == 1
+    assert len(metadata.captured) == 2
+    lens = [5, 2 * PAGE, 1]
+    attention.replay(graph, [metadata], lens)
+    (part,) = metadata.parts
+    wanted = attended(replace(metadata, parts=(replace(part, kv_lens=lens),)))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted))
+    assert not torch.equal(*found), "the layers have other latents"

@@ -82,6 +82,13 @@ FAULTS = {
         "queries of long spans come absorbed, where keys and values of each head are made",
         "tests/models/test_latent_prolog.py::test_tokens_are_those_of_transformers",
     ),
+    "an_output_for_each_captured_layer": Fault(
+        "attention/npu/latent_attention.py::FusedLatentAttention._called",
+        "metadata.results.get(kind)",
+        "None",
+        "a graph holds the results of all latent layers: 1 MB a row of 61 layers with 16 heads",
+        "tests/attention/test_latent.py::test_layers_of_a_captured_step_write_one_output",
+    ),
     "heads_of_any_width_joined": Fault(
         "devices/ascend_limits.py::takes_prolog",
         "nope_dim in PROLOG_NOPE",
