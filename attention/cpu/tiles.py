@@ -241,7 +241,8 @@ class PromptSpan:
             low = max(begin - reach + 1 - base, 0) // STEP * STEP
             high = min(_round_up(end - base, STEP), num_keys)
             last = np.minimum(np.arange(begin, begin + len(rows)), end - 1) - base - low
-            first = np.maximum(last - (reach - 1), max(0, first_key - base - low))
+            # A query before the first key sees itself: a row of the mask that hides everything would be NaN
+            first = np.maximum(last - (reach - 1), np.minimum(last, max(0, first_key - base - low)))
             seen = (torch.from_numpy(each.astype(np.int32)) for each in (first, last))
             chunks.append(QueryChunk(rows[: end - begin], rows, slice(low, high), *seen))
         sees_all = not start and reach >= stop and not first_key

@@ -97,6 +97,23 @@ def test_a_whole_prompt_in_float32_is_attended_to_in_one_call(start: int, stop: 
     assert operators.names["_scaled_dot_product_flash_attention_for_cpu.default"] == int(in_one)
 
 
+class Finite(Bench):
+    """A bench that also looks at queries before the first key, of which the oracle says nothing."""
+
+    def computed(self, *given: Any) -> Tensor:
+        output = super().computed(*given)
+        assert output.isfinite().all()
+        return output
+
+
+@pytest.mark.parametrize("count", [4, 16, 300])
+def test_a_query_before_the_first_key_is_a_number(count: int) -> None:
+    wide = shape(windows=(65, None), page_size=128, has_sinks=True, first_key=1)
+    bench = Finite(CpuAttention(wide, library=None))
+    bench.step({0: count})
+    bench.step({0: 9})
+
+
 def test_filling_rows_are_neither_written_nor_answered_wrongly() -> None:
     layer = Layer()
     attention, cache = layer.attention, layer.cache
