@@ -29,6 +29,7 @@ from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Runner
 from continuous_batching.recording.agreement import Agreement
 from continuous_batching.recording.listeners import Listeners, RankLost
+from devices.cpu_threads import USUAL_THREADS
 from devices.hccl_errors import end_of_log, explained
 from kv_cache.pages import PageCopy
 from models.parallel.group import BACKENDS, join
@@ -259,10 +260,14 @@ def stay_near(cluster: Cluster, interface: str | None) -> None:
 
 
 def recipe_of_a_rank(recipe: Recipe, ranks_here: int) -> Recipe:
-    """Return the recipe with the number of threads that each rank of this machine computes with."""
+    """Return the recipe with the number of threads that each rank of this machine computes with.
+
+    The ranks divide its cores, unless OMP_NUM_THREADS says how many threads each of them has.
+    """
     if recipe.device.kind != "cpu" or recipe.device.threads is not None:
         return recipe
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks_here)
+    is_said = bool(os.environ.get("OMP_NUM_THREADS"))
+    threads = USUAL_THREADS if is_said else max(1, len(os.sched_getaffinity(0)) // ranks_here)
     return replace(recipe, device=replace(recipe.device, threads=threads))
 
 

@@ -180,6 +180,7 @@ class Poorer(Alone):
 
 
 def test_machines_with_other_numbers_of_cores_agree_on_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     recipe, told = load(TINY, ["parallel.tensor=2"]), []
     for cores in (4, 8):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
@@ -187,6 +188,20 @@ def test_machines_with_other_numbers_of_cores_agree_on_a_recipe(monkeypatch: pyt
         assert own.device.threads == cores
         told.append(common(own))
     assert told[0] == told[1] == common(recipe)
+
+
+def test_ranks_divide_the_cores_unless_the_environment_says_their_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = load(TINY, ["parallel.tensor=2"])
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr("recipes.cluster.ranks.USUAL_THREADS", 3)  # as torch has read it
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert recipe_of_a_rank(recipe, 2).device.threads == 3
+    asked = load(TINY, ["parallel.tensor=2", "device.threads=5"])
+    assert recipe_of_a_rank(asked, 2).device.threads == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    assert recipe_of_a_rank(recipe, 2).device.threads == 4
 
 
 def test_all_ranks_take_the_pages_that_the_least_of_them_has_room_for() -> None:
