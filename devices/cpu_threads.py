@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from devices.host_cores import within_quota
+
 log = logging.getLogger(__name__)
 
 # A user who sets one of these has chosen
@@ -114,8 +116,16 @@ def loaded_library(name: str) -> str | None:
     return next((path for path in paths if Path(path).name.startswith(name)), None)
 
 
-# torch's own number, which follows OMP_NUM_THREADS, before any engine of this process changes it
-USUAL_THREADS = torch.get_num_threads()
+def usual_threads() -> int:
+    """Return OMP_NUM_THREADS as torch has read it, or else one thread for each core that may be used.
+
+    A container's quota leaves all cores visible to torch.
+    """
+    threads = torch.get_num_threads()
+    return threads if os.environ.get("OMP_NUM_THREADS") else within_quota(threads)
+
+
+USUAL_THREADS = usual_threads()  # before any engine of this process changes torch's number
 
 # Rounds of each alternative, least time of a round, and approximate time of the whole measurement
 ROUNDS, ROUND_S, LIMIT_S = 3, 0.06, 4.0

@@ -18,7 +18,7 @@ CONTROL_GROUPS = (
 def host_memory_bytes() -> int:
     """Return the bytes that this process may use: the host's memory, or less if a control group limits it."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    names = _text_of(Path("/proc/self/cgroup"))
+    names = text_of(Path("/proc/self/cgroup"))
     return min(
         [whole, *(limit for root, file in CONTROL_GROUPS for limit in group_limits(names, root, file))]
     )
@@ -31,21 +31,29 @@ def group_limits(names: str, root: Path, file: str) -> list[int]:
     below `root`. In a container, the folder of its own group may be `root` itself, while the name is the
     host's.
     """
+    folders = group_folders(names, root, "" if file == "memory.max" else "memory")
+    found = [text_of(each / file).strip() for each in folders]
+    return [int(limit) for limit in found if limit.isascii() and limit.isdigit()]
+
+
+def group_folders(names: str, root: Path, controller: str) -> set[Path]:
+    """Return the folders of a process's control groups and of their parents.
+
+    A controller "" stands for version 2. For `names` and `root` see `group_limits`.
+    """
     folders = {root}
     for line in filter(None, names.splitlines()):
         _, controllers, name = [*line.split(":", 2), "", ""][:3]
-        of_memory = not controllers if file == "memory.max" else "memory" in controllers.split(",")
-        if of_memory and ".." not in name:
+        if controller in controllers.split(",") and ".." not in name:
             group = root / name.lstrip("/")
             folders |= {group, *(each for each in group.parents if each.is_relative_to(root))}
-    found = [_text_of(each / file).strip() for each in folders]
-    return [int(limit) for limit in found if limit.isascii() and limit.isdigit()]
+    return folders
 
 
 def lies_in_memory(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
     """Whether what is written to this path, which may not be there yet, takes the host's memory."""
     real, place, kind = Path(os.path.realpath(path)), Path("/"), ""
-    for line in _text_of(mounts).splitlines():
+    for line in text_of(mounts).splitlines():
         _, mounted, mounted_kind, *_ = line.split(" ")
         at = Path(mounted.replace(r"\040", " "))
         if real.is_relative_to(at) and at.is_relative_to(place):  # the later one of two lies above
@@ -53,7 +61,7 @@ def lies_in_memory(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool
     return kind in ("tmpfs", "ramfs")
 
 
-def _text_of(path: Path) -> str:
+def text_of(path: Path) -> str:
     """Return a file's text, or "" if it is missing or must not be read.
 
     No limit is known then.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from devices.ascend_limits import PRODUCTS
+from devices.host_cores import usable_cores
 from devices.host_memory import host_memory_bytes
 
 MIB = 2**20
@@ -88,7 +89,7 @@ def product_of(chip: str) -> str | None:
 
 def processor() -> Present:
     """Return this machine's processor."""
-    return Present("cpu", f"{len(os.sched_getaffinity(0))} cores", memory_bytes=host_memory_bytes())
+    return Present("cpu", f"{usable_cores()} cores", memory_bytes=host_memory_bytes())
 
 
 def chips_of(printed: str) -> tuple[Chip, ...]:

@@ -31,6 +31,7 @@ from continuous_batching.recording.agreement import Agreement
 from continuous_batching.recording.listeners import Listeners, RankLost
 from devices.cpu_threads import USUAL_THREADS
 from devices.hccl_errors import end_of_log, explained
+from devices.host_cores import usable_cores
 from kv_cache.pages import PageCopy
 from models.parallel.group import BACKENDS, join
 from recipes.cluster.cluster import Cluster, own_address, ranks_here
@@ -267,7 +268,7 @@ def recipe_of_a_rank(recipe: Recipe, ranks_here: int) -> Recipe:
     if recipe.device.kind != "cpu" or recipe.device.threads is not None:
         return recipe
     is_said = bool(os.environ.get("OMP_NUM_THREADS"))
-    threads = USUAL_THREADS if is_said else max(1, len(os.sched_getaffinity(0)) // ranks_here)
+    threads = USUAL_THREADS if is_said else max(1, usable_cores() // ranks_here)
     return replace(recipe, device=replace(recipe.device, threads=threads))
 
 

@@ -6,13 +6,16 @@ The change comes when other processes take the cores.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from devices import cpu_threads
+from devices import cpu_threads, host_cores
 from devices.cpu_threads import Barriers, Measured, Threads, Watch, Way, beside_others, choose, measure, ways
+from devices.host_cores import group_quotas, usable_cores
+from devices.host_memory import text_of
 
 SPIN, SLEEP, ONE = Way(2), Way(2, sleeps=True), Way(1)
 
@@ -104,6 +107,51 @@ def test_threads_of_the_recipe_and_of_the_environment_are_not_fewer(
     assert Threads(3, Recorded()).candidates == [Way(3)]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert Threads(None, Recorded()).candidates == [SPIN, SLEEP]
+
+
+@pytest.mark.parametrize(
+    ("controller", "names", "quotas"),
+    [
+        (
+            "",
+            "0::/a.slice/b\n1:cpu:/other\n",
+            {"cpu.max": ("max 100000", "250000 100000", "30000 50000", "1 1")},
+        ),
+        (
+            "cpu",
+            "4:cpu,cpuacct:/a.slice/b\n2:memory:/other\n0::/other\n",
+            {
+                "cpu.cfs_quota_us": ("-1", "250000", "30000", "1"),
+                "cpu.cfs_period_us": ("100000", "100000", "50000", "1"),
+            },
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_a_quota_of_a_control_group_around_a_process_is_some_cores(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    controller: str,
+    names: str,
+    quotas: dict[str, tuple[str, ...]],
+) -> None:
+    for file, texts in quotas.items():
+        for folder, text in zip((".", "a.slice", "a.slice/b", "other"), texts):
+            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / file).write_text(f"{text}\n")
+    assert sorted(group_quotas(names, tmp_path, controller)) == [1, 3]
+    outer = names.replace("/a.slice/b", "/a.slice")
+    assert group_quotas(outer, tmp_path, controller) == [3]
+    assert group_quotas("", tmp_path, controller) == []
+
+    monkeypatch.setattr(host_cores, "CONTROL_GROUPS", ((tmp_path, controller),))
+    monkeypatch.setattr(host_cores, "text_of", lambda path: outer if path.name == "cgroup" else text_of(path))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert usable_cores() == cpu_threads.usual_threads() == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert cpu_threads.usual_threads() == 8
 
 
 def test_each_way_is_timed_by_the_mean_of_its_steps_and_its_share_of_the_cores() -> None:

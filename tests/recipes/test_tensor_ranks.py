@@ -183,7 +183,7 @@ def test_machines_with_other_numbers_of_cores_agree_on_a_recipe(monkeypatch: pyt
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     recipe, told = load(TINY, ["parallel.tensor=2"]), []
     for cores in (4, 8):
-        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        monkeypatch.setattr("recipes.cluster.ranks.usable_cores", lambda cores=cores: cores)
         own = recipe_of_a_rank(recipe, 1)
         assert own.device.threads == cores
         told.append(common(own))
@@ -194,7 +194,7 @@ def test_ranks_divide_the_cores_unless_the_environment_says_their_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = load(TINY, ["parallel.tensor=2"])
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr("recipes.cluster.ranks.usable_cores", lambda: 8)
     monkeypatch.setattr("recipes.cluster.ranks.USUAL_THREADS", 3)  # as torch has read it
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert recipe_of_a_rank(recipe, 2).device.threads == 3
