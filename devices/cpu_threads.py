@@ -109,11 +109,18 @@ def barriers() -> Barriers:
         return Barriers()
 
 
-def loaded_library(name: str) -> str | None:
-    """Return the file of a library that this process has loaded, or None."""
-    maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
-    paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if "/" in line)
-    return next((path for path in paths if Path(path).name.startswith(name)), None)
+def loaded_library(name: str, maps: Path = Path("/proc/self/maps")) -> str | None:
+    """Return the file of a library that this process has loaded, or None; of several, torch's own.
+
+    Another package's wheel may have brought a second one, whose threads compute nothing of torch's.
+    """
+    lines = os.fsdecode(maps.read_bytes()).splitlines()
+    paths = [line.split(maxsplit=5)[5] for line in lines if "/" in line]
+    found = [path for path in paths if Path(path).name.startswith(name)]
+    package = Path(torch.__file__).resolve().parent
+    folders = package, package.with_name("torch.libs")
+    own = [path for path in found if any(map(Path(path).is_relative_to, folders))]
+    return next(iter([*own, *found]), None)
 
 
 def usual_threads() -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from devices import cpu_threads
-from devices.cpu_threads import Barriers, GnuBarriers, IdleTeam, IntelBarriers, barriers
+from devices.cpu_threads import Barriers, GnuBarriers, IdleTeam, IntelBarriers, barriers, loaded_library
 from recipes.schema.recipe import ROOT
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="libraries are found in /proc")
@@ -45,6 +45,23 @@ def test_an_idle_team_is_kept_while_threads_sleep_and_by_one_engine_after_anothe
     second.sleep(False)
     second.sleep(False)
     assert teams() == 0
+
+
+@pytest.mark.parametrize("own", ["torch/lib/libgomp-1.so.1", "torch.libs/libgomp-2.so.1.0.0"])
+def test_of_two_loaded_libraries_torch_uses_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str
+) -> None:
+    monkeypatch.setattr("torch.__file__", str(tmp_path / "torch/__init__.py"))
+    maps, others = tmp_path / "maps", [f"{tmp_path}/sk learn.libs/libgomp-0.so.1", "/usr/lib/libgomp.so.1"]
+
+    def found(*paths: str) -> str | None:
+        lines = [f"7f00-7f01 r-xp 00000000 fe:01 42{' ' * 20}{path}\n" for path in ("[heap]", *paths)]
+        maps.write_text("".join(lines))
+        return loaded_library("libgomp", maps)
+
+    assert found(*others, f"{tmp_path}/{own}") == f"{tmp_path}/{own}"
+    assert found(*others, f"{tmp_path}/torch/lib/libtorch.so") == others[0]
+    assert found() is None
 
 
 @pytest.mark.parametrize("error", [None, PermissionError(13, "no")])
