@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -37,8 +38,17 @@ def missing_for_sources() -> str | None:
         return f"the processor is {platform.machine()}, neither x86_64 nor aarch64"
     if platform.machine() == "x86_64" and not torch.cpu._is_avx2_supported():
         return "the processor has no AVX2"
-    compiler = os.environ.get("CXX", "g++")
-    return f"there is no C++ compiler {compiler}" if shutil.which(compiler) is None else None
+    name = compiler()[0]
+    return f"there is no C++ compiler {name}" if shutil.which(name) is None else None
+
+
+def compiler() -> list[str]:
+    """Return the words of the command that compiles: those of CXX, as build tools read it, or g++."""
+    said = os.environ.get("CXX", "")
+    try:
+        return shlex.split(said) or ["g++"]
+    except ValueError:  # a quotation without an end
+        return [said]
 
 
 def processor() -> str:
@@ -72,15 +82,15 @@ def compiled_source(source: Path, *options: str) -> ctypes.CDLL | str:
 
 def _library(source: Path, own: Sequence[str]) -> ctypes.CDLL:
     """Return a source compiled for this machine, kept in the user's folder under the name of its content."""
-    compiler = os.environ.get("CXX", "g++")
+    command = compiler()
     cpu = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
     options = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-strict-aliasing", "-ffp-contract=fast", cpu]
     options += [*own, "-Wno-psabi", f"-I{Path(__file__).parent}"]
     version = subprocess.run(
-        [compiler, "--version"], capture_output=True, check=True, timeout=COMPILE_S
+        [*command, "--version"], capture_output=True, check=True, timeout=COMPILE_S
     ).stdout
     texts = [each.read_bytes() for each in (source, *HEADERS)]
-    content = [*texts, version, processor().encode(), *map(str.encode, options[:-1])]
+    content = [*texts, version, processor().encode(), *map(os.fsencode, [*options[:-1], *command[1:]])]
     name = f"{source.stem}-{hashlib.sha256(b'|'.join(content)).hexdigest()[:16]}.so"
     folder = _folder_of(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     if folder is not None and (folder / name).is_file():
@@ -91,11 +101,11 @@ def _library(source: Path, own: Sequence[str]) -> ctypes.CDLL:
     # What is loaded stays so when its file is gone; in some shared folders it cannot go before
     with tempfile.TemporaryDirectory(prefix=f"{source.stem}-", ignore_cleanup_errors=True) as made:
         library = Path(made) / name
-        command = [compiler, *options, "-c", str(source), "-o", f"{made}/source.o"]
-        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+        compiles = [*command, *options, "-c", str(source), "-o", f"{made}/source.o"]
+        subprocess.run(compiles, check=True, capture_output=True, timeout=COMPILE_S)
         # Linked without OpenMP's library: the one that torch has loaded is meant
-        command = [compiler, "-shared", f"{made}/source.o", "-o", str(library)]
-        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+        links = [*command, "-shared", f"{made}/source.o", "-o", str(library)]
+        subprocess.run(links, check=True, capture_output=True, timeout=COMPILE_S)
         kept = None if folder is None else _kept(library, folder)
         try:
             return ctypes.CDLL(str(kept or library))

@@ -268,6 +268,21 @@ def test_it_is_compiled_once_for_all_starts(
     assert [each.suffix for each in (tmp_path / "continuous_batching/products").iterdir()] == [".so"]
 
 
+def test_the_compiler_is_named_as_for_build_tools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, afresh: None
+) -> None:
+    """As a command with arguments, such as ccache's; an empty name is none."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for said in ("", " "):
+        monkeypatch.setenv("CXX", said)
+        assert missing_for_sources() is None
+    monkeypatch.setenv("CXX", 'g++ "-O0')
+    assert missing_for_sources() == 'there is no C++ compiler g++ "-O0'
+    monkeypatch.setenv("CXX", f"'{compiler(tmp_path, '-O0')}' -pipe")
+    assert isinstance(products(), Products)
+    assert len((tmp_path / "runs").read_text().splitlines()) == 3, "its version, the compilation and the link"
+
+
 @pytest.mark.slow
 def test_a_folder_that_is_full_or_that_others_write_to_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, afresh: None, caplog: pytest.LogCaptureFixture
