@@ -106,7 +106,7 @@ def _library(source: Path, own: Sequence[str]) -> ctypes.CDLL:
         # Linked without OpenMP's library: the one that torch has loaded is meant
         links = [*command, "-shared", f"{made}/source.o", "-o", str(library)]
         subprocess.run(links, check=True, capture_output=True, timeout=COMPILE_S)
-        kept = None if folder is None else _kept(library, folder)
+        kept = _kept(library, folder) if folder is not None and os.access(folder, os.W_OK) else None
         try:
             return ctypes.CDLL(str(kept or library))
         except OSError:  # one of the two folders may forbid it
@@ -135,7 +135,10 @@ def _kept(library: Path, folder: Path) -> Path | None:
 
 @cache
 def _folder_of(cache_folder: str) -> Path | None:
-    """Return where libraries are kept below a folder; None if it cannot be written, or if strangers could."""
+    """Return where libraries are kept below a folder; None if it cannot be read, or if strangers could write.
+
+    One that cannot be written, as in a container's image, may have what is needed.
+    """
     parent = Path(cache_folder) / "continuous_batching"
     folder = parent / "products"
     if folder.parts[0] == "~":  # a user without a home
@@ -155,7 +158,12 @@ def _folder_of(cache_folder: str) -> Path | None:
     except OSError as error:
         log.info("products: %s cannot be written (%s), so they are compiled at each start", folder, error)
         return None
-    return folder if os.access(folder, os.W_OK | os.X_OK) else None
+    if not os.access(folder, os.R_OK | os.X_OK):
+        log.info("products: %s cannot be read, so they are compiled at each start", folder)
+        return None
+    if not os.access(folder, os.W_OK):
+        log.info("products: %s cannot be written, so what it lacks is compiled at each start", folder)
+    return folder
 
 
 def _last_line(error: Exception) -> str:

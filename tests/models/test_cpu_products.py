@@ -307,6 +307,36 @@ def test_a_folder_that_is_full_or_that_others_write_to_is_done_without(
     assert f"others can write to {folder}" in caplog.text
 
 
+def test_what_is_kept_in_a_folder_that_cannot_be_written_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, afresh: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler(tmp_path, "-O0"))
+    folder, access, denied = tmp_path / "continuous_batching/products", os.access, os.W_OK
+
+    def allowed(path: Path, mode: int) -> bool:
+        return not mode & denied and access(path, mode)  # the superuser may do everything
+
+    assert isinstance(products(), Products)
+    monkeypatch.setattr(cpp_sources.os, "access", allowed)
+    caplog.set_level("INFO", "devices.cpp_sources")
+    cpp_sources._folder_of.cache_clear()
+    counts = []
+    for _ in range(2):
+        products.cache_clear()
+        assert isinstance(products(), Products)
+        counts.append(len((tmp_path / "runs").read_text().splitlines()))
+        left = [*folder.iterdir()]
+        for each in left:
+            each.unlink()
+    assert counts == [4, 7], "its version; all of it, since it is gone"
+    assert not left
+    assert [line.partition(",")[0] for line in caplog.messages] == [f"products: {folder} cannot be written"]
+    denied = os.R_OK
+    cpp_sources._folder_of.cache_clear()
+    assert cpp_sources._folder_of(str(tmp_path)) is None
+
+
 def test_a_folder_from_which_nothing_may_be_loaded_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, afresh: None
 ) -> None:
