@@ -13,6 +13,7 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 HEADERS = tuple(Path(__file__).parent.glob("*.h"))  # The sources include them.
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Kind of the sources
+# Of an ELF header: its kind, and where the table of sections begins, the bytes of an entry, and their number
+SECTIONS = struct.Struct("<6s34xQ10xHH2x")
 COMPILE_S = 120.0  # limit of the compiler, which takes 3 s where it is alone
 
 
@@ -95,6 +98,7 @@ def _library(source: Path, own: Sequence[str]) -> ctypes.CDLL:
     folder = _folder_of(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     if folder is not None and (folder / name).is_file():
         try:
+            _check_whole(folder / name)
             return ctypes.CDLL(str(folder / name))
         except OSError as error:  # it is not removed, because another process may be replacing it
             log.warning("a library that was kept is compiled again, since it cannot be loaded: %s", error)
@@ -113,6 +117,21 @@ def _library(source: Path, own: Sequence[str]) -> ctypes.CDLL:
             if kept is None:
                 raise
             return ctypes.CDLL(str(library))
+
+
+def _check_whole(library: Path) -> None:
+    """Raise OSError for a library that lacks its end: loading it would end this process by SIGBUS.
+
+    The linker writes the table of sections last. Only the header of 64 bits of a little-endian processor is
+    read; whatever else the file is, the loader refuses it.
+    """
+    with open(library, "rb") as file:
+        header, size = file.read(SECTIONS.size), os.fstat(file.fileno()).st_size
+    if len(header) < SECTIONS.size:
+        raise OSError(f"{library} ends in its header")
+    kind, at, entry_bytes, count = SECTIONS.unpack(header)
+    if kind == b"\x7fELF\2\1" and at + count * entry_bytes > size:
+        raise OSError(f"{library} lacks its end: it has {size} bytes of {at + count * entry_bytes}")
 
 
 def _kept(library: Path, folder: Path) -> Path | None:
