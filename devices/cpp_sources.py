@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 HEADERS = tuple(Path(__file__).parent.glob("*.h"))  # The sources include them.
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum Kind of the sources
+NO_COMPILER = "there is no C++ compiler"
 # Of an ELF header: its kind, and where the table of sections begins, the bytes of an entry, and their number
 SECTIONS = struct.Struct("<6s34xQ10xHH2x")
 COMPILE_S = 120.0  # limit of the compiler, which takes 3 s where it is alone
@@ -42,7 +43,7 @@ def missing_for_sources() -> str | None:
     if platform.machine() == "x86_64" and not torch.cpu._is_avx2_supported():
         return "the processor has no AVX2"
     name = compiler()[0]
-    return f"there is no C++ compiler {name}" if shutil.which(name) is None else None
+    return f"{NO_COMPILER} {name}" if shutil.which(name) is None else None
 
 
 def compiler() -> list[str]:
@@ -80,7 +81,7 @@ def compiled_source(source: Path, *options: str) -> ctypes.CDLL | str:
             ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
         return _library(source, options)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"{source.name} cannot be compiled: {_last_line(error)}"
+        return f"{source.name} cannot be compiled: {_reason(error)}"
 
 
 def _library(source: Path, own: Sequence[str]) -> ctypes.CDLL:
@@ -89,11 +90,9 @@ def _library(source: Path, own: Sequence[str]) -> ctypes.CDLL:
     cpu = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
     options = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-strict-aliasing", "-ffp-contract=fast", cpu]
     options += [*own, "-Wno-psabi", f"-I{Path(__file__).parent}"]
-    version = subprocess.run(
-        [*command, "--version"], capture_output=True, check=True, timeout=COMPILE_S
-    ).stdout
     texts = [each.read_bytes() for each in (source, *HEADERS)]
-    content = [*texts, version, processor().encode(), *map(os.fsencode, [*options[:-1], *command[1:]])]
+    version, words = _run([*command, "--version"]), [*options[:-1], *command[1:]]
+    content = [*texts, version, processor().encode(), *map(os.fsencode, words)]
     name = f"{source.stem}-{hashlib.sha256(b'|'.join(content)).hexdigest()[:16]}.so"
     folder = _folder_of(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     if folder is not None and (folder / name).is_file():
@@ -105,11 +104,9 @@ def _library(source: Path, own: Sequence[str]) -> ctypes.CDLL:
     # What is loaded stays so when its file is gone; in some shared folders it cannot go before
     with tempfile.TemporaryDirectory(prefix=f"{source.stem}-", ignore_cleanup_errors=True) as made:
         library = Path(made) / name
-        compiles = [*command, *options, "-c", str(source), "-o", f"{made}/source.o"]
-        subprocess.run(compiles, check=True, capture_output=True, timeout=COMPILE_S)
+        _run([*command, *options, "-c", str(source), "-o", f"{made}/source.o"])
         # Linked without OpenMP's library: the one that torch has loaded is meant
-        links = [*command, "-shared", f"{made}/source.o", "-o", str(library)]
-        subprocess.run(links, check=True, capture_output=True, timeout=COMPILE_S)
+        _run([*command, "-shared", f"{made}/source.o", "-o", str(library)])
         kept = _kept(library, folder) if folder is not None and os.access(folder, os.W_OK) else None
         try:
             return ctypes.CDLL(str(kept or library))
@@ -185,7 +182,17 @@ def _folder_of(cache_folder: str) -> Path | None:
     return folder
 
 
-def _last_line(error: Exception) -> str:
+def _run(command: Sequence[str]) -> bytes:
+    """Run the compiler, and return what it prints; it names its errors in English."""
+    environment = os.environ | {"LC_ALL": "C"}
+    return subprocess.run(command, capture_output=True, check=True, timeout=COMPILE_S, env=environment).stdout
+
+
+def _reason(error: Exception) -> str:
+    """Return the compiler's first error, which others follow from, or else its last line."""
     said = getattr(error, "stderr", None) or b""
-    lines = said.decode("utf-8", "replace").strip().splitlines()
-    return lines[-1] if lines else str(error)
+    lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
+    # That the linker has failed, which has said why before
+    lines = [line for line in lines if not line.startswith("collect2: error:")] or lines
+    first = next((line for line in lines if "error:" in line), None)
+    return (first or lines[-1]).strip() if lines else str(error)

@@ -24,6 +24,7 @@ from attention.latent import LatentAttention
 from attention.recurrent import Recurrence
 from attention.reference import Attention
 from devices.ascend_limits import PRODUCTS, WIDE_HEAD, answered, answers_file, buffer_mib, product
+from devices.cpp_sources import NO_COMPILER
 from devices.cpu_threads import Threads, Way, barriers
 from devices.host_memory import host_memory_bytes
 from devices.shapes import AttentionShape
@@ -205,11 +206,13 @@ class Cpu(Machine):
         return host_memory_bytes() // ranks_here
 
     def _not_compiled(self, why: str, key: str) -> RecipeError:
-        fix = "set device.compile to auto" if self.asked.compile is False else "install g++"
+        fix = "install g++, or " if why.startswith(NO_COMPILER) else ""
+        if self.asked.compile is False:
+            fix = "set device.compile to auto, or "
         return RecipeError(
             f"device.{key}",
             f"products, attention and norms are compiled for it, and {why}",
-            f"{fix}, or set device.{key} to false",
+            f"{fix}set device.{key} to false",
             value=True,
         )
 

@@ -254,3 +254,5 @@ def test_what_is_not_promised_is_refused_by_name(
     monkeypatch.setattr(machine, "products", lambda: "there is no C++ compiler g++")
     assert "there is no C++ compiler g++; install g++" in refused()
     assert "there is no C++ compiler g++; install g++" in refused(*states)
+    monkeypatch.setattr(machine, "products", lambda: "products.cpp cannot be compiled: a.h:1: error: no")
+    assert "a.h:1: error: no; set device.batch_invariant to false" in refused()

@@ -372,6 +372,28 @@ def test_a_compiler_that_is_missing_or_fails_is_named(
     told = products()
     assert isinstance(told, str)
     assert told.startswith("products.cpp cannot be compiled: ")
+    assert told.endswith("fatal error: no-such-header: No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (
+            "In file included from a\na:1: error: this\na:2: error: that\n  5 | x\n    | ^\n",
+            "a:1: error: this",
+        ),
+        (
+            "/usr/bin/ld: cannot find -lx\ncollect2: error: ld returned 1 exit status\n",
+            "/usr/bin/ld: cannot find -lx",
+        ),
+        ("collect2: error: ld returned 1 exit status\n", "collect2: error: ld returned 1 exit status"),
+        ("ccache: too old\n \n", "ccache: too old"),
+        ("", "Command 'g++' returned non-zero exit status 1."),
+    ],
+)
+def test_the_first_error_of_a_compiler_is_the_reason(said: str, why: str) -> None:
+    error = subprocess.CalledProcessError(1, "g++", stderr=said.encode())
+    assert cpp_sources._reason(error) == why
 
 
 OF_ARM = ("aarch64-linux-gnu-g++", "qemu-aarch64")
