@@ -5,7 +5,8 @@
 #   PYTHON=python3.12 bash scripts/setup.sh
 #
 # In an image whose Python has a torch_npu that fits this project, npu makes .venv over its packages: torch and
-# torch_npu are the image's, and nothing of the image is changed. npu-2.10 and npu-2.9 install these releases.
+# torch_npu are the image's, and nothing of the image is changed. npu-2.10 and npu-2.9 install these releases. Later
+# calls keep the choice of npu, npu-2.10 or npu-2.9 without naming it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -50,16 +51,19 @@ pair() {
 }
 chosen=${PYTHON:-python3} over=()
 before=$(cat .venv/npu 2>/dev/null) || before=
-[[ -n $npu ]] || npu=$before # what an earlier call chose stays, as the torch of its torch_npu does
-if [[ $npu == image ]] && ! works; then # the image has another Python now, which is looked at as if npu were asked for
-    npu=npu
-    wanted+=(requirements-npu.txt)
+is_kept=
+if [[ -z $npu && -n $before ]]; then # what an earlier call chose stays, and its torch_npu is that of its torch
+    npu=$before is_kept=yes
+    if [[ $npu == image ]] && ! works; then # the image has another Python now, which is looked at as if npu were asked for
+        npu=npu is_kept=
+    fi
+    [[ $npu == image ]] || wanted+=(requirements-npu.txt)
 fi
 prefix=$("$chosen" -c 'import sys; print(sys.prefix)' 2>/dev/null) || prefix=
 if [[ $before == image && ($npu == npu || $npu == image) ]] && works; then
     npu=image
     found=$(pair "$python") || die "torch or torch_npu is no longer in the image; remove .venv and set it up anew"
-elif [[ $npu == npu && -n $cann && $prefix != "$PWD/.venv" ]] && found=$(pair "$chosen"); then
+elif [[ $npu == npu && -z $is_kept && -n $cann && $prefix != "$PWD/.venv" ]] && found=$(pair "$chosen"); then
     if lacks=$("$chosen" -m devices.torch_npu_releases "${found#* }"); then
         echo "setup: torch ${found% *} and torch_npu ${found#* } are those of $prefix, which stays as it is"
         npu=image over=(--system-site-packages)
@@ -88,12 +92,14 @@ if [[ $npu == image ]]; then
         "$chosen" -c 'import site; print(*site.getsitepackages(), sep="\n")' \
             >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/image.pth"
     fi
-elif [[ $npu == npu-* ]]; then
-    echo "$npu" >.venv/npu
-    torch=$(sed -n 's/^\(torch==[^ ;#]*\).*/\1/p' "requirements/$npu.txt")
 else
-    rm -f .venv/npu
-    torch=$(sed -n 's/^\(torch==[^ ;#]*\).*/\1/p' requirements.txt)
+    pins=requirements.txt
+    [[ $npu != npu-* ]] || pins=requirements/$npu.txt
+    torch=$(sed -n 's/^\(torch==[^ ;#]*\).*/\1/p' "$pins")
+    [[ -z $npu ]] || echo "$npu" >.venv/npu
+    if [[ -n $cann && -n $npu && $(uname -m) == x86_64 ]]; then
+        torch+=+cpu # torch_npu does not load beside a torch for CUDA, which is what plain torch is on x86_64
+    fi
 fi
 
 usual=() # what pip installs as it comes
@@ -112,13 +118,13 @@ done_with() {
 }
 
 pip=("$python" -m pip install --disable-pip-version-check --no-input --progress-bar off -qq)
-has_torch() { [[ $(cat .venv/torch.txt 2>/dev/null) == "$torch" ]]; }
+# pip takes a build for CPUs that is there for plain torch, too, as an index without CUDA has no other
+has_torch() { [[ $(cat .venv/torch.txt 2>/dev/null) =~ ^"$torch"(\+cpu)?$ ]]; }
 install_torch() { # first, so that nothing else brings another torch
     [[ $npu != image ]] || return 0
-    if [[ -n $cann && -n $npu && $(uname -m) == x86_64 && $torch != *+* ]]; then
-        # torch_npu does not load beside a torch for CUDA, which is what plain torch is on x86_64
-        "${pip[@]}" "$torch+cpu" --extra-index-url "$cpu_index" ||
-            die "pip finds no $torch+cpu: pip install $torch+cpu --index-url $cpu_index"
+    if [[ $torch == *+cpu ]]; then
+        "${pip[@]}" "$torch" --extra-index-url "$cpu_index" ||
+            die "pip finds no $torch: pip install $torch --index-url $cpu_index"
     else
         "${pip[@]}" "$torch"
     fi

@@ -149,6 +149,32 @@ def test_an_image_whose_torch_npu_is_too_old_is_left_alone(tmp_path: Path) -> No
     assert freeze(python) == before
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="plain torch is for CUDA on x86_64 alone")
+def test_npu_after_another_extra_replaces_torch_and_stays(tmp_path: Path) -> None:
+    """Plain torch, as PyPI has it, gives way to the build for CPUs; both packages follow their pins then."""
+    root, shell = tree(tmp_path), {"ASCEND": str(tmp_path / "Ascend")}
+    own = root / ".venv/bin/python"
+    for path in (tmp_path / "wheels").glob("torch-*+cpu-*"):
+        path.unlink()
+    run(tmp_path, **shell)
+    assert seen(own, "torch") == ["2.13.0"]
+    for version in ("2.13.0+cpu", "2.10.0+cpu"):
+        wheel(tmp_path / "wheels", "torch", version)
+    run(tmp_path, "npu", **shell)
+    assert seen(own, "torch", "torch_npu") == ["2.13.0+cpu", "2.13.0"]
+    assert run(tmp_path, **shell) == ""
+    assert run(tmp_path, "npu", **shell) == ""
+    for name, package, version in (
+        ("requirements.txt", "torch", "2.10.0"),
+        ("requirements-npu.txt", "torch-npu", "2.10.0.post4"),
+    ):
+        text = (root / name).read_text()
+        (root / name).write_text(text.replace(f"{package}==2.13.0", f"{package}=={version}"))
+    run(tmp_path, **shell)
+    assert seen(own, "torch", "torch_npu") == ["2.10.0+cpu", "2.10.0.post4"]
+
+
 @pytest.mark.parametrize("extras", [("npu", "npu-2.9"), ("npu-2.8",)])
 def test_what_cannot_be_installed_is_refused(extras: tuple[str, ...], tmp_path: Path) -> None:
     tree(tmp_path)
