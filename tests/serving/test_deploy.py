@@ -151,6 +151,14 @@ def test_composed_services_find_each_other() -> None:
     assert named == set(composed["configs"])
 
 
+def test_a_machine_that_follows_is_started_again_after_the_leader_has_closed_its_engine() -> None:
+    """It ends with status 0 then, and the leader's next engine needs it."""
+    unit = (FOLDER / "continuous-batching.service").read_text(encoding="utf-8")
+    assert re.findall(r"^Restart=(.+)$", unit, re.MULTILINE) == ["always"]
+    (composed,) = documents("compose.ascend.yaml")
+    assert [each["restart"] for each in composed["services"].values()] == ["unless-stopped"]
+
+
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.ascend"])
 def test_an_image_holds_what_it_starts(name: str) -> None:
     text = (FOLDER / name).read_text(encoding="utf-8")
