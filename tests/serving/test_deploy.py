@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from recipes.schema.reader import load
 from recipes.schema.server_section import ServerSection
 from scripts.serve import parser
 from serving.api.access import OPEN_PATHS
+from tests.patience import PATIENCE_S
 from tests.recipes import published
 from tests.scripts.test_setup import READ
 from tests.test_imports import ROOT
@@ -130,6 +133,24 @@ def test_a_slurm_job_holds_one_engine() -> None:
     cluster = placed(words, told | {"SLURM_NODEID": "1", "SLURM_LOCALID": "0"}, 8)
     assert cluster == Cluster("SLURM", 2, 1, "n1", 29407)
     assert parser().parse_intermixed_args(words).port == PORT
+
+
+def test_a_slurm_job_waits_for_its_server_at_the_time_limit(tmp_path: Path) -> None:
+    """An srun that ends only some time after SIGTERM, as a server does that lets its requests end."""
+    stand_in = tmp_path / "srun"
+    stand_in.write_text(
+        f"#!/bin/bash\ntrap 'sleep 0.2; touch {tmp_path}/drained; exit 7' TERM\ntouch {tmp_path}/started\n"
+        "while :; do sleep 0.05; done\n"
+    )
+    stand_in.chmod(0o755)
+    shell = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
+    with subprocess.Popen(["bash", FOLDER / "slurm.sbatch"], env=os.environ | shell) as job:
+        while not (tmp_path / "started").exists():
+            assert job.poll() is None
+            time.sleep(0.01)
+        job.terminate()
+        assert job.wait(PATIENCE_S) == 7
+    assert (tmp_path / "drained").exists()
 
 
 def test_composed_services_find_each_other() -> None:
