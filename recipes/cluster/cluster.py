@@ -270,13 +270,16 @@ def _by_slurm(environment: Environment) -> Cluster | None:
     if "SLURM_JOB_ID" not in environment:
         return None
     num_nodes = _optional(environment, "SLURM_NNODES", _COUNTS)
-    if "SLURM_NODEID" not in environment:  # a shell of salloc, say, which is on no machine of the job
-        if num_nodes is not None and num_nodes > 1:
-            raise RecipeError(
-                (),
-                f"SLURM_NNODES is {num_nodes}, and SLURM_NODEID, which says which one this is, is not set",
-                "start the command on each by srun, or allocate one machine",
-            )
+    # A shell of salloc has no SLURM_NODEID; a batch script has that of the first machine, and is alone there
+    is_step = "SLURM_STEP_ID" in environment or "SLURM_STEP_NODELIST" in environment
+    if num_nodes is not None and num_nodes > 1 and not ("SLURM_NODEID" in environment and is_step):
+        missing = "SLURM_STEP_ID" if "SLURM_NODEID" in environment else "SLURM_NODEID"
+        raise RecipeError(
+            (),
+            f"SLURM_NNODES is {num_nodes}, and {missing}, which srun sets on each of them, is not set",
+            "start the command on each by srun, or allocate one machine",
+        )
+    if "SLURM_NODEID" not in environment:
         return None
     if environment.get("SLURM_LOCALID", "0") != "0":
         raise RecipeError(

@@ -81,7 +81,7 @@ def launched(launcher: str, num_nodes: int, node: int, folder: Path) -> tuple[di
         case "SLURM":
             listed = "10.0.0.1" if num_nodes == 1 else f"10.0.0.[1-{num_nodes}]"
             job = {"SLURM_JOB_ID": "31007", "SLURM_NNODES": str(num_nodes), "SLURM_JOB_NODELIST": listed}
-            return {}, {**job, "SLURM_NODEID": str(node), "SLURM_LOCALID": "0"}
+            return {}, {**job, "SLURM_NODEID": str(node), "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}
         case "Ray":
             return {"nodes": tuple(map(address, range(num_nodes)))}, {"NODE_RANK": str(node)}
     raise AssertionError(launcher)
@@ -202,6 +202,11 @@ MASTERED = {"VC_MASTER_HOSTS": "job-master-0.job", "VC_WORKER_HOSTS": "job-worke
         ({}, SLURM | {"SLURM_JOB_NODELIST": "n7"}, "'n7', which names only 1 of 2 (SLURM_NNODES)"),
         ({}, SLURM | {"SLURM_STEP_NODELIST": "x["}, "SLURM_STEP_NODELIST is 'x['"),
         ({}, without(SLURM, "SLURM_NODEID"), "start the command on each by srun, or allocate one machine"),
+        (
+            {},
+            without(SLURM, "SLURM_STEP_ID"),
+            "SLURM_NNODES is 2, and SLURM_STEP_ID, which srun sets on each",
+        ),
         ({}, VOLCANO | {"VC_TASK_INDEX": "2"}, "Volcano says that this is machine 2 of 2; count from 0"),
         ({}, VOLCANO | {"VC_WORKER_HOSTS": ""}, "VC_WORKER_HOSTS is ''; it must be different names"),
         ({}, VOLCANO | {"VC_WORKER_HOSTS": "a:1,b:1"}, "is 'a:1,b:1'; it must be different names or"),

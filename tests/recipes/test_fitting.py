@@ -129,7 +129,10 @@ def test_as_many_devices_as_hold_the_model(
     assert not {"parallel.tensor", "cache.memory_gib"} & asked.keys()
 
 
-SLURM = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODEID": "1"}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"} | {
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "0",
+}
 
 
 def test_the_devices_of_all_machines_hold_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

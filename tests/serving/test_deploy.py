@@ -130,7 +130,7 @@ def test_a_slurm_job_holds_one_engine() -> None:
     assert asked["ntasks-per-node"] == "1"
     words = shlex.split(re.findall(r"launch.sh serve (.*) \"\$@\"", text)[0])
     told = {"SLURM_JOB_ID": "7", "SLURM_NNODES": asked["nodes"], "SLURM_JOB_NODELIST": "n[1-2]"}
-    cluster = placed(words, told | {"SLURM_NODEID": "1", "SLURM_LOCALID": "0"}, 8)
+    cluster = placed(words, told | {"SLURM_NODEID": "1", "SLURM_STEP_ID": "0"}, 8)
     assert cluster == Cluster("SLURM", 2, 1, "n1", 29407)
     assert parser().parse_intermixed_args(words).port == PORT
 
