@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from borders.addresses import is_address
 from borders.numbers import PORTS, Range, integers
 from borders.refusal import abbreviate
 from recipes.cluster.rank_table import read_rank_table
@@ -133,8 +134,7 @@ def _listed(
         )
     node = _optional(environment, "NODE_RANK", integers(0, len(nodes) - 1))
     if node is None:
-        own = own_names()
-        node = next((at for at, name in enumerate(nodes) if name in own), None)
+        node = _own_place(nodes, own_names())
     if node is None:
         raise RecipeError(
             "parallel.nodes",
@@ -142,6 +142,14 @@ def _listed(
             "correct them, or say which one this is by NODE_RANK=0, NODE_RANK=1, ...",
         )
     return Cluster("parallel.nodes", len(nodes), node, nodes[0], _leader_port(environment))
+
+
+def _own_place(machines: Sequence[str], own: set[str]) -> int | None:
+    """Return which of these machines has a name of this one, or else an address of any interface here."""
+    found = next((at for at, name in enumerate(machines) if name in own), None)
+    if found is None:
+        found = next((at for at, name in enumerate(machines) if is_here(name)), None)
+    return found
 
 
 def _by_torchrun(environment: Environment) -> Cluster | None:
@@ -196,7 +204,7 @@ def _in_rank_table(
     own = own_names() | {environment[name] for name in ("POD_IP", "XDL_IP") if name in environment}
     node = _optional(environment, "NODE_RANK", integers(0, len(servers) - 1))
     if node is None:
-        node = next((at for at, address in enumerate(addresses) if address in own), None)
+        node = _own_place(addresses, own)
     if node is None:
         raise RecipeError(
             (),
@@ -417,6 +425,18 @@ def names_of_this_machine() -> set[str]:
             continue
         names |= {str(each[4][0]) for each in found}
     return names | {own_address()}
+
+
+def is_here(address: str) -> bool:
+    """Return whether an interface of this machine has this address; False for a name."""
+    if not is_address(address):
+        return False
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
 
 
 def own_address() -> str:

@@ -18,12 +18,12 @@ import time
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from borders.addresses import is_address, is_loopback
+from borders.addresses import is_loopback
 from borders.numbers import integers
 from borders.refusal import one_line
 from borders.shared_secret import Receive, prove_as_listener, within
 from continuous_batching.recording.listeners import RankLost
-from recipes.cluster.cluster import HERE, Cluster, own_address
+from recipes.cluster.cluster import HERE, Cluster, is_here, own_address
 from recipes.schema.parallel_section import ALL_ADDRESSES, MOST_RANKS
 from recipes.schema.recipe_error import RecipeError
 
@@ -53,7 +53,7 @@ def leader_address(cluster: Cluster, interface: str | None) -> str:
         found = {str(each[4][0]) for each in socket.getaddrinfo(cluster.leader, None, socket.AF_INET)}
         own = own_address()
         for address in sorted(own if is_loopback(each) else each for each in found):
-            if not is_loopback(address) and _is_here(address):
+            if not is_loopback(address) and is_here(address):
                 return address
     raise RecipeError(
         ("parallel.interface", "parallel.nodes"),
@@ -69,7 +69,7 @@ def _address_as_found(interface: str, leader: str) -> str:
     A name, and an address that is not here, may lead to it all the same.
     """
     address = address_of(interface)
-    if leader != address and is_address(leader) and _is_here(leader):
+    if leader != address and is_here(leader):
         raise RecipeError(
             "parallel.interface",
             f"{interface} is {address}, and the other machines find the first one at {leader}, which is"
@@ -107,15 +107,6 @@ def address_of(interface: str) -> str:
                 f"this machine has {names}",
                 value=interface,
             ) from error
-
-
-def _is_here(address: str) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
 
 
 def bound(address: str, port: int) -> socket.socket:

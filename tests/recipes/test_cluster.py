@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from recipes.cluster.cluster import Cluster, find_cluster, hosts
+from recipes.cluster import cluster as cluster_module
+from recipes.cluster.cluster import Cluster, find_cluster, hosts, is_here
 from recipes.cluster.launched import table
 from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.reader import load
@@ -155,6 +156,24 @@ def test_the_list_of_the_recipe_is_heard_first() -> None:
     assert find_cluster(parallel, environment, set, Path("none")) == Cluster("parallel.nodes", 2, 1, "a", 77)
 
 
+def test_a_machine_is_known_by_an_address_any_interface(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Names come first: an address of this machine may also be one that every machine has."""
+    monkeypatch.setattr(cluster_module, "is_here", lambda each: each in (address(1), address(2)))
+    parallel = ParallelSection(tensor=3, nodes=tuple(map(address, range(3))))
+    assert find_cluster(parallel, {}, set, Path("none")).node == 1
+    assert find_cluster(parallel, {}, lambda: {address(2)}, Path("none")).node == 2
+    (tmp_path / "hccl.json").write_text(json.dumps(rank_table(2, "1.0")))
+    environment = {"RANK_TABLE_FILE": str(tmp_path / "hccl.json")}
+    assert find_cluster(ParallelSection(tensor=16), environment, set, Path("none")).node == 1
+
+
+def test_an_address_is_here_where_it_can_be_bound() -> None:
+    assert is_here("127.0.0.2")
+    assert not any(map(is_here, ("203.0.113.7", "2001:db8::7", "localhost", "")))
+
+
 @each_of(
     "listed, expected",
     [
@@ -280,13 +299,16 @@ def test_what_contradicts_volcanos_names_is_told_and_what_goes_before_them_is_ta
         (servers([["0"], ["1"]]), "parallel.tensor: 16 ranks take an NPU each, and"),
     ],
 )
-def test_a_rank_table_that_says_nothing_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_a_rank_table_that_says_nothing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    monkeypatch.setattr(cluster_module, "is_here", lambda _: False)
     (tmp_path / "hccl.json").write_text(text)
     parallel = ParallelSection(tensor=16, connect_timeout_s=1)
     environment = {"RANK_TABLE_FILE": str(tmp_path / "hccl.json")}
-    is_here = "an NPU each" in words
+    is_first = "an NPU each" in words
     with pytest.raises(RecipeError) as refused:
-        find_cluster(parallel, environment, lambda: {address(0)} if is_here else set())
+        find_cluster(parallel, environment, lambda: {address(0)} if is_first else set())
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 

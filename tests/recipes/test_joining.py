@@ -170,7 +170,7 @@ def test_the_leader_listens_at_one_address() -> None:
 
 def test_another_address_than_that_of_the_named_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "address_of", lambda _: "192.0.2.1")
-    monkeypatch.setattr(joining, "_is_here", lambda address: address in ("192.0.2.1", "192.0.2.2", "node1"))
+    monkeypatch.setattr(joining, "is_here", lambda address: address in ("192.0.2.1", "192.0.2.2"))
     for leader in ("192.0.2.1", "203.0.113.7", "node1"):  # the last two may lead to it
         assert leader_address(Cluster("a test", 2, leader=leader), "eth1") == "192.0.2.1"
     with pytest.raises(
@@ -182,7 +182,7 @@ def test_another_address_than_that_of_the_named_interface_is_refused(monkeypatch
 def test_a_name_of_this_machine_stands_for_an_address_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where /etc/hosts says that the name is this machine's loopback, which the others do not reach."""
     monkeypatch.setattr(joining, "own_address", lambda: "192.0.2.1")
-    monkeypatch.setattr(joining, "_is_here", lambda address: address == "192.0.2.1")
+    monkeypatch.setattr(joining, "is_here", lambda address: address == "192.0.2.1")
     for found in ("127.0.1.1", "192.0.2.1"):
         monkeypatch.setattr(
             joining.socket, "getaddrinfo", lambda *_, found=found: [(0, 0, 0, "", (found, 0))]
