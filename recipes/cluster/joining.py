@@ -81,8 +81,8 @@ def _address_as_found(interface: str, leader: str) -> str:
 
 
 def address_by(interface: str | None) -> str:
-    """Return the address under which others find this machine, by a recipe's `parallel.interface`."""
-    return own_address() if interface is None or interface == ALL_ADDRESSES else address_of(interface)
+    """Return the address under which others find this machine, by the interface that a recipe names."""
+    return own_address() if interface is None else address_of(interface)
 
 
 def tell_libraries(interface: str | None) -> None:

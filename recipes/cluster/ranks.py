@@ -34,7 +34,7 @@ from devices.hccl_errors import end_of_log, explained
 from devices.host_cores import usable_cores
 from kv_cache.pages import PageCopy
 from models.parallel.group import BACKENDS, join
-from recipes.cluster.cluster import Cluster, own_address, ranks_here
+from recipes.cluster.cluster import Cluster, ranks_here
 from recipes.cluster.joining import Joining, bound, leader_address, tell_libraries
 from recipes.cluster.rank_process import (
     GATHERED,
@@ -116,7 +116,7 @@ class Ranks:
                 master_listen_fd=of_store.detach(),
             )
             secret = new_secret()
-            store.set(RECORDING, f"{address or own_address()}:{server.getsockname()[1]}")
+            store.set(RECORDING, f"{found_at}:{server.getsockname()[1]}")
             store.set(SECRET, secret.decode())
             store.set(WAIT_S, str(self.wait_s))
             store.set(RANKS_HERE, str(ranks_here(recipe.parallel, cluster)))

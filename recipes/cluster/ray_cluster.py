@@ -65,12 +65,24 @@ def ray_job(num_nodes: int, arguments: list[str]) -> RayJob:
     )
 
 
+def node_address(interface: str | None) -> str:
+    """Return the address under which the other nodes find this one; raises RecipeError.
+
+    Ray's nodes find each other at Ray's own addresses, which need not be those of the default route.
+    """
+    if interface == ALL_ADDRESSES:
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+    return address_by(interface)
+
+
 class LaunchActor:
     """An actor of Ray that runs the command on one node; the command ends with it."""
 
     def address(self, interface: str | None) -> str:
         """Return the address under which the other nodes find this one; raises RecipeError."""
-        return address_by(interface)
+        return node_address(interface)
 
     def run(self, arguments: Sequence[str], node: int, nodes: Sequence[str]) -> int:
         """Run the command, and return its exit status."""

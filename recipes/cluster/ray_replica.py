@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.cluster.joining import address_by
-from recipes.cluster.ray_cluster import actors, started
+from recipes.cluster.ray_cluster import actors, node_address, started
 
 LOOPBACK = "127.0.0.1"  # the address on which scripts.serve listens by default
 _LOOKS_S = 0.5
@@ -80,7 +79,7 @@ class ReplicaAgent:
 
     def where(self, interface: str | None = None) -> tuple[str, Ports]:
         """Return the node's address, and ports that are free there; raises RecipeError."""
-        return address_by(interface), Ports.free()
+        return node_address(interface), Ports.free()
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the command.
@@ -157,7 +156,7 @@ class RayReplica:
         )
         places = get([agent.where.remote(self._job.interface) for agent in agents])
         nodes = [address for address, _ in places]
-        if self._job.host == LOOPBACK and {*nodes} != {address_by(self._job.interface)}:
+        if self._job.host == LOOPBACK and {*nodes} != {node_address(self._job.interface)}:
             return f"{nodes[0]} is another machine, which nobody reaches at {LOOPBACK}; add --host 0.0.0.0"
         options, environment = self._job.command(places[0][1], nodes)
         get(

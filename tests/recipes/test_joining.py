@@ -14,9 +14,12 @@ import pytest
 from borders.shared_secret import HELLO, NONCE_BYTES, new_secret, prove_as_dialler, within
 from continuous_batching.recording.listeners import RankLost
 from recipes.cluster import joining
+from recipes.cluster import ranks as ranks_module
 from recipes.cluster.cluster import HERE, Cluster
 from recipes.cluster.joining import Joining, bound, introduced, leader_address, tell_libraries
+from recipes.cluster.rank_process import RECORDING, SpareRanks
 from recipes.cluster.ranks import Ranks
+from recipes.schema.reader import load
 from recipes.schema.recipe_error import RecipeError
 from tests.mutated import Mutator
 from tests.patience import PATIENCE_S
@@ -177,6 +180,24 @@ def test_another_address_than_that_of_the_named_interface_is_refused(monkeypatch
         RecipeError, match=r"eth1 is 192\.0\.2\.1, and the other machines find .* at 192\.0\.2\.2"
     ):
         leader_address(Cluster("a test", 2, leader="192.0.2.2"), "eth1")
+
+
+def test_the_recording_is_where_the_others_have_found_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address of this machine's default route may be one that they do not reach."""
+    said = dict[str, str]()
+
+    class Store:
+        def __init__(self, *_: object, master_listen_fd: int, **__: object) -> None:
+            os.close(master_listen_fd)
+            self.set = said.__setitem__
+
+    monkeypatch.setattr(ranks_module.dist, "TCPStore", Store)
+    ranks = object.__new__(Ranks)
+    ranks._processes, ranks.wait_s = [], 1.0
+    monkeypatch.setattr(ranks, "_accepted", lambda *_: {})
+    recipe = load("recipes/tiny/cpu.yaml", ["parallel.tensor=2", "parallel.interface=all"])
+    ranks._gathered(recipe, Cluster("a test", 2, leader="node1"), SpareRanks(0))
+    assert said[RECORDING].startswith("node1:")
 
 
 def test_a_name_of_this_machine_stands_for_an_address_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,8 +67,11 @@ def test_without_ray_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyP
 
 
 def test_nodes_find_each_other_at_the_interface_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all interfaces are meant, they do so at the address under which Ray knows them."""
     monkeypatch.setattr(joining, "own_address", lambda: "192.0.2.7")
-    for interface, address in ((None, "192.0.2.7"), ("all", "192.0.2.7"), ("lo", "127.0.0.1")):
+    ray = SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: "192.0.2.8"))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    for interface, address in ((None, "192.0.2.7"), ("all", "192.0.2.8"), ("lo", "127.0.0.1")):
         assert LaunchActor().address(interface) == ReplicaAgent().where(interface)[0] == address
 
 
