@@ -93,20 +93,44 @@ def tell_libraries(interface: str | None) -> None:
             os.environ.setdefault(name, f"={interface}")  # they take every one that begins so if = is absent
 
 
+def interface_to(leader: str) -> str | None:
+    """Return this machine's interface from which it sends to the leader, None where that is not found.
+
+    On the leader itself that is the interface with its address, whatever its own /etc/hosts says.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((leader, 9))  # this sends nothing; the system only chooses an address
+        except OSError:
+            return None
+        address = str(probe.getsockname()[0])
+    if is_loopback(address):
+        address = own_address()
+    names = (name for _, name in socket.if_nameindex())
+    return next((name for name in names if _ipv4_of(name) == address), None)
+
+
 def address_of(interface: str) -> str:
     """Return the IPv4 address of a network interface of this machine; raises RecipeError."""
+    address = _ipv4_of(interface)
+    if address is None:
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        raise RecipeError(
+            "parallel.interface",
+            f"{interface} has no IPv4 address here",
+            f"this machine has {names}",
+            value=interface,
+        )
+    return address
+
+
+def _ipv4_of(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             asked = struct.pack("256s", interface.encode()[:15])
             return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, asked)[20:24])
-        except OSError as error:
-            names = ", ".join(name for _, name in socket.if_nameindex())
-            raise RecipeError(
-                "parallel.interface",
-                f"{interface} has no IPv4 address here",
-                f"this machine has {names}",
-                value=interface,
-            ) from error
+        except OSError:
+            return None
 
 
 def bound(address: str, port: int) -> socket.socket:

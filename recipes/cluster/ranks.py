@@ -35,7 +35,7 @@ from devices.host_cores import usable_cores
 from kv_cache.pages import PageCopy
 from models.parallel.group import BACKENDS, join
 from recipes.cluster.cluster import Cluster, ranks_here
-from recipes.cluster.joining import Joining, bound, leader_address, tell_libraries
+from recipes.cluster.joining import Joining, bound, interface_to, leader_address, tell_libraries
 from recipes.cluster.rank_process import (
     GATHERED,
     RANKS_HERE,
@@ -252,12 +252,23 @@ def devices_of(recipe: Recipe, ranks: int) -> Sequence[str | None]:
 def stay_near(cluster: Cluster, interface: str | None) -> None:
     """Let the ranks of one machine meet on its loopback, and those of several at the recipe's interface.
 
-    The host name of a machine may resolve to another address.
+    Without one, gloo takes the address of the machine's name, which /etc/hosts may say is a loopback; so it
+    is told the interface by which the leader is reached.
     """
     if is_loopback(cluster.leader):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    else:
-        tell_libraries(interface)
+        return
+    tell_libraries(interface)
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        found = interface_to(cluster.leader)
+        if found is None:
+            log.warning(
+                "gloo takes the address of this machine's name, since no interface that leads to %s is found;"
+                " where ranks do not meet there, set parallel.interface",
+                cluster.leader,
+            )
+        else:
+            os.environ["GLOO_SOCKET_IFNAME"] = found
 
 
 def recipe_of_a_rank(recipe: Recipe, ranks_here: int) -> Recipe:

@@ -65,8 +65,8 @@ class ParallelSection:
     interface: str | None = key(
         "the network interface at which the first machine lets the others join, and which the collectives of"
         " this machine use, such as eth0; all: any, for a network that nobody else reaches; null: the address"
-        " by which the others find the first one, and whatever the collectives choose. On Ray, that"
-        " of its network",
+        " by which the others find the first one; gloo takes the interface to it, and NCCL and HCCL choose."
+        " On Ray, that of its network",
         default=None,
     )
     connect_timeout_s: float = key(

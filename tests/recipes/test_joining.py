@@ -18,9 +18,10 @@ from recipes.cluster import ranks as ranks_module
 from recipes.cluster.cluster import HERE, Cluster
 from recipes.cluster.joining import Joining, bound, introduced, leader_address, tell_libraries
 from recipes.cluster.rank_process import RECORDING, SpareRanks
-from recipes.cluster.ranks import Ranks
+from recipes.cluster.ranks import Ranks, stay_near
 from recipes.schema.reader import load
 from recipes.schema.recipe_error import RecipeError
+from tests.each_of import each_of
 from tests.mutated import Mutator
 from tests.patience import PATIENCE_S
 from tests.thorough import cases
@@ -209,6 +210,37 @@ def test_a_name_of_this_machine_stands_for_an_address_of_it(monkeypatch: pytest.
             joining.socket, "getaddrinfo", lambda *_, found=found: [(0, 0, 0, "", (found, 0))]
         )
         assert leader_address(Cluster("a test", 2, leader="node1"), None) == "192.0.2.1"
+
+
+@each_of("interface", [None, "all"])
+def test_gloo_meets_at_the_interface_to_the_leader(
+    interface: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where /etc/hosts says that the leader's name, or this machine's, is a loopback."""
+    caplog.clear()
+    addresses = {"lo": "127.0.0.1", "eth0": "192.0.2.1", "eth1": "203.0.113.7"}
+    sent_from = {"203.0.113.1": "203.0.113.7", "node1": "127.0.0.1", "far": "198.51.100.9"}
+    monkeypatch.setattr(joining, "own_address", lambda: "192.0.2.1")
+    monkeypatch.setattr(joining, "_ipv4_of", addresses.get)
+    monkeypatch.setattr(joining.socket, "if_nameindex", lambda: list(enumerate(addresses)))
+
+    class Probe(socket.socket):
+        def connect(self, place: tuple[str, int]) -> None:
+            self.from_ = sent_from[place[0]]
+
+        def getsockname(self) -> tuple[str, int]:
+            return self.from_, 1
+
+    monkeypatch.setattr(joining.socket, "socket", Probe)
+    for leader, found in (("203.0.113.1", "eth1"), ("node1", "eth0"), ("far", None), ("127.0.0.1", "lo")):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+        stay_near(Cluster("a test", 2, leader=leader), interface)
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == found
+    assert caplog.text.count("parallel.interface") == 1
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "bond0")
+    stay_near(Cluster("a test", 2, leader="node1"), interface)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "bond0"
 
 
 def test_the_libraries_use_the_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
