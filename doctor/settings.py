@@ -130,9 +130,9 @@ def _rank_table(facts: MachineFacts) -> Finding | None:
         return None
     return Finding(
         f"RANK_TABLE_FILE is {facts.environment.get('RANK_TABLE_FILE')}: {facts.rank_table_error}",
-        "HCCL reads the ranks from this file where the variable is set; this engine's ranks find each other",
+        "an engine of several ranks finds its machines in this file where the variable is set",
         "unset RANK_TABLE_FILE",
-        "HCCL, environment variables",
+        "docs/cluster.md, Several machines",
         is_fatal=len(facts.nodes) > 1,
     )
 

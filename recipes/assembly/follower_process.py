@@ -26,7 +26,6 @@ from borders.shared_secret import prove_as_dialler, within
 from continuous_batching.recording.follower import Beats, Follower, differences
 from continuous_batching.recording.rank_tier import FollowersTier
 from devices.hccl_errors import end_of_log, explained
-from models.parallel.group import BACKENDS, join
 from recipes.assembly.engine import assemble
 from recipes.assembly.page_tier import tier_of_rank
 from recipes.cluster.rank_process import (
@@ -43,6 +42,7 @@ from recipes.cluster.rank_process import (
     common,
     restored,
 )
+from recipes.cluster.ranks import joined
 from recipes.machine import start
 from recipes.schema.recipe import Recipe
 
@@ -114,8 +114,7 @@ def follow(recipe: Recipe, rank: int, leader: str) -> None:
         store.wait([GATHERED])
         try:
             start(recipe.device)  # it imports the library of the collectives
-            wait_s = float(store.get(WAIT_S))
-            group = join(BACKENDS[recipe.device.kind], store, rank, recipe.parallel.ranks, wait_s)
+            group = joined(recipe, store, rank, float(store.get(WAIT_S)))
             beats.inside = lambda: group.inside
             built = assemble(recipe, group, tell=tell, ranks_here=int(store.get(RANKS_HERE)))
             tier = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from recipes.schema.recipe_error import RecipeError
 
 HERE = "127.0.0.1"
 RANK_TABLE = Path("/user/serverid/devindex/config/hccl.json")  # the Ascend Operator mounts it there
+_HIDDEN_TABLE = "CONTINUOUS_BATCHING_RANK_TABLE"  # what RANK_TABLE_FILE was before it was hidden
 _PORTS_OF_JOBS = 1000  # this many SLURM jobs that share a node use different ports
 _NUMBERS, _COUNTS = integers(0, 2**31 - 1), integers(1, 2**31 - 1)
 _NUMBERED = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
@@ -193,7 +194,7 @@ def _in_rank_table(
     parallel: ParallelSection, environment: Environment, own_names: Callable[[], set[str]], path: Path
 ) -> Cluster | None:
     """Read a rank table, which the environment names, or which is mounted."""
-    named = environment.get("RANK_TABLE_FILE")
+    named = environment.get("RANK_TABLE_FILE", environment.get(_HIDDEN_TABLE))
     if named is None and not path.exists():
         return None
     if named == "":
@@ -221,6 +222,15 @@ def _in_rank_table(
             limit=num_npus,
         )
     return Cluster(str(path), len(servers), node, addresses[0], _leader_port(environment))
+
+
+def hide_rank_table(environment: MutableMapping[str, str]) -> None:
+    """Let RANK_TABLE_FILE name nothing to torch_npu, and still the same to `find_cluster`.
+
+    torch_npu makes communicators of all NPUs that the file lists, of which the ranks may be only some.
+    """
+    if "RANK_TABLE_FILE" in environment:
+        environment[_HIDDEN_TABLE] = environment.pop("RANK_TABLE_FILE")
 
 
 def _by_volcano(environment: Environment, own_names: Callable[[], set[str]]) -> Cluster | None:

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from models.parallel.group import BACKENDS, join
 from recipes.cluster.rank_process import VISIBLE
-from recipes.cluster.ranks import devices_of, recipe_of_a_rank
+from recipes.cluster.ranks import devices_of, joined, recipe_of_a_rank
 from recipes.machine import start
 from recipes.schema.recipe import Recipe
 
@@ -92,7 +91,6 @@ def _rank(
     parallel = recipe.parallel
     within = timedelta(seconds=parallel.connect_timeout_s)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=within)
-    backend = BACKENDS[recipe.device.kind]
-    group = join(backend, store, rank, parallel.ranks, parallel.start_timeout_s)
+    group = joined(recipe, store, rank, parallel.start_timeout_s)
     found.send(body(recipe, group, *rest))
     dist.destroy_process_group()

@@ -33,8 +33,8 @@ from devices.cpu_threads import USUAL_THREADS
 from devices.hccl_errors import end_of_log, explained
 from devices.host_cores import usable_cores
 from kv_cache.pages import PageCopy
-from models.parallel.group import BACKENDS, join
-from recipes.cluster.cluster import Cluster, ranks_here
+from models.parallel.group import BACKENDS, Group, join
+from recipes.cluster.cluster import Cluster, hide_rank_table, ranks_here
 from recipes.cluster.joining import Joining, bound, interface_to, leader_address, tell_libraries
 from recipes.cluster.rank_process import (
     GATHERED,
@@ -88,8 +88,7 @@ class Ranks:
             self._listeners = Listeners(connections, self._limit_s, self._lost, start_limit_s)
             self._end = weakref.finalize(self, _close, self._processes, self._listeners)
             with watched(self._listeners):
-                backend, ranks = BACKENDS[recipe.device.kind], recipe.parallel.ranks
-                self.group = join(backend, store, 0, ranks, self.wait_s)
+                self.group = joined(recipe, store, 0, self.wait_s)
             self._listeners.inside = lambda: self.group.inside
         except BaseException:
             for process in self._processes:
@@ -269,6 +268,12 @@ def stay_near(cluster: Cluster, interface: str | None) -> None:
             )
         else:
             os.environ["GLOO_SOCKET_IFNAME"] = found
+
+
+def joined(recipe: Recipe, store: dist.Store, rank: int, wait_s: float) -> Group:
+    """Return the group of all ranks, once they have joined through the store; see `join`."""
+    hide_rank_table(os.environ)
+    return join(BACKENDS[recipe.device.kind], store, rank, recipe.parallel.ranks, wait_s)
 
 
 def recipe_of_a_rank(recipe: Recipe, ranks_here: int) -> Recipe:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from recipes.cluster import cluster as cluster_module
+from recipes.cluster import ranks
 from recipes.cluster.cluster import Cluster, find_cluster, hosts, is_here
 from recipes.cluster.launched import table
 from recipes.schema.parallel_section import ParallelSection
@@ -167,6 +170,25 @@ def test_a_machine_is_known_by_an_address_any_interface(
     (tmp_path / "hccl.json").write_text(json.dumps(rank_table(2, "1.0")))
     environment = {"RANK_TABLE_FILE": str(tmp_path / "hccl.json")}
     assert find_cluster(ParallelSection(tensor=16), environment, set, Path("none")).node == 1
+
+
+def test_a_rank_table_is_hidden_from_torch_npu_and_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of an engine join, and so do those of the next one of its process."""
+    keys, environment = launched("hccl.json 1.0", 2, 1, tmp_path)
+    monkeypatch.setenv("CONTINUOUS_BATCHING_RANK_TABLE", "")
+    monkeypatch.delenv("CONTINUOUS_BATCHING_RANK_TABLE")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ranks, "join", lambda *_: None)
+    parallel = ParallelSection(tensor=4, **keys)
+    first = find_cluster(parallel, os.environ, set, Path("none"))
+    assert first.num_nodes == 2
+    for _ in range(2):
+        ranks.joined(load("recipes/tiny/npu.yaml"), HashStore(), 0, 1.0)
+        assert "RANK_TABLE_FILE" not in os.environ
+        assert find_cluster(parallel, os.environ, set, Path("none")) == first
 
 
 def test_an_address_is_here_where_it_can_be_bound() -> None:
