@@ -5,8 +5,9 @@ renamed once it is whole. The time of a file's last change records when it was l
 
 A writer holds a lock, whose file holds the total number of bytes. The total is raised before a file is
 written, so that the bound holds at any time, and a process that is killed leaves a total that is too large
-rather than too small; it is recounted at each start, and when room is made. Nothing waits for the disk: an
-entry that a loss of power leaves half written is found by its checksum.
+rather than too small; it is recounted at each start, and when room is made. Where the disk is full before the
+bound is reached, the least recently used files give way, too. Nothing waits for the disk: an entry that a
+loss of power leaves half written is found by its checksum.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ LOCK, INCOMING = "lock", "incoming"
 # Share of the bound that is freed at once when there is no room, because scanning all files takes a while
 _ROOM = 0.1
 _COUNT_BYTES = 8
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV)  # a link, a socket, a device that is not there
 _ENTRY = re.compile(r"[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{64}")  # any other file in the folder is left alone
 
@@ -61,13 +63,16 @@ class DiskStore:
         if size > self._most_bytes or path.exists():
             return False
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
             with self._locked():
                 used = self._used()
                 if used + size > self._most_bytes:
                     used = self._make_room(size)
-                self._book(used + size)
-                self._put(path, entry)
+                try:
+                    self._put(path, entry, used)
+                except OSError as error:
+                    if error.errno not in _FULL:
+                        raise
+                    self._put(path, entry, self._make_room(size, is_full=True))
         except OSError as error:
             raise StoreFailed(str(error)) from error
         return True
@@ -114,18 +119,28 @@ class DiskStore:
             os.close(file)
         return b"".join(parts)
 
-    def _put(self, path: Path, entry: bytes) -> None:
-        """Write a file that appears under its name when it is whole; the lock admits one writer at a time."""
+    def _put(self, path: Path, entry: bytes, used: int) -> None:
+        """Write a file that appears under its name when it is whole, and add it to the `used` bytes.
+
+        The lock admits one writer at a time. Nothing is left of a file that cannot be written.
+        """
         incoming = self._folder / INCOMING
-        file = os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._book(used + len(entry))
         try:
-            rest = memoryview(entry)
-            while rest:
-                rest = rest[os.write(file, rest) :]
-        finally:
-            os.close(file)
-        _use(incoming)
-        incoming.rename(path)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            file = os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                rest = memoryview(entry)
+                while rest:
+                    rest = rest[os.write(file, rest) :]
+            finally:
+                os.close(file)
+            _use(incoming)
+            incoming.rename(path)
+        except OSError:
+            incoming.unlink(missing_ok=True)
+            self._book(used)
+            raise
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -142,16 +157,18 @@ class DiskStore:
     def _book(self, num_bytes: int) -> None:
         os.pwrite(self._lock, num_bytes.to_bytes(_COUNT_BYTES, "little"), 0)
 
-    def _make_room(self, size: int) -> int:
+    def _make_room(self, size: int, *, is_full: bool = False) -> int:
         """Delete the least recently used files until `size` fits with a reserve.
 
-        Returns the bytes that remain.
+        Where the disk is full, what the files have now is all that it holds of them. Returns the bytes that
+        remain.
         """
         files = sorted(self._files())
         used = sum(each.st_size for _, each, _ in files)
-        target = self._most_bytes - size
+        most = min(used, self._most_bytes) if is_full else self._most_bytes
+        target = most - size
         if used > target:
-            target = max(0, target - int(_ROOM * self._most_bytes))
+            target = max(0, target - int(_ROOM * most))
         for _, found, path in files:
             if used <= target:
                 break

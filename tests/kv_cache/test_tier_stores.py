@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -135,6 +137,7 @@ def test_a_disk_that_fails_is_told_as_such(tmp_path: Path, monkeypatch: pytest.M
     store = DiskStore(tmp_path, 10 * SIZE, ONE)
 
     def full(file: int, data: bytes) -> int:
+        assert store.read([key(1)]) == [None], "it is not found before it is whole"
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
@@ -143,6 +146,33 @@ def test_a_disk_that_fails_is_told_as_such(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.undo()
     assert store.read([key(1)]) == [None]
     assert store.write(key(1), entry(1))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_smaller_than_the_bound_keeps_what_was_used_last(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a page that it does not hold at all leaves nothing behind."""
+    store, write = DiskStore(tmp_path, 100 * SIZE, ONE), os.write
+    disk = 10 * SIZE + len(b"the lock")
+
+    def bounded(file: int, data: bytes) -> int:
+        room = disk - sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+        if room <= 0:
+            raise OSError(number, os.strerror(number))
+        return write(file, data[:room])
+
+    monkeypatch.setattr(os, "write", bounded)
+    for each in range(25):
+        assert store.write(key(each), entry(each))
+        assert store.read([key(0)]) == [entry(0)], "it is used again and again"
+    with pytest.raises(StoreFailed, match=re.escape(os.strerror(number))):
+        store.write(key(30), entry(3, 11 * SIZE))
+    assert not (tmp_path / INCOMING).exists()
+    assert store.write(key(31), entry(31)), "nothing is counted of what was not written"
+    assert int.from_bytes((tmp_path / "lock").read_bytes(), "little") == sum(
+        path.stat().st_size for path in tmp_path.rglob("*") if len(path.name) == 64
+    )
 
 
 WRITER = """
