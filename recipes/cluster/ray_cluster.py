@@ -25,6 +25,7 @@ from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 
 RESOURCES = {"npu": "NPU", "cuda": "GPU"}  # Ray's resource by the kind of device
+_THREADS = "OMP_NUM_THREADS"
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _ENDS_IN_S = 10.0  # time for the other nodes to end after the leader has ended
 
@@ -84,10 +85,13 @@ class LaunchActor:
         """Return the address under which the other nodes find this one; raises RecipeError."""
         return node_address(interface)
 
-    def run(self, arguments: Sequence[str], node: int, nodes: Sequence[str]) -> int:
+    def run(
+        self, arguments: Sequence[str], node: int, nodes: Sequence[str], environment: Mapping[str, str]
+    ) -> int:
         """Run the command, and return its exit status."""
         listed = f"parallel.nodes=[{','.join(nodes)}]"
-        return started([*arguments, listed], {"NODE_RANK": str(node)}, signal.SIGTERM).wait()
+        variables = {**environment, "NODE_RANK": str(node)}
+        return started([*arguments, listed], variables, signal.SIGTERM).wait()
 
 
 def started(
@@ -95,16 +99,23 @@ def started(
 ) -> subprocess.Popen[bytes]:
     """Start scripts/launch.sh with these arguments.
 
-    It gets the signal when the thread that started it ends, however that ends.
+    It gets the signal when the thread that started it ends, however that ends. The number of threads is of
+    `environment` alone: Ray sets it to 1 in an actor, since that has a CPU.
     """
     libc = ctypes.CDLL(None, use_errno=True)
+    inherited = {name: value for name, value in os.environ.items() if name != _THREADS}
     return subprocess.Popen(
         ["bash", str(ROOT / "scripts" / "launch.sh"), *arguments],
         cwd=ROOT,
-        env=os.environ | environment,
+        env={**inherited, **environment},
         stdin=subprocess.DEVNULL,
         preexec_fn=lambda: libc.prctl(_END_WITH_PARENT, when_alone),
     )
+
+
+def own_threads() -> dict[str, str]:
+    """Return OMP_NUM_THREADS, if the user has set it for this process, for what it starts on other nodes."""
+    return {_THREADS: os.environ[_THREADS]} if _THREADS in os.environ else {}
 
 
 def check_reach(nodes: Sequence[Mapping[str, Any]], interface: str | None) -> None:
@@ -205,7 +216,8 @@ def _lead(ray: Any, group: Any, job: RayJob, say: Callable[[str], None]) -> int:
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None  # a node without this interface
     say(f"Ray has placed {job.num_nodes} nodes: {', '.join(nodes)}")
-    ends = [agent.run.remote(job.arguments, node, nodes) for node, agent in enumerate(agents)]
+    threads = own_threads()
+    ends = [agent.run.remote(job.arguments, node, nodes, threads) for node, agent in enumerate(agents)]
     waiting = list(ends)
     while ends[0] in waiting:
         (done,), waiting = ray.wait(waiting)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.cluster.ray_cluster import actors, node_address, started
+from recipes.cluster.ray_cluster import actors, node_address, own_threads, started
 
 LOOPBACK = "127.0.0.1"  # the address on which scripts.serve listens by default
 _LOOKS_S = 0.5
@@ -159,6 +159,7 @@ class RayReplica:
         if self._job.host == LOOPBACK and {*nodes} != {node_address(self._job.interface)}:
             return f"{nodes[0]} is another machine, which nobody reaches at {LOOPBACK}; add --host 0.0.0.0"
         options, environment = self._job.command(places[0][1], nodes)
+        environment |= own_threads()
         get(
             [
                 agent.start.remote(options, environment | {"NODE_RANK": str(at)})

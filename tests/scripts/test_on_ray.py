@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipes.cluster import joining
-from recipes.cluster.ray_cluster import LaunchActor, check_reach, ray_job
+from recipes.cluster import joining, ray_cluster
+from recipes.cluster.ray_cluster import LaunchActor, check_reach, own_threads, ray_job
 from recipes.cluster.ray_replica import ReplicaAgent
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
@@ -77,11 +77,36 @@ def test_nodes_find_each_other_at_the_interface_of_the_recipe(monkeypatch: pytes
 
 def test_a_node_runs_what_its_user_would(capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["--dry-run", "generate", TINY, "parallel.tensor=2"]
-    assert LaunchActor().run(arguments, 1, ["10.0.0.1", "10.0.0.2"]) == 0
+    assert LaunchActor().run(arguments, 1, ["10.0.0.1", "10.0.0.2"], {}) == 0
     said = capfd.readouterr().err
     assert "'scripts.follow'" in said
     assert "rank 1: machine 1 of 2" in said
     assert "follows 10.0.0.1:29400" in said
+
+
+@pytest.mark.parametrize("threads", [None, "6"])
+def test_a_node_computes_with_the_users_threads_and_not_with_those_of_rays_actors(
+    threads: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "x")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    of_the_user = own_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as Ray does in an actor
+    inherited = list[str | None]()
+
+    class Started:
+        def __init__(self, *_: object, env: dict[str, str], **__: object) -> None:
+            inherited.append(env.get("OMP_NUM_THREADS"))
+
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.setattr(ray_cluster.subprocess, "Popen", Started)
+    LaunchActor().run(["generate", TINY], 0, ["10.0.0.1"], of_the_user)
+    ReplicaAgent().start(["serve", TINY], of_the_user)
+    assert inherited == [threads, threads]
 
 
 @pytest.mark.slow
