@@ -47,6 +47,7 @@ class Present:
     product: str | None = None  # the Ascend product's name in a recipe
     count: int = 1
     memory_bytes: int = 0
+    busy: str = ""  # words for devices with far less free than another has, and how to leave them out
 
 
 def present(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> Present:
@@ -61,22 +62,31 @@ def present(environment: Mapping[str, str] = os.environ, devices: Path = Path("/
 
 def npus(printed: str, environment: Mapping[str, str]) -> Present:
     """Return the NPUs that `npu-smi info` shows and the environment leaves visible."""
-    chips = chips_of(printed)
+    chips = dict(enumerate(chips_of(printed)))
     said = environment.get(VISIBLE_NPUS, "").split(",")
     if all(each.strip().isdecimal() for each in said):
-        chips = tuple(chip for number, chip in enumerate(chips) if number in map(int, said))
+        chips = {number: chip for number, chip in chips.items() if number in map(int, said)}
     fix = "say which one it is: device.kind=npu device.product=910B device.memory_gib=60, as it may be"
     if not chips:
         seen = environment.get(VISIBLE_NPUS)
         hidden = "" if seen is None else f" that {VISIBLE_NPUS}={seen} leaves visible"
         raise ValueError(f"/dev has an NPU, and `npu-smi info` shows none{hidden}; {fix}")
-    name = chips[0].name
+    name = next(iter(chips.values())).name
     product = product_of(name)
     if product is None:
         known = ", ".join(each.name for each in PRODUCTS)
         raise ValueError(f"the NPU calls itself {name}, which is no product known here ({known}); {fix}")
-    free = min(chip.total_mib - chip.used_mib for chip in chips)
-    return Present("npu", name, product, len(chips), free * MIB)
+    free = {number: chip.total_mib - chip.used_mib for number, chip in chips.items()}
+    least, most = min(free.values()), max(free.values())
+    busy = ""
+    if 2 * least < most:
+        idle = ",".join(str(number) for number, mib in free.items() if 2 * mib >= most)
+        full = next(number for number, mib in free.items() if mib == least)
+        busy = (
+            f"NPU {full} has {least / 1024:.2f} GiB free, another {most / 1024:.2f}; to leave out what others"
+            f" use, export {VISIBLE_NPUS}={idle}"
+        )
+    return Present("npu", name, product, len(chips), least * MIB, busy)
 
 
 def product_of(chip: str) -> str | None:

@@ -71,6 +71,8 @@ def fitting(
     choice = _Choice(path, folder, overrides, profile, said)
     several = f"{found.count} x " if found.count > 1 else ""
     choice.reasons.append(f"{several}{found.name} with {in_gib(found.memory_bytes)} free: {choice.path}")
+    if found.busy:
+        choice.reasons.append(found.busy)
     if said.get("device.virtual"):
         choice.fit_stand_in()
     if found.kind == "npu":
@@ -239,7 +241,7 @@ class _Choice:
             most = min(found.count * self._cluster.num_nodes, MOST_TENSOR)
             devices = (f"{most} x {found.name}" if most > 1 else found.name) + self._machines
             why = f"{devices} cannot hold the model: {problem.problem}"
-            raise RecipeError(problem.keys, why, problem.fix)
+            raise RecipeError(problem.keys, why, found.busy or problem.fix)
         if holds > 1:
             why = f"fewer of {in_gib(found.memory_bytes)}{self._machines} hold too little beside the weights"
             self.set("parallel.tensor", holds, why)
@@ -277,7 +279,7 @@ def _asked(said: dict[str, Any], found: Present | None) -> Present:
         problem = f"{kind} is asked for, and this machine has {found.name}"
         raise RecipeError("device.kind", problem, "leave it out", value=kind)
     if gib is not None:
-        return replace(found, memory_bytes=int(gib * GIB))
+        return replace(found, memory_bytes=int(gib * GIB), busy="")
     return found if asked is None else replace(found, product=asked)
 
 

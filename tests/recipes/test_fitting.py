@@ -79,6 +79,19 @@ def test_npu_smi_says_which_product_it_is_and_what_is_free(name: str, product: s
             npus(wrong, {})
 
 
+def test_an_npu_that_others_use_is_named_with_those_that_are_free(tmp_path: Path) -> None:
+    idle = SMI_OF_A_CHIP.format(name="910B4-1", used=3072, total=65536)
+    printed = 2 * idle + SMI_OF_A_CHIP.format(name="910B4-1", used=63488, total=65536) + idle
+    found = npus(printed, {})
+    words = r"NPU 2 has 2\.00 GiB free, another 61\.00; to .*, export ASCEND_RT_VISIBLE_DEVICES=0,1,3"
+    with pytest.raises(RecipeError, match=rf"4 x 910B4-1 cannot hold the model: .*; {words}"):
+        fitting(folder(tmp_path, LLAMA_70B), found=found)
+    half = npus(printed.replace("63488", "36864"), {})
+    assert half.busy in fitting(folder(tmp_path / "small", LLAMA_8B), found=half).reasons
+    assert npus(printed, {"ASCEND_RT_VISIBLE_DEVICES": "3,0"}).busy == ""
+    assert "ASCEND_RT_VISIBLE_DEVICES=3" in npus(printed, {"ASCEND_RT_VISIBLE_DEVICES": "2,3"}).busy
+
+
 @pytest.mark.parametrize("product", [each.name for each in PRODUCTS])
 def test_each_product_has_a_recipe_that_its_operators_take(product: str, tmp_path: Path) -> None:
     chosen = fitting(folder(tmp_path, LLAMA_8B), found=ascend(product))
