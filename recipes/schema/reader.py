@@ -34,6 +34,7 @@ PROFILES = ROOT / "recipes/profiles"
 KEYS = {each.name: each for each in keys_of(Recipe)}
 # An override may set a single key of these
 MAPPINGS = ("model.config", "model.config_overrides", "cache.tier")
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")  # YAML reads one only with a point and a sign
 SECTIONS = {name.partition(".")[0] for name in KEYS}
 
 
@@ -228,6 +229,8 @@ def _override(entries: dict[str, Entry], override: str, number: int) -> None:
     located = parse(text, place, numbered=False)
     parts = name.split(".", 2)
     key = KEYS.get(".".join(parts[:2]))
+    if key is None or len(parts) == 3 or key.kind in (Path, str):
+        located = _whole(located, text)
     if name in SECTIONS:
         example = next(each for each in KEYS if each.startswith(f"{name}."))
         raise RecipeError(
@@ -246,6 +249,16 @@ def _override(entries: dict[str, Entry], override: str, number: int) -> None:
     entries[key.name] = Entry(value, place, COMMAND_LINE, number)
 
 
+def _whole(located: Located, text: str) -> Located:
+    """Return the value of an override with what YAML takes for a comment: a path may have ' #' in it."""
+    text, value = text.strip(), located.plain
+    if value is None:
+        is_cut = text.startswith("#")
+    else:
+        is_cut = isinstance(value, str) and re.match(r"\s+#", text.removeprefix(value)) is not None
+    return Located(text, located.line) if is_cut else located
+
+
 def _converted(key: Key, located: Located, place: str) -> Any:
     """Return the value as the key's type."""
     value = located.plain
@@ -258,6 +271,10 @@ def _converted(key: Key, located: Located, place: str) -> Any:
         value = tuple(value)
     if isinstance(value, int) and str(value) in key.choices:  # YAML reads the product 950 as a number
         value = str(value)
+    if key.kind is float and isinstance(value, str) and _EXPONENT.fullmatch(value):
+        assert key.range is not None, "a number has one"
+        number = key.range.parse(value)
+        value = value if number is None else number
     try:
         key.check(value)
     except RecipeError as error:

@@ -40,6 +40,29 @@ def test_overrides_come_last_and_errors_name_them(recipe):
     assert error(path, "base=other.yaml").startswith("command line: base=other.yaml: base: ")
 
 
+def test_a_path_of_an_override_is_whole(recipe):
+    """YAML takes what follows ' #' for a comment, and quotes keep their meaning."""
+    path = recipe()
+    for text in ("/models/My #1", "'/models/My #1'", '"/models/My #1"', " /models/My #1"):
+        assert load(path, [f"model.path={text}"]).model.path == Path("/models/My #1")
+    assert load(path, ["model.path=#1"]).model.path == ROOT / "#1"
+    tier = ["cache.tier.kind=disk", "cache.tier.path=/mnt/My #1", "cache.tier.gib=1", "cache.host_gib=1"]
+    assert load(path, tier).cache.tier["path"] == "/mnt/My #1"
+    assert load(path, ["cache.page_size=8 # tokens"]).cache.page_size == 8
+    assert load(path, ["speculation.draft_path=null # none"]).speculation.draft_path is None
+
+
+def test_a_number_may_have_an_exponent(recipe):
+    for text in ("1e1", "1E+1", "1.e1", ".1e2", "10", "1.0e+1"):
+        file = recipe(GOOD.replace("num_pages: 64", f"memory_gib: {text}"))
+        assert (
+            load(file).cache.memory_gib == load(file, [f"cache.memory_gib={text}"]).cache.memory_gib == 10.0
+        )
+    for text in ("1e999", "1e", "e1", "1e1.5"):
+        assert f"'{text}' is not allowed; it must be a number" in error(file, f"cache.memory_gib={text}")
+    assert "'1e1' is not allowed; it must be an integer" in error(file, "cache.page_size=1e1")
+
+
 def test_an_override_reaches_into_an_inline_config(recipe):
     path = recipe(
         GOOD.replace("path: recipes/tiny/weights", "weights: random\n  config: {model_type: llama, a: 1}")
