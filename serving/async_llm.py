@@ -52,7 +52,7 @@ from serving.engine.messages import (
     View,
 )
 from serving.engine.supervisor import State, Supervisor
-from serving.failures import CutOff, Failure, Overloaded, ShutDown, Unavailable
+from serving.failures import CutOff, Failure, Overloaded, RequestFailed, ShutDown, Unavailable
 from serving.metrics.server_stats import ServerStats
 from serving.orders import Orders
 from serving.outputs import Prompt, RequestOutput, VllmSamplingParams, fields_of, request_output
@@ -407,7 +407,8 @@ class AsyncLLM:
             reserved = self.limits.reserve(parsed, requests[0], facts.max_tokens)
             for answer, num_logprobs in zip(answers, reserved):
                 answer.group, answer.owner = group or answer.group, owner
-                self._send(answer, num_logprobs)
+                answer.num_reserved_logprobs = num_logprobs
+            self._send_all(answers)
         finally:
             place.leave()
             PLACE.reset(entered)
@@ -421,15 +422,29 @@ class AsyncLLM:
         PLACE.set(place)
         return place
 
-    def _send(self, answer: AnswerStream, num_logprobs: int) -> None:
-        num_samples = len(answer.samples)
-        answer.num_reserved_logprobs = num_logprobs
-        answer.weights = self.orders.of_answers
-        answer.first_stream = self._next_stream
-        self._next_stream += num_samples
-        self._streams |= {answer.first_stream + index: (answer, index) for index in range(num_samples)}
+    def _send_all(self, answers: Sequence[AnswerStream]) -> None:
+        """Send the requests of one response; where one cannot be sent, nothing of them stays."""
+        sent = list[AnswerStream]()
+        try:
+            for answer in answers:
+                self._send(answer)
+                sent.append(answer)
+        except BaseException:
+            for answer in answers:
+                self.limits.release(answer)
+            for answer in sent:
+                self.abort(answer, RequestFailed("another prompt of the request could not be sent"))
+            raise
+
+    def _send(self, answer: AnswerStream) -> None:
+        first, num_samples = self._next_stream, len(answer.samples)
         age_s = time.monotonic() - answer.arrival_s
-        self.engine.send(Add.of(answer.first_stream, answer.request, age_s))
+        # What cannot be sent must have no streams: nobody would end them.
+        self.engine.send(Add.of(first, answer.request, age_s))
+        answer.weights = self.orders.of_answers
+        answer.first_stream = first
+        self._next_stream += num_samples
+        self._streams |= {first + index: (answer, index) for index in range(num_samples)}
         self.stats.added(answer)
 
     def _parse(

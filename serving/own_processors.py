@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from borders.field_table import LONGEST_ARGUMENTS, MOST_PROCESSORS
+from borders.field_types import check_unicode
 from borders.refusal import BadRequest, abbreviate_json
 from continuous_batching.own_processors import OwnProcessors, Processor
 from continuous_batching.request import Request
@@ -88,4 +89,6 @@ def _read(name: str, place: str, value: object) -> tuple[str, str]:
     if len(written) > LONGEST_ARGUMENTS:
         problem = f"has {len(written)} characters of JSON; it may have {LONGEST_ARGUMENTS}"
         raise BadRequest(name, problem, place=f"{place}.args")
+    check_unicode(name, value["name"], place=f"{place}.name")
+    check_unicode(name, json.dumps(arguments or {}, ensure_ascii=False), place=f"{place}.args")
     return str(value["name"]), written

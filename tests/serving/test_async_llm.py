@@ -11,7 +11,9 @@ import pytest
 
 from borders.refusal import BadRequest
 from serving.async_llm import AsyncLLM
+from serving.engine.messages import Add, Finish, ToEngine
 from serving.llm import LLM, RequestOutput, SamplingParams
+from tests.patience import PATIENCE_S
 
 RECIPE, SMALL = "recipes/tiny/cpu.yaml", ("scheduler.num_slots=4", "device.threads=1")
 PROMPTS = ["348+275=", "One day", "请介绍一下"]
@@ -64,6 +66,34 @@ def test_answers_grow_to_those_of_a_program_by_itself_and_are_found_by_their_ids
             for each, grew in zip(before.outputs, after.outputs):
                 assert grew.text.startswith(each.text)
                 assert grew.token_ids[: len(each.token_ids)] == each.token_ids
+
+
+def test_a_request_that_cannot_be_sent_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its places and log-probabilities are free again, and the prompt before it is ended."""
+    asked = {"prompt": "One day", "max_tokens": 500, "ignore_eos": True, "n": 3, "logprobs": 2}
+
+    async def use(llm: AsyncLLM) -> None:
+        sent = list[ToEngine]()
+
+        def send(message: ToEngine) -> None:
+            sent.append(message)
+            if len(sent) == 2:
+                raise ZeroDivisionError
+            given(message)
+
+        given = llm.engine.send
+        monkeypatch.setattr(llm.engine, "send", send)
+        with pytest.raises(ZeroDivisionError):
+            await llm.ask([asked | {"id": "a"}, asked | {"id": "b"}])
+        assert [type(each) for each in sent] == [Add, Add, Finish, Finish, Finish]
+        assert (llm.limits.num_logprobs, llm.num_requests) == (0, 3)
+        await asyncio.wait_for(llm.engine.until(lambda: not llm.num_requests), PATIENCE_S)
+        (last,) = await llm.ask([asked | {"id": "c", "max_tokens": 1}])
+        while await last.next():
+            pass
+        llm.limits.release(last)
+
+    asyncio.run(with_llm(use))
 
 
 async def outputs_of_one(llm: AsyncLLM, params: SamplingParams) -> list[RequestOutput]:

@@ -114,6 +114,12 @@ REFUSED = [
     ({"logits_processors": [{"name": "Ban", "arg": {}}]}, "logits_processors[0] is"),
     ({"logits_processors": [{"name": "Ban", "args": [3]}]}, "logits_processors[0].args is [3]"),
     (own("Ban", tokens=[1] * 2000), "logits_processors[0].args has"),
+    (
+        {"logits_processors": [{"name": "Ban\ud800"}]},
+        "logits_processors[0].name is not Unicode text: character 3",
+    ),
+    (own("Ban", x={"\ud800": 1}), "logits_processors[0].args is not Unicode text: character 8"),
+    (own("Ban", x=["\udc00"]), "logits_processors[0].args is not Unicode text"),
     (own("Echo") | {"beam_width": 2, "temperature": 0}, "left out beside beam_width"),
 ]
 
@@ -161,11 +167,15 @@ def test_a_server_serves_them(served: Server) -> None:
         body = {"prompt": [300, 400], "max_tokens": 4, "ignore_eos": True, "return_token_ids": True, **fields}
         return httpx.post(f"{served.url}/v1/completions", json=body, timeout=PATIENCE_S)
 
-    told = post(**own("Echo"), n=2).json()
-    assert [each["token_ids"] for each in told["choices"]] == [[300, 400, 300, 400]] * 2
+    echoed = post(**own("Echo"), n=2).json()
+    assert [each["token_ids"] for each in echoed["choices"]] == [[300, 400, 300, 400]] * 2
     unknown = post(**own("Other"))
     assert unknown.status_code == 400
     assert unknown.json()["error"]["param"] == "logits_processors"
+    half = json.dumps({"prompt": [300], "n": 2, "logits_processors": [{"name": "\ud800"}]})
+    json_type = {"content-type": "application/json"}
+    told = httpx.post(f"{served.url}/v1/completions", content=half, headers=json_type, timeout=PATIENCE_S)
+    assert (told.status_code, told.json()["error"]["param"]) == (400, "logits_processors")
     failed = post(**own("Fail"))
     assert failed.status_code >= 400
     assert "Fail raised ValueError: no luck" in failed.text
