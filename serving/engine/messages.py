@@ -7,6 +7,8 @@ share a clock.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from borders.refusal import BadRequest
@@ -344,5 +346,29 @@ FromEngine = (
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
+
+
+def encode_whole(message: FromEngine) -> bytes:
+    """Encode what an engine says; "?" takes the place of each lone surrogate in its texts.
+
+    A text may be that of an operator's exception about what a client sent, and must not end the engine.
+    """
+    try:
+        return encode(message)
+    except UnicodeEncodeError:
+        return encode(_whole(msgspec.to_builtins(message, builtin_types=(bytes,))))
+
+
+def _whole(value: Any) -> Any:
+    """Return a value of lists, mappings and texts in which every text can be encoded."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, (list, tuple)):
+        return [_whole(each) for each in value]
+    if isinstance(value, dict):
+        return {_whole(name): _whole(each) for name, each in value.items()}
+    return value
+
+
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

@@ -60,7 +60,7 @@ from serving.engine.messages import (
     TraceWritten,
     View,
     decode_to_engine,
-    encode,
+    encode_whole,
 )
 from serving.engine.page_exchange import PageExchange
 from serving.grammars.matching import Grammars, Spelling
@@ -499,7 +499,7 @@ class Worker:
         return View(rows, np.minimum(holders, 255).astype(np.uint8).tobytes(), cached.tobytes())
 
     def _send(self, message: FromEngine) -> None:
-        self._socket.send(encode(message))
+        self._socket.send(encode_whole(message))
 
 
 def _ignore(number: int) -> None:

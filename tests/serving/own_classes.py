@@ -39,11 +39,15 @@ class Fail:
     """Wrong in one way or another from the third token on."""
 
     def __init__(self, vocab_size: int, how: str = "raises") -> None:
+        if how == "never":
+            raise ValueError("not \ud800")
         self._how = how
 
     def __call__(self, prompt: Index, answer: Index, logits: Tensor) -> Any:
         if len(answer) < 2:
             return logits
+        if self._how == "half a pair":
+            raise ValueError("no \ud800")
         if self._how == "raises":
             raise ValueError("no luck")
         if self._how == "leaves nothing":

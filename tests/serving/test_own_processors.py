@@ -179,4 +179,8 @@ def test_a_server_serves_them(served: Server) -> None:
     failed = post(**own("Fail"))
     assert failed.status_code >= 400
     assert "Fail raised ValueError: no luck" in failed.text
+    for how, said in (("never", "ValueError: not ?"), ("half a pair", "ValueError: no ?")):
+        failed = post(**own("Fail", how=how))
+        assert failed.status_code == 400
+        assert failed.json()["error"]["message"].endswith(said)
     assert post().status_code == 200

@@ -24,9 +24,14 @@ from serving.engine.messages import (
     AddAccepted,
     AddRefused,
     Beat,
+    Begun,
     Finish,
+    SampleEnd,
+    Stepped,
+    StepTimes,
     decode_from_engine,
     encode,
+    encode_whole,
 )
 from serving.engine.worker import Worker
 from tests.patience import PATIENCE_S
@@ -131,6 +136,19 @@ def test_a_refusal_comes_over_the_socket_as_it_was() -> None:
     assert sent.stream == 7
     assert vars(sent.error()) == vars(bad)
     assert str(sent.error()) == str(bad)
+
+
+def test_half_a_pair_in_what_an_engine_says_is_replaced() -> None:
+    """All else of the message stays, bytes too."""
+    ends = [SampleEnd(1, "error", text, 3, 2, 1, 0.5, None, None, []) for text in ("a \ud800", "a ?")]
+    times, begun = StepTimes(1.0, 0.5, 1, 2, 3), [Begun(1, 2, [], b"\xff")]
+    said, meant = (Stepped([1], [2], [None], begun, [end], times) for end in ends)
+    assert decode_from_engine(encode_whole(said)) == meant
+    assert encode_whole(meant) == encode(meant)
+    bad = BadRequest("stop", "is \udc00", place="[1]")
+    refused = decode_from_engine(encode_whole(AddRefused.of(7, bad)))
+    assert isinstance(refused, AddRefused)
+    assert str(refused.error()) == "stop[1] is ?"
 
 
 def test_an_id_that_is_being_served_is_refused_and_the_engine_goes_on(sockets: Sockets) -> None:
