@@ -52,7 +52,7 @@ from serving.engine.messages import (
     View,
 )
 from serving.engine.supervisor import State, Supervisor
-from serving.failures import CutOff, Failure, Overloaded, RequestFailed, ShutDown, Unavailable
+from serving.failures import CutOff, EngineEnded, Failure, Overloaded, RequestFailed, ShutDown, Unavailable
 from serving.metrics.server_stats import ServerStats
 from serving.orders import Orders
 from serving.outputs import Prompt, RequestOutput, VllmSamplingParams, fields_of, request_output
@@ -337,7 +337,7 @@ class AsyncLLM:
     async def close(self) -> None:
         """End the engine."""
         await self.engine.close()
-        self._lose("the server is shutting down", "shutdown")
+        self._lose(Unavailable("the server is shutting down; send the request again"), "shutdown")
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self, drain_s: float) -> None:
@@ -670,11 +670,10 @@ class AsyncLLM:
 
     def _lose_engine(self, reason: str) -> None:
         self.stats.lost(reason)
-        self._lose(reason, "engine_lost")
+        self._lose(EngineEnded(f"{reason}; send the request again", self.engine.ready_in_s), "engine_lost")
 
-    def _lose(self, reason: str, cause: str) -> None:
+    def _lose(self, failure: Unavailable, cause: str) -> None:
         """End all open requests, since no engine works on them any more."""
-        failure = Unavailable(f"{reason}; send the request again", self.engine.ready_in_s)
         for answer, _ in self._streams.values():
             if answer.is_open:
                 self.stats.aborted(answer, cause)

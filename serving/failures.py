@@ -38,6 +38,10 @@ class Unavailable(Failure):
         self.retry_after_s = retry_after_s
 
 
+class EngineEnded(Unavailable):
+    """The engine ended while it had the request, which may be the cause."""
+
+
 class CutOff(Failure):
     """The answer was ended early because of the client itself, by an abort, a disconnect or slow reading.
 

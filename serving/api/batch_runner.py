@@ -29,7 +29,7 @@ from serving.api.errors import DEFECT, error_body
 from serving.async_llm import AsyncLLM
 from serving.batches.lines import LineCheck, answered, expired, read_line
 from serving.batches.store import BatchStore, StoredBatch
-from serving.failures import Overloaded, Unavailable
+from serving.failures import EngineEnded, Overloaded, Unavailable
 
 log = logging.getLogger("batches")
 
@@ -195,9 +195,8 @@ class Batches:
         name = uuid.uuid4().hex
         num_attempts = 0
         while True:
-            was_ready = self._llm.accepts
-            status, body = await asked(self.app, line.url, bytes(line.body), active.client, name)
-            num_attempts += was_ready and status == Unavailable.status
+            status, body, failure = await asked(self.app, line.url, bytes(line.body), active.client, name)
+            num_attempts += isinstance(failure, EngineEnded)
             if status not in (Overloaded.status, Unavailable.status) or num_attempts == MOST_ATTEMPTS:
                 break
             if active.must_stop:
@@ -247,8 +246,13 @@ class _Active:
         return self.batch.status == "cancelling" or time.time() >= self.batch.expires_s
 
 
-async def asked(app: ASGIApp, path: str, body: bytes, client: Client, name: str) -> tuple[int, bytes]:
-    """Return status and body of the application's answer to a POST by this client, who never disconnects."""
+async def asked(
+    app: ASGIApp, path: str, body: bytes, client: Client, name: str
+) -> tuple[int, bytes, Exception | None]:
+    """Return the status and the body of the application's answer to a POST, and the failure that it tells.
+
+    The client never disconnects.
+    """
     status, pieces = 0, list[bytes]()
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -279,5 +283,5 @@ async def asked(app: ASGIApp, path: str, body: bytes, client: Client, name: str)
         await app(scope, receive, send)
     except Exception:
         log.exception("%s: a defect of the server", name)
-        return 500, error_body(500, DEFECT)
-    return status, b"".join(pieces)
+        return 500, error_body(500, DEFECT), None
+    return status, b"".join(pieces), state.get("failure")

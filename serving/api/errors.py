@@ -163,7 +163,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Failure)
     @app.exception_handler(BadRequest)
-    async def failed(_: Request, failure: Failure | BadRequest) -> Response:
+    async def failed(request: Request, failure: Failure | BadRequest) -> Response:
+        request.state.failure = failure  # for those who ask in this process: a status has many reasons
         return response_of(failure)
 
     @app.exception_handler(RequestValidationError)

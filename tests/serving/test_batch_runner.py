@@ -19,11 +19,15 @@ from starlette.types import Receive, Scope, Send
 
 from serving.api import batch_runner as runner
 from serving.api.api_keys import ANYBODY, ApiKeys, Client, Rights
+from serving.api.app import application
 from serving.api.batch_runner import PRIORITY, Batches
+from serving.async_llm import AsyncLLM
 from serving.batches.lines import LineCheck, WrongLine, expired, read_line, split_lines
 from serving.batches.store import WINDOW_S, BatchStore, StoredBatch
+from serving.failures import EngineEnded, Failure, SetAside, Unavailable
 from tests.each_of import each_of
 from tests.patience import PATIENCE_S
+from tests.serving.server import TINY
 
 URL = "/v1/completions"
 
@@ -189,25 +193,51 @@ def test_lines_leave_the_slots_that_others_ask_for(tmp_path: Path) -> None:
 
 
 def test_what_is_not_the_line_s_fault_is_tried_again(tmp_path: Path) -> None:
+    """As while an adapter is loaded again, or where an operator's order ends it: no engine was lost."""
     told: list[int] = []
+    failures = [
+        Unavailable("the adapter is being loaded again"),
+        SetAside("an order"),
+        EngineEnded("it ended"),
+    ]
 
     async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
-        told.append((429, 503, 429, 429, 429, 503, 200)[len(told)])
+        told.append((429, 503, 503, 503, 429, 503, 503, 503, 200)[len(told)])
+        if told[-1] == 503:
+            scope["state"]["failure"] = failures[len(told) % 3]
         return told[-1], b"{}"
 
     bench = Bench(tmp_path, answer)
     found, _ = asyncio.run(bench.until_end(bench.add("a")))
-    assert (found.completed, found.failed, len(told)) == (1, 0, 7)
+    assert (found.completed, found.failed, len(told)) == (1, 0, 9)
 
 
 def test_a_line_that_ends_every_engine_is_given_up(tmp_path: Path) -> None:
     async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        scope["state"]["failure"] = EngineEnded("it ended")
         return 503, b'{"error": "lost"}'
 
     bench = Bench(tmp_path, answer)
     found, told = asyncio.run(bench.until_end(bench.add("a")))
     assert (found.status, found.failed) == ("completed", 1)
     assert told[0]["response"]["body"] == {"error": "lost"}
+
+
+@pytest.mark.parametrize("failure", [EngineEnded("it ended"), SetAside("an order")])
+def test_the_server_tells_a_lost_engine_from_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Failure
+) -> None:
+    """Clients are told the same status for either."""
+
+    async def ask(*_: Any, **__: Any) -> None:
+        raise failure
+
+    llm, keys = AsyncLLM(TINY), ApiKeys({})
+    monkeypatch.setattr(llm, "ask", ask)
+    batches = Batches.of(tmp_path, llm, keys)
+    application(llm, "m", keys, is_local=True, batches=batches)
+    told = asyncio.run(runner.asked(batches.app, URL, b'{"prompt": "a"}', ANYBODY, "name"))
+    assert (told[0], told[2]) == (503, failure)
 
 
 def test_a_defect_is_the_answer_to_its_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
