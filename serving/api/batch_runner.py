@@ -144,7 +144,11 @@ class Batches:
         elif active.is_over and not active.lacks_answers:
             await self.call(lambda store: store.end(batch, "completed", lambda *_: None))
         else:
-            await self.call(lambda store: store.end(batch, "expired", expired))
+            try:
+                await self.call(lambda store: store.end(batch, "expired", expired))
+            except sqlite3.OperationalError as error:
+                await self.call(lambda store: store.end(batch, "expired", lambda *_: None))
+                log.error("lines of %s that did not begin get no answer: %s", batch.id, error)
         self._active.remove(active)
         log.info("%s has ended", batch.id)
 
@@ -212,6 +216,10 @@ class Batches:
                 await self.call(keep)
                 return
             except sqlite3.OperationalError as error:
+                if active.must_stop:
+                    active.lacks_answers = True
+                    log.error("an answer of %s is not stored before its end: %s", active.batch.id, error)
+                    return
                 log.error(
                     "an answer of %s cannot be stored, and is stored again in %g s: %s",
                     active.batch.id,

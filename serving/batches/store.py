@@ -55,6 +55,7 @@ _FILES = {  # keyed by whether the oldest file comes first
 }
 _BATCHES = "SELECT * FROM batches WHERE owner = ? AND place < ? ORDER BY place DESC LIMIT ?"
 WINDOW_S = 24 * 3600
+_RESERVE_BYTES = 2**24  # beyond the store's limit, so that the batches of a full store can begin and end
 
 Ended = Literal["completed", "expired", "cancelled"]
 # Maps a line's number and text to its answer if it cannot be run, else to None.
@@ -110,7 +111,8 @@ class BatchStore:
     """The files and batches of a folder.
 
     Every call reads, or is one transaction. Raises OSError where the folder cannot be used, and
-    sqlite3.OperationalError where the disk, or the store of `most_bytes`, is full.
+    sqlite3.OperationalError where the disk, or the store of `most_bytes`, is full. What begins, cancels or
+    ends a batch may use a reserve beyond that.
     """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
@@ -127,7 +129,8 @@ class BatchStore:
                 "PRAGMA synchronous = NORMAL"
             )  # a power cut may lose the last answers, which are then computed again
             (page_size,) = self._db.execute("PRAGMA page_size").fetchone()
-            self._db.execute(f"PRAGMA max_page_count = {max(1, most_bytes // page_size)}")
+            self._most_pages, self._reserve = max(1, most_bytes // page_size), _RESERVE_BYTES // page_size
+            self._db.execute(f"PRAGMA max_page_count = {self._most_pages}")
             self._prepare(path)
         except sqlite3.DatabaseError as error:
             fix = "another server may have it open, or it is no store of batches"
@@ -160,6 +163,16 @@ class BatchStore:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
+
+    @contextmanager
+    def _reserve_transaction(self) -> Iterator[None]:
+        """Write as `_transaction` does, also into the reserve."""
+        self._db.execute(f"PRAGMA max_page_count = {self._most_pages + self._reserve}")
+        try:
+            with self._transaction():
+                yield
+        finally:  # a store that is larger than its limit already stays as it is, and grows no more
+            self._db.execute(f"PRAGMA max_page_count = {self._most_pages}")
 
     def add_file(self, owner: str, name: str, lines: Sequence[tuple[int, bytes]]) -> StoredFile:
         """Store a file of numbered lines, with their line ends."""
@@ -267,7 +280,7 @@ class BatchStore:
             total += 1
             if (answer := check(number, text)) is not None:
                 refused.append((batch.id, number, True, answer))
-        with self._transaction():
+        with self._reserve_transaction():
             begun = self._db.execute(
                 "UPDATE batches SET total = ?, failed = ?, begun_s = ?, status = 'in_progress'"
                 " WHERE id = ? AND status = 'validating'",
@@ -291,18 +304,19 @@ class BatchStore:
 
     def cancel(self, batch: StoredBatch) -> None:
         """Let no more lines of a batch begin, unless it has ended."""
-        self._db.execute(
-            "UPDATE batches SET status = 'cancelling', cancelling_s = ?"
-            " WHERE id = ? AND status IN ('validating', 'in_progress')",
-            (int(time.time()), batch.id),
-        )
+        with self._reserve_transaction():
+            self._db.execute(
+                "UPDATE batches SET status = 'cancelling', cancelling_s = ?"
+                " WHERE id = ? AND status IN ('validating', 'in_progress')",
+                (int(time.time()), batch.id),
+            )
 
     def end(self, batch: StoredBatch, status: Ended, check: Check) -> None:
         """End a batch that nobody works on.
 
         `check` answers the lines without an answer; where it returns None, they stay without one.
         """
-        with self._transaction():
+        with self._reserve_transaction():
             query = f"SELECT number, text {_UNANSWERED}"
             rest = self._db.execute(query, (batch.input, 0, batch.id)).fetchall()
             checked = ((batch.id, number, True, check(number, text)) for number, text in rest)

@@ -22,6 +22,7 @@ from serving.api.api_keys import ANYBODY, ApiKeys, Client, Rights
 from serving.api.app import application
 from serving.api.batch_runner import PRIORITY, Batches
 from serving.async_llm import AsyncLLM
+from serving.batches import store as kept_batches
 from serving.batches.lines import LineCheck, WrongLine, expired, read_line, split_lines
 from serving.batches.store import WINDOW_S, BatchStore, StoredBatch
 from serving.failures import EngineEnded, Failure, SetAside, Unavailable
@@ -95,12 +96,12 @@ def test_an_id_is_that_of_one_line() -> None:
 class Bench:
     """Batches beside an engine and a server that a test plays; `answer` gets what a line asks."""
 
-    def __init__(self, folder: Path, answer: Callable[[Scope, bytes], Any], num_slots: int = 8) -> None:
-        self.store = BatchStore(folder, 2**24)
+    def __init__(self, folder: Path, answer: Callable[[Scope, bytes], Any], most_bytes: int = 2**24) -> None:
+        self.store = BatchStore(folder, most_bytes)
         server = SimpleNamespace(max_body_mib=1.0, batch_requests=3)
         self.llm: Any = SimpleNamespace(
             recipe=SimpleNamespace(server=server),
-            facts=SimpleNamespace(num_slots=num_slots),
+            facts=SimpleNamespace(num_slots=8),
             accepts=True,
             num_requests=0,
         )
@@ -327,6 +328,43 @@ def test_a_batch_ends_while_the_engine_takes_nothing(
     found, told = asyncio.run(asyncio.wait_for(bench.until_end(batch), PATIENCE_S))
     assert (found.status, found.completed) == (end, 0)
     assert [each["error"]["code"] for each in told] == ["batch_expired"] * (end == "expired")
+
+
+@pytest.mark.parametrize("reserve_bytes", [2**24, 2**15])
+@pytest.mark.parametrize("end", ["cancelled", "expired"])
+def test_a_batch_ends_in_a_full_store(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    end: str,
+    reserve_bytes: int,
+) -> None:
+    """A small reserve has no room for what is said of the lines that did not begin."""
+    monkeypatch.setattr(kept_batches, "_RESERVE_BYTES", reserve_bytes)
+    attempts: list[int] = []
+
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        return 200, b'"%s"' % (b"a" * 2**18)
+
+    def keep(self: BatchStore, **given: Any) -> None:
+        attempts.append(given["number"])
+        if len(attempts) == 5 and end == "cancelled":
+            self.cancel(batch)
+        elif len(attempts) == 5:
+            monkeypatch.setattr(runner.time, "time", lambda: batch.made_s + WINDOW_S)
+        kept(self, **given)
+
+    kept = BatchStore.answer
+    monkeypatch.setattr(BatchStore, "answer", keep)
+    bench = Bench(tmp_path, answer, most_bytes=160 * 2**10)
+    names = [f"{number:01000}" for number in range(60)]
+    batch = bench.add(*names)
+    found, told = asyncio.run(asyncio.wait_for(bench.until_end(batch), PATIENCE_S))
+    assert (found.status, found.completed) == (end, 0)
+    assert "is stored again in" in caplog.text
+    is_told = end == "expired" and reserve_bytes == 2**24
+    assert [each["custom_id"] for each in told] == names * is_told
+    assert ("get no answer: database or disk is full" in caplog.text) == (end == "expired" and not is_told)
 
 
 def test_batches_take_turns(tmp_path: Path) -> None:

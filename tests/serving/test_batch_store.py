@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 import sqlite3
@@ -230,7 +231,18 @@ def test_a_full_store_keeps_what_it_has(tmp_path: Path) -> None:
     with pytest.raises(sqlite3.OperationalError, match="full"):
         store.add_file(ME, "b", [(number, b"y" * 2**16) for number in range(1, 9)])
     assert store.files(ME, after=None, most=9, is_ascending=True, purpose=None) == [kept]
-    store.delete(kept)
+    batch = store.add_batch(ME, kept, "/v1/completions", {})
+    with contextlib.suppress(sqlite3.OperationalError):
+        while True:
+            store.add_file(ME, "b", [(1, b"y" * 2**12)])
+    before = store._db.execute("PRAGMA page_count").fetchone()
+    store.begin(batch, lambda number, text: b"z" * 2**15)  # into the reserve, which others do not get
+    store.end(batch, "cancelled", lambda *_: None)
+    assert store._db.execute("PRAGMA page_count").fetchone() > before
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        store.add_file(ME, "b", [(number, b"y" * 2**16) for number in range(1, 9)])
+    for each in store.files(ME, after=None, most=99, is_ascending=True, purpose=None):
+        store.delete(each)
     assert store.add_file(ME, "c", [(1, b"z" * 2**16)]).num_bytes == 2**16
     store.close()
 
