@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message
 from serving.api.api_keys import ApiKeys, Client
 from serving.api.errors import DEFECT, error_body
 from serving.async_llm import AsyncLLM
-from serving.batches.lines import LineCheck, answered, expired, read_line
+from serving.batches.lines import LineCheck, WrongLine, answered, expired, name_of, read_line, refused
 from serving.batches.store import BatchStore, StoredBatch
 from serving.failures import EngineEnded, Overloaded, Unavailable
 
@@ -116,16 +116,28 @@ class Batches:
         begun = (self._begun(batch) for batch in found.values())
         self._active.extend(active for active in begun if active is not None)
         for each in list(self._active):
-            if each.failure is not None and not each.tasks:
-                each.begin_again()
-            if each.batch.status == "validating":
-                check = LineCheck(each.batch.endpoint, self._most_line_bytes)
-                await self.call(partial(BatchStore.begin, batch=each.batch, check=check))
-                self.wake()
-            elif not each.tasks and (each.is_over or each.must_stop):
-                await self._end(each)
+            if not each.pauses:
+                await self._begin_or_end(each)
         await self._begin_lines()
         return bool(self._active)
+
+    async def _begin_or_end(self, active: _Active) -> None:
+        """Begin a batch, or end it, if it is time; what fails lets this batch pause, and no other."""
+        try:
+            if active.failure is not None and not active.tasks:
+                active.begin_again()
+            if active.batch.status == "validating":
+                check = LineCheck(active.batch.endpoint, self._most_line_bytes)
+                await self.call(partial(BatchStore.begin, batch=active.batch, check=check))
+                self.wake()
+            elif not active.tasks and (active.is_over or active.must_stop):
+                await self._end(active)
+        except sqlite3.Error as error:
+            active.pause()
+            log.error("%s pauses for %g s: %s", active.batch.id, _PAUSE_S, error)
+        except Exception:
+            active.pause()
+            log.exception("a defect of the server: %s pauses for %g s", active.batch.id, _PAUSE_S)
 
     def _begun(self, batch: StoredBatch) -> _Active | None:
         client = self._client_of(batch.owner)
@@ -173,7 +185,7 @@ class Batches:
             self._active.rotate(-1)
             batch = active.batch
             found = None
-            if batch.status == "in_progress" and not (active.is_over or active.must_stop or active.failure):
+            if active.may_begin_lines:
                 found = await self.call(partial(BatchStore.next_line, batch=batch, after=active.number))
                 active.is_over = found is None
             if found is None:
@@ -184,7 +196,7 @@ class Batches:
             task = asyncio.create_task(self._answer(active, *found))
             active.tasks.add(task)
             task.add_done_callback(partial(self._ended, active))
-        if any(each.is_over and not each.tasks for each in self._active):
+        if any(each.is_over and not (each.tasks or each.pauses) for each in self._active):
             self.wake()
 
     def _ended(self, active: _Active, task: asyncio.Task[None]) -> None:
@@ -195,7 +207,11 @@ class Batches:
 
     async def _answer(self, active: _Active, number: int, text: bytes) -> None:
         """Send a line's request until it is answered or the batch must stop, and store the answer."""
-        line = read_line(text, active.batch.endpoint, self._most_line_bytes)
+        try:
+            line = read_line(text, active.batch.endpoint, self._most_line_bytes)
+        except WrongLine as bad:  # the server was started again since the batch began, with other limits
+            await self._keep(active, number, refused(number, name_of(text), bad), is_error=True)
+            return
         name = uuid.uuid4().hex
         num_attempts = 0
         while True:
@@ -208,9 +224,11 @@ class Batches:
                 return
             await asyncio.sleep(_AGAIN_S)
         record = answered(line.custom_id, status, name, body)
-        keep = partial(
-            BatchStore.answer, batch=active.batch, number=number, text=record, is_error=status != 200
-        )
+        await self._keep(active, number, record, is_error=status != 200)
+
+    async def _keep(self, active: _Active, number: int, record: bytes, *, is_error: bool) -> None:
+        """Store the answer to a line; a full store is tried again until the batch must stop."""
+        keep = partial(BatchStore.answer, batch=active.batch, number=number, text=record, is_error=is_error)
         while True:
             try:
                 await self.call(keep)
@@ -240,6 +258,7 @@ class _Active:
         self.lacks_answers = False  # a line that was begun stays unanswered, as those that never begin
         self.failure: BaseException | None = None  # a defect in the task of a line
         self.tasks: set[asyncio.Task[None]] = set()
+        self._pauses_until_s = 0.0
 
     def begin_again(self) -> None:
         """Start again from the first line without an answer at the next turn; raises the failure."""
@@ -247,6 +266,21 @@ class _Active:
         self.number, self.is_over = 0, False
         assert failure is not None, "nothing has failed"
         raise failure
+
+    def pause(self) -> None:
+        """Let others alone have turns for a while."""
+        self._pauses_until_s = time.monotonic() + _PAUSE_S
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the batch has no turns now, because it has failed."""
+        return time.monotonic() < self._pauses_until_s
+
+    @property
+    def may_begin_lines(self) -> bool:
+        """Whether a line of the batch may begin, if it has any left."""
+        stops = self.is_over or self.must_stop or self.pauses or self.failure is not None
+        return self.batch.status == "in_progress" and not stops
 
     @property
     def must_stop(self) -> bool:

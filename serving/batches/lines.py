@@ -64,6 +64,14 @@ def split_lines(content: bytes) -> list[tuple[int, bytes]]:
     return found
 
 
+def name_of(text: bytes) -> str | None:
+    """Return the custom_id of a line that may be wrong otherwise, or None if it has no readable one."""
+    try:
+        return msgspec.json.decode(text, type=BatchLine).custom_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 def read_line(text: bytes, endpoint: str, most_bytes: int) -> BatchLine:
     """Return the request of a line; raises WrongLine."""
     if len(text) > most_bytes:
@@ -129,11 +137,15 @@ class LineCheck:
                 )
                 raise WrongLine(problem, line.custom_id)
         except WrongLine as bad:
-            return not_run(bad.custom_id, "invalid_request", f"line {number}: {bad}")
+            return refused(number, bad.custom_id, bad)
         return None
 
 
+def refused(number: int, custom_id: str | None, bad: WrongLine) -> bytes:
+    """Return the answer to a line that cannot be run."""
+    return not_run(custom_id, "invalid_request", f"line {number}: {bad}")
+
+
 def expired(_: int, text: bytes) -> bytes:
-    """Return the answer to a line that did not begin in time; the line was checked when its batch began."""
-    name = msgspec.json.decode(text, type=BatchLine).custom_id
-    return not_run(name, "batch_expired", "the batch's 24 hours were over before this request began")
+    """Return the answer to a line that did not begin in time."""
+    return not_run(name_of(text), "batch_expired", "the batch's 24 hours were over before this request began")

@@ -330,6 +330,75 @@ def test_a_batch_ends_while_the_engine_takes_nothing(
     assert [each["error"]["code"] for each in told] == ["batch_expired"] * (end == "expired")
 
 
+def test_a_line_that_is_no_longer_accepted_is_answered_so(tmp_path: Path) -> None:
+    """As after a restart with a smaller server.max_body_mib."""
+
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        bench.llm.recipe.server.max_body_mib = 0.001
+        return 200, b"{}"
+
+    bench = Bench(tmp_path, answer)
+    bench.llm.recipe.server.batch_requests = 1
+    batch = bench.add("a", "b" * 1024, "c")
+    found, told = asyncio.run(asyncio.wait_for(bench.until_end(batch), PATIENCE_S))
+    assert (found.status, found.completed, found.failed) == ("completed", 2, 1)
+    assert (told[1]["custom_id"], told[1]["error"]["code"]) == ("b" * 1024, "invalid_request")
+    assert told[1]["error"]["message"].startswith("line 2: it is longer than 1048 bytes")
+
+
+@pytest.mark.parametrize("fault", [ValueError("a defect"), runner.sqlite3.OperationalError("disk I/O error")])
+def test_what_fails_lets_its_batch_alone_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Exception
+) -> None:
+    """For longer than the other one takes."""
+    monkeypatch.setattr(runner, "_PAUSE_S", PATIENCE_S)
+
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        return 200, b"{}"
+
+    def begin(self: BatchStore, **given: Any) -> None:
+        if given["batch"].id == first.id:
+            raise fault
+        begun(self, **given)
+
+    begun = BatchStore.begin
+    monkeypatch.setattr(BatchStore, "begin", begin)
+    bench = Bench(tmp_path, answer)
+    first, second = bench.add("a"), bench.add("b")
+    found, _ = asyncio.run(asyncio.wait_for(bench.until_end(second), PATIENCE_S))
+    assert found.completed == 1
+    assert f"{first.id} pauses for" in caplog.text
+    assert caplog.text.count(" pauses for") == 1
+
+
+def test_nobody_wakes_for_a_batch_that_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a batch that cannot be ended would have turn after turn."""
+    monkeypatch.setattr(runner, "_PAUSE_S", PATIENCE_S)
+
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        return 200, b"{}"
+
+    def end(self: BatchStore, *given: Any) -> None:
+        raise runner.sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(BatchStore, "end", end)
+    bench = Bench(tmp_path, answer)
+    bench.add("a")
+
+    async def turns() -> None:
+        batches = bench.batches
+        for _ in range(9):
+            batches._woken.clear()
+            assert await batches._turn()
+            await asyncio.gather(*(task for each in batches._active for task in each.tasks))
+        assert not batches._woken.is_set()
+
+    asyncio.run(turns())
+    assert caplog.text.count(" pauses for") == 1
+
+
 @pytest.mark.parametrize("reserve_bytes", [2**24, 2**15])
 @pytest.mark.parametrize("end", ["cancelled", "expired"])
 def test_a_batch_ends_in_a_full_store(
