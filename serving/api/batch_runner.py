@@ -68,6 +68,18 @@ class Batches:
         )
 
     async def call(self, work: Callable[[BatchStore], Value]) -> Value:
+        """Run a client's `work` on the store, and return its result.
+
+        Raises Unavailable where the disk does not do it now.
+        """
+        try:
+            return await self._call(work)
+        except sqlite3.OperationalError as error:
+            log.error("the store of batches does not do what a client asks: %s", error)
+            why = f"the server's store of files and batches fails: {error}; send the request again later"
+            raise Unavailable(why, _PAUSE_S) from error
+
+    async def _call(self, work: Callable[[BatchStore], Value]) -> Value:
         """Run `work` on the store in the store's thread, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._store)
 
@@ -109,7 +121,7 @@ class Batches:
 
         Returns whether any batch is open.
         """
-        found = {each.id: each for each in await self.call(BatchStore.open_batches)}
+        found = {each.id: each for each in await self._call(BatchStore.open_batches)}
         for each in self._active:
             if each.batch.id in found:
                 each.batch = found.pop(each.batch.id)
@@ -128,7 +140,7 @@ class Batches:
                 active.begin_again()
             if active.batch.status == "validating":
                 check = LineCheck(active.batch.endpoint, self._most_line_bytes)
-                await self.call(partial(BatchStore.begin, batch=active.batch, check=check))
+                await self._call(partial(BatchStore.begin, batch=active.batch, check=check))
                 self.wake()
             elif not active.tasks and (active.is_over or active.must_stop):
                 await self._end(active)
@@ -152,14 +164,14 @@ class Batches:
     async def _end(self, active: _Active) -> None:
         batch = active.batch
         if batch.status == "cancelling":
-            await self.call(lambda store: store.end(batch, "cancelled", lambda *_: None))
+            await self._call(lambda store: store.end(batch, "cancelled", lambda *_: None))
         elif active.is_over and not active.lacks_answers:
-            await self.call(lambda store: store.end(batch, "completed", lambda *_: None))
+            await self._call(lambda store: store.end(batch, "completed", lambda *_: None))
         else:
             try:
-                await self.call(lambda store: store.end(batch, "expired", expired))
+                await self._call(lambda store: store.end(batch, "expired", expired))
             except sqlite3.OperationalError as error:
-                await self.call(lambda store: store.end(batch, "expired", lambda *_: None))
+                await self._call(lambda store: store.end(batch, "expired", lambda *_: None))
                 log.error("lines of %s that did not begin get no answer: %s", batch.id, error)
         self._active.remove(active)
         log.info("%s has ended", batch.id)
@@ -186,7 +198,7 @@ class Batches:
             batch = active.batch
             found = None
             if active.may_begin_lines:
-                found = await self.call(partial(BatchStore.next_line, batch=batch, after=active.number))
+                found = await self._call(partial(BatchStore.next_line, batch=batch, after=active.number))
                 active.is_over = found is None
             if found is None:
                 idle += 1
@@ -231,7 +243,7 @@ class Batches:
         keep = partial(BatchStore.answer, batch=active.batch, number=number, text=record, is_error=is_error)
         while True:
             try:
-                await self.call(keep)
+                await self._call(keep)
                 return
             except sqlite3.OperationalError as error:
                 if active.must_stop:

@@ -10,8 +10,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -434,6 +435,51 @@ def test_a_batch_ends_in_a_full_store(
     is_told = end == "expired" and reserve_bytes == 2**24
     assert [each["custom_id"] for each in told] == names * is_told
     assert ("get no answer: database or disk is full" in caplog.text) == (end == "expired" and not is_told)
+
+
+class Broken:
+    """A connection to a database whose disk takes no write."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._given, name)
+
+    def execute(self, query: str, *values: Any) -> Any:
+        """Read, and write nothing."""
+        if query.split()[0] not in ("SELECT", "PRAGMA", "ROLLBACK"):
+            raise runner.sqlite3.OperationalError("disk I/O error")
+        return self._given.execute(query, *values)
+
+
+def test_clients_are_told_of_a_disk_that_takes_no_write(tmp_path: Path) -> None:
+    llm, keys = AsyncLLM(TINY), ApiKeys({})
+    batches = Batches.of(tmp_path, llm, keys)
+    store = batches._store
+    file = store.add_file("", "a", [(1, line("a"))])
+    read = store.add_file("", "b", [(1, line("b"))])
+    batch = store.add_batch("", read, URL, {})
+    store._db = cast(Any, Broken(store._db))
+    body = {"input_file_id": file.id, "endpoint": URL, "completion_window": "24h"}
+    form = {"data": {"purpose": "batch"}, "files": {"file": ("a", b"{}")}}
+
+    async def ask() -> list[httpx.Response]:
+        app = httpx.ASGITransport(application(llm, "m", keys, is_local=False, batches=batches))
+        async with httpx.AsyncClient(transport=app, base_url="http://a") as client:
+            return [
+                await client.delete(f"/v1/files/{file.id}"),
+                await client.post("/v1/files", **cast(Any, form)),
+                await client.post("/v1/batches", json=body),
+                await client.post(f"/v1/batches/{batch.id}/cancel"),
+                await client.get(f"/v1/batches/{batch.id}"),
+            ]
+
+    *failed, found = asyncio.run(ask())
+    assert found.status_code == 200
+    for each in failed:
+        assert (each.status_code, "retry-after" in each.headers) == (503, True), each.text
+        assert "batches fails: disk I/O error; send" in each.json()["error"]["message"]
 
 
 def test_batches_take_turns(tmp_path: Path) -> None:
