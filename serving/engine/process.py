@@ -207,12 +207,10 @@ class EngineProcess:
             self._process.stdin.close()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _CLOSING_S)
-            await self._killed()
-            if self._group is not None:
-                with contextlib.suppress(
-                    ProcessLookupError
-                ):  # none of the processes that it has started is left
+            if self._group is not None:  # at once: further ranks would wait for one that a driver keeps
+                with contextlib.suppress(ProcessLookupError):  # it and all that it has started have ended
                     os.killpg(self._group, signal.SIGKILL)
+            await self._killed()
             await asyncio.wait([self._relaying], timeout=_LAST_WORDS_S)
             self._relaying.cancel()
         self.socket.close()

@@ -78,6 +78,7 @@ class Supervisor:
         self._learned = ""  # what the last engine has told its successor
         self._lives = itertools.count(1)
         self._life: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None  # the end of the last process
         # Silence of the engine, or of the next one.
         self.silence = Silence(time.monotonic(), limits.start_timeout_s)
         self._changed = asyncio.Event()
@@ -94,6 +95,8 @@ class Supervisor:
             await asyncio.gather(self._life, return_exceptions=True)
         if self._spare is not None:
             await self._spare.end()
+        if self._ending is not None:
+            await self._ending
         self.become("dead")
 
     def send(self, message: ToEngine) -> None:
@@ -187,17 +190,30 @@ class Supervisor:
             await asyncio.sleep(self._pause_s)
 
     async def _live_once(self) -> None:
-        """Run one engine to its end; those who wait for it hear of the end before anybody can ask again."""
+        """Run one engine to its end; those who wait for it hear of the end before anybody can ask again.
+
+        They do not wait for the end of its process, which takes long where a driver hangs.
+        """
         born_s, self._had_spare = time.monotonic(), self._spare is not None
+        engine = None
         try:
-            self._engine = await self._next()
-            await self._attend(self._engine, born_s)
-        except EngineLost as error:
-            log.error("%s", error)
-            self.trouble = without_paths(str(error))
+            try:
+                engine = self._engine = await self._next()
+                await self._attend(engine, born_s)
+            except EngineLost as error:
+                log.error("%s", error)
+                self.trouble = without_paths(str(error))
+            finally:
+                self._engine = self.facts = None
+                self.starting.tell("")
+            self._tell_end()
         finally:
-            self._engine = self.facts = None
-            self.starting.tell("")
+            if engine is not None:
+                self._ending = asyncio.ensure_future(engine.end())
+                await asyncio.shield(self._ending)  # which `close` waits for
+
+    def _tell_end(self) -> None:
+        """Say that the engine is lost, and decide when the next one is due."""
         if self._spare is not None:
             self._spare.hurry()  # also where a pause is due first
         # It ran for long, even if without requests.
@@ -216,7 +232,7 @@ class Supervisor:
         return self._starts_s.get(self._spare is not None, min([UNKNOWN_S, *self._starts_s.values()]))
 
     async def _attend(self, engine: EngineProcess, born_s: float) -> None:
-        """Let a process serve, and pass on what it sends; raises EngineLost at its end."""
+        """Let a process serve, and pass on what it sends; raises EngineLost at its end, or if it must end."""
         self.silence = Silence(time.monotonic(), self._limits.start_timeout_s)
         engine.wake(self._learned)
         self.starting.stages_s.clear()
@@ -230,7 +246,6 @@ class Supervisor:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await engine.end()
 
     async def _listen(self, engine: EngineProcess, born_s: float) -> None:
         while True:

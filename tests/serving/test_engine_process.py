@@ -86,13 +86,13 @@ class Unkillable:
 
     def __init__(self) -> None:
         self.stdin = self
-        self.num_kills = 0
+        self.kills: list[str] = []
 
     def close(self) -> None:
         """It reads nothing more."""
 
     def kill(self) -> None:
-        self.num_kills += 1
+        self.kills.append("process")
 
     async def wait(self) -> int:
         return await asyncio.Event().wait()
@@ -108,12 +108,14 @@ def test_nobody_waits_for_a_process_that_cannot_be_killed(
     async def end() -> Unkillable:
         engine, kept = EngineProcess([]), Unkillable()
         monkeypatch.setattr(engine, "_process", kept)
+        monkeypatch.setattr(engine, "_group", kept.pid)
+        monkeypatch.setattr(process.os, "killpg", lambda *_: kept.kills.append("group"))
         monkeypatch.setattr(engine, "_relaying", asyncio.ensure_future(asyncio.sleep(0)), raising=False)
         await asyncio.wait_for(engine.end(), PATIENCE_S)
         return kept
 
     with caplog.at_level(logging.ERROR, "serving.engine.process"):
-        assert asyncio.run(end()).num_kills == 1
+        assert asyncio.run(end()).kills == ["group", "process"], "further ranks do not wait for it either"
     assert "is still there" in caplog.text
 
 

@@ -204,6 +204,39 @@ def test_who_asks_while_an_engine_is_lost_is_told(monkeypatch: pytest.MonkeyPatc
     assert ("ready", False) not in seen
 
 
+class Kept(Short):
+    """A life of an engine that is ready and ends, whose process does not, until it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = asyncio.Event()
+        self.ends: list[str] = []
+
+    async def end(self) -> None:
+        self.ends.append("begun")
+        await self.may_end.wait()
+        self.ends.append("done")
+
+
+def test_an_engine_is_lost_before_its_process_has_ended() -> None:
+    """Which may take long; the next one starts afterwards, and the server's own end waits for it."""
+
+    async def lives() -> None:
+        lost, engine = list[str](), Kept()
+        keeper = keeper_of(engine, lost=lost.append)
+        keeper.start()
+        await until(lambda: engine.ends)
+        assert (keeper.state, keeper.facts, lost) == ("lost", None, ["it ended"])
+        closing = asyncio.ensure_future(keeper.close())
+        await until(lambda: keeper._life is not None and keeper._life.done())
+        assert not closing.done()
+        engine.may_end.set()
+        await closing
+        assert (engine.ends, lost) == (["begun", "done"], ["it ended"])
+
+    asyncio.run(lives())
+
+
 def test_a_spare_process_that_still_imports_takes_over() -> None:
     async def taken() -> list[bool]:
         keeper = Supervisor(lambda life: [], ServerSection(), lambda message: None, lambda reason: None)
