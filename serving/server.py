@@ -105,6 +105,7 @@ class SignalFreeServer(uvicorn.Server):
             await super().startup(sockets)
             return
         await super().startup([])
+        self._accepting.append(asyncio.ensure_future(self._handshakes.tls.renew()))
         protocol: Any = self.config.http_protocol_class  # typed as a Protocol, which takes no arguments
         new = partial(
             protocol,

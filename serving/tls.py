@@ -5,19 +5,76 @@ go, and the authority signs them alone. A server may demand a certificate of its
 
 A connection has its place among a server's from the moment that it is accepted, and little time to agree on
 keys: otherwise whoever reaches the port could hold all descriptors without a certificate.
+
+Certificates are renewed while a server runs: files that change are read again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import socket
 import ssl
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 
 HANDSHAKE_S = 10.0  # time that a client has to agree on keys
+_RENEWAL_S = 60.0  # interval between checks whether the files have changed
 _PAUSE_S = 1.0  # interval between attempts to accept where the system has no descriptor left
+
+
+log = logging.getLogger(__name__)
+
+
+class Tls:
+    """How connections are encrypted by files that may be renewed: each takes the `context` when it begins.
+
+    Renewed files make another context. The one before it could not take them: it would keep a certificate
+    with a key of another type, and an authority that is gone, and would be broken where a key does not fit.
+    """
+
+    def __init__(self, make: Callable[[], ssl.SSLContext], paths: Sequence[str]) -> None:
+        """Read the files; raises ValueError for those that cannot be used."""
+        self._make, self._paths = make, paths
+        self._seen = self._states()  # before they are read, so that no change is missed
+        self.context = make()
+
+    def check(self) -> None:
+        """Use files that have changed; where they cannot be used, those before them are, and the log says so.
+
+        A certificate and its key may be renewed one after the other.
+        """
+        found = self._states()
+        if found == self._seen:
+            return
+        self._seen = found
+        try:
+            self.context = self._make()
+        except ValueError as error:
+            log.error("the files before their change are used: %s", error)
+        else:
+            log.info("renewed: %s", ", ".join(self._paths))
+
+    async def renew(self) -> None:
+        """Check the files now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(_RENEWAL_S)
+            self.check()
+
+    def _states(self) -> list[tuple[int, int, int] | None]:
+        return [_state(each) for each in self._paths]
+
+
+def _state(path: str) -> tuple[int, int, int] | None:
+    """Return what changes with a file, None if there is none that can be found."""
+    try:
+        found = os.stat(path)
+    except OSError:  # reading it says why
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +85,7 @@ class TlsFiles:
     private_key: str | None = None
     client_authority: str | None = None
 
-    def for_clients(self) -> ssl.SSLContext | None:
+    def for_clients(self) -> Tls | None:
         """Return how connections of clients are encrypted, None if they are not.
 
         Raises ValueError for files that cannot be used.
@@ -41,6 +98,21 @@ class TlsFiles:
                 if path is not None:
                     raise ValueError(f"{option} is read only with --tls-certificate; give both")
             return None
+        return Tls(self._clients_context, self._paths(self.client_authority))
+
+    def for_replicas(self, authority: str | None) -> Tls | None:
+        """Return how a router encrypts what it asks replicas of this authority, None without one.
+
+        It shows them its own certificate, if it has one. Raises ValueError for files that cannot be used.
+        """
+        if authority is None:
+            return None
+        return Tls(partial(self._replicas_context, authority), self._paths(authority))
+
+    def _paths(self, authority: str | None) -> list[str]:
+        return [each for each in (self.certificate, self.private_key, authority) if each is not None]
+
+    def _clients_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._show(context)
         if self.client_authority is not None:
@@ -48,13 +120,7 @@ class TlsFiles:
             _believe(context, "--tls-client-authority", self.client_authority)
         return context
 
-    def for_replicas(self, authority: str | None) -> ssl.SSLContext | None:
-        """Return how a router encrypts what it asks replicas of this authority, None without one.
-
-        It shows them its own certificate, if it has one. Raises ValueError for files that cannot be used.
-        """
-        if authority is None:
-            return None
+    def _replicas_context(self, authority: str) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
@@ -82,8 +148,8 @@ class Handshakes:
     many is closed without a word, since a word would need the keys.
     """
 
-    def __init__(self, tls: ssl.SSLContext, most_connections: int) -> None:
-        self._tls, self._most = tls, most_connections
+    def __init__(self, tls: Tls, most_connections: int) -> None:
+        self.tls, self._most = tls, most_connections
         self._agreeing: set[asyncio.Task[None]] = set()
 
     async def accept(
@@ -113,7 +179,7 @@ class Handshakes:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):  # TLS has told the client; the connection or its time has ended
             await loop.connect_accepted_socket(
-                protocol, client, ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_S
+                protocol, client, ssl=self.tls.context, ssl_handshake_timeout=HANDSHAKE_S
             )
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,6 +35,7 @@ from continuous_batching.routing.routing import Routing
 from serving.router.models import LISTS_NOTHING, FleetModels, Listed
 from serving.router.page_reader import PageReader, is_of_others, reached_at
 from serving.router.upstream import HeaderLines, Lost, Upstream
+from serving.tls import Tls
 
 MOST_INFO_BYTES = 2**20  # most bytes of /server_info, which has the recipe, and of /v1/models
 MOST_METRICS_BYTES = 2**22
@@ -189,7 +189,7 @@ class ReplicaTrust:
 
     events_secret: bytes | None = None  # which publishers of events prove
     events_open: bool = False  # events of other machines are believed without it
-    tls: ssl.SSLContext | None = None  # what replicas at https:// addresses prove
+    tls: Tls | None = None  # what replicas at https:// addresses prove
 
     def believes_events(self, endpoint: str, host: str) -> bool:
         """Return whether events of a replica on this host are to be read at an endpoint."""

@@ -273,6 +273,8 @@ def _run(options: RouterOptions) -> None:
         gc.collect()
         gc.freeze()
         watching = [members.watch(prompts.page_size), *map(members.follow, options.discover)]
+        if trust.tls is not None:
+            watching.append(trust.tls.renew())
         uvloop.run(_serve(app, server, listener, members, turns, watching, options.drain_s))
 
 

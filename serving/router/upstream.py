@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +18,8 @@ from typing import cast
 
 import anyio
 import httptools
+
+from serving.tls import Tls
 
 HeaderLines = list[tuple[bytes, bytes]]
 CONNECT_S = 2.0
@@ -179,7 +180,7 @@ class UpstreamAnswer(asyncio.Protocol):
 class Upstream:
     """Connections to one server at http://HOST:PORT, encrypted by `tls` if it is given."""
 
-    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, host: str, port: int, tls: Tls | None = None) -> None:
         self.host, self.port = host, port
         self._tls = tls
         self._idle: list[UpstreamAnswer] = []
@@ -249,7 +250,8 @@ class Upstream:
         loop = asyncio.get_running_loop()
         try:
             with anyio.move_on_after(CONNECT_S) as limit:  # wait_for may swallow a cancellation before 3.12
-                _, answer = await loop.create_connection(UpstreamAnswer, self.host, self.port, ssl=self._tls)
+                context = None if self._tls is None else self._tls.context
+                _, answer = await loop.create_connection(UpstreamAnswer, self.host, self.port, ssl=context)
         except OSError as error:
             raise Lost(f"no connection: {error.strerror or error}", may_be_done=False) from None
         if limit.cancelled_caught:
