@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 
 from continuous_batching.request import Request
 from serving.answers.answers import AnswerDelta
+from serving.grammars.structured_output import form_of
 from serving.text.tokenizer import Text
 from serving.tools.channels import ChannelFormat, ChannelParser
 from serving.tools.definitions import ToolUse
@@ -30,8 +31,9 @@ class AnswerParser:
         self._schemas = {} if use is None else use.parameters
         has_text = use is not None and bool(use.schemas) and not use.must_call
         has_place = has_text or (text is not None and len(text.think_marks) == 2)  # a place for reasoning
-        is_held = request.params.grammar is not None and not has_place
-        self.thinks = text is not None and text.thoughts is not None and not is_held
+        grammar = request.params.grammar
+        self._is_held = grammar is not None and form_of(grammar) is not None
+        self.thinks = text is not None and text.thoughts is not None and (grammar is None or has_place)
         self._end_mark = text.think_marks[-1] if text is not None and text.think_marks else -1
         is_open = self.thinks and text is not None and text.opens_thoughts(request.prompt)
         form = THOUGHT_FORMATS["think"] if text is None or text.thoughts is None else text.thoughts
@@ -70,7 +72,11 @@ class AnswerParser:
         else:
             if index not in self._tools_in_thoughts:
                 self._tools_in_thoughts[index] = ToolParser(
-                    self._form, self._names, schemas=self._schemas, in_thoughts=True
+                    self._form,
+                    self._names,
+                    schemas=self._schemas,
+                    in_thoughts=True,
+                    is_held=self._is_held,
                 )
             parser = self._tools_in_thoughts[index]
             found = parser.push(thoughts)
@@ -141,7 +147,9 @@ class AnswerParser:
         if index not in self._tools:  # once it is known how many calls the reasoning had
             before = self._tools_in_thoughts.get(index)
             num_calls = 0 if before is None else before.num_calls
-            self._tools[index] = ToolParser(self._form, self._names, num_calls, schemas=self._schemas)
+            self._tools[index] = ToolParser(
+                self._form, self._names, num_calls, schemas=self._schemas, is_held=self._is_held
+            )
         parser = self._tools[index]
         parsed = parser.push(text)
         if is_last:

@@ -44,6 +44,7 @@ class ToolFormat:
     object in Gemma's notation: keys are bare, and strings stand between two `quote`.
 
     With `is_whole`, calls have no mark of their own, so an answer either begins with a call or has none.
+    Some models forget the opening and begin a line with `line_head` instead.
     `wraps` are pairs of texts that some models write around all calls. `marks` are control tokens of some
     tokenizers.
     A name may have `prefix` before it and, with `is_numbered`, has `:` and a number behind it; `prefix`, name
@@ -69,6 +70,7 @@ class ToolFormat:
     is_numbered: bool = False
     id_mark: str = ""
     has_suffix: bool = False
+    line_head: str = ""
     text_arguments: bool = False
     id_length: int = LONGEST_ID  # length of the ids of calls, which some chat templates check
 
@@ -227,6 +229,7 @@ QWEN3_CODER = ToolFormat(
     arguments="pairs",
     pairs=replace(_FUNCTION_PAIRS, margin="\n"),
     marks=("<tool_call>", "</tool_call>"),
+    line_head="<function=",
 )
 SEED_OSS = replace(
     QWEN3_CODER,

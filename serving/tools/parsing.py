@@ -246,6 +246,7 @@ class ToolParser:
 
     `schemas` has the schema of each function's arguments, which some formats need to tell text from numbers.
     In the thoughts of an answer, a call without a mark of its own begins at the beginning of a line.
+    An answer that `is_held` to a grammar has only calls as that writes them: others would not be held to it.
     """
 
     def __init__(
@@ -256,6 +257,7 @@ class ToolParser:
         *,
         schemas: Mapping[str, Any] | None = None,
         in_thoughts: bool = False,
+        is_held: bool = False,
     ) -> None:
         self.num_calls = num_calls
         self._form = form
@@ -272,9 +274,10 @@ class ToolParser:
         self._reader: Reader | None = None
         wraps = ("", *(begin for begin, _ in form.wraps))
         self._leads = [wrap + form.opening + form.head for wrap in wraps]
+        self._line_heads = [form.line_head] if form.line_head and not is_held else []
         self._closings = [form.closing + end for _, end in form.wraps if end]
         self._closings += [form.closing] if form.closing else []
-        self._first = re.compile("|".join(re.escape(each[0]) for each in self._leads))
+        self._first = re.compile("|".join(re.escape(each[0]) for each in (*self._leads, *self._line_heads)))
         # Calls need no opening behind an opening, and behind a call in the block that it opens.
         self._is_within = False
         head = re.escape(form.head[0]) if form.head else r"[\w.-]"
@@ -347,6 +350,8 @@ class ToolParser:
         """Return the first call that may begin at `at`, as `_begun` does; a block may end there, too."""
         form = self._form
         found = [self._begun(lead, held, at) for lead in self._leads]
+        if self._line_heads and self._begins_line(held, at):
+            found += [self._begun(lead, held, at) for lead in self._line_heads]
         if self._is_within:
             found.append(self._begun(form.head, held, at))
             found.append((_NONE, min(match(form.closing, held, at), NO)))
@@ -465,10 +470,19 @@ class ToolParser:
         if end == MAYBE:
             return False
         if end == NO:
+            end = self._end_of_spoilt_tail(self._held)
+        if end == MAYBE:
+            return False
+        if end == NO:
             self._resume()
         else:
             self._held, self._place = self._held[end:], self._behind_call
         return True
+
+    def _end_of_spoilt_tail(self, held: str) -> int:
+        """Return where a tail ends of which the model has left the last word out, or NO or MAYBE."""
+        first, *rest = self._form.tail.split() or [""]
+        return match(first, held, 0) if rest else NO
 
     def _in_keywords(self, parsed: Parsed) -> bool:
         taken = self._scan.keywords(self._held)

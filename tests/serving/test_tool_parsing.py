@@ -199,3 +199,28 @@ def test_keywords_that_are_no_plain_values_stay_text() -> None:
     assert parsed(TOOL_FORMATS["pythonic"], ["[add(x=true, y=None)]"])[1] == [
         ("add", '{"x": true, "y": null}')
     ]
+
+
+@each_of(
+    "answer, content, calls",
+    [
+        (
+            "I look.\n\n<function=add>\n<parameter=p>\n*.md\n</parameter>\n</function>\n</tool_call>",
+            "I look.\n\n",
+            1,
+        ),
+        ("<function=add>\n<parameter=p>\n*.md\n</parameter>\n</function>", "", 1),
+        ("  <function=add>\n</function>\n<function=add>\n</function>\n</tool_call>\nSo.", "\nSo.", 2),
+        ("<tool_call>\n<function=add>\n</function>\n<function=add>\n</function>\n</tool_call>", "", 2),
+        ("See <function=add>\n</function>", "See <function=add>\n</function>", 0),
+        ("<function=unknown>\n</function>\n</tool_call>", "<function=unknown>\n</function>\n</tool_call>", 0),
+        ("a\n<function=add>\nis a tag", "a\n<function=add>\nis a tag", 0),
+    ],
+)
+def test_qwens_opening_may_be_left_out_at_the_beginning_of_a_line(
+    answer: str, content: str, calls: int
+) -> None:
+    said, found = read("qwen3_coder", answer)
+    assert (said, len(found)) == (content, calls)
+    assert all(json.loads(arguments) in ({"p": "*.md"}, {}) for _, arguments in found)
+    assert ToolParser(TOOL_FORMATS["qwen3_coder"], NAMES, is_held=True).push("<function=add>\n</").calls == []
