@@ -13,7 +13,7 @@ reaches a model by variables of its template, if it has any for it.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
@@ -229,6 +229,44 @@ def _with_content(message: Message) -> Message:
     return message if message.get("content") is not None else {**message, "content": ""}
 
 
+def _with_objects(message: Message) -> Message:
+    """Return a message whose calls have objects as arguments: what can be read of those that were cut."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        each | {"function": each["function"] | {"arguments": _object_of(each["function"]["arguments"])}}
+        for each in message["tool_calls"]
+    ]
+    return message | {"tool_calls": calls}
+
+
+def _object_of(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments if isinstance(arguments, Mapping) else {}
+    try:
+        from pydantic_core import from_json
+    except ImportError:  # one of the server's packages; without it, the template refuses the text as before
+        return arguments
+    try:
+        read = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def _in_other_ways(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield the messages in other ways that say the same, as a template may need them that refuses them.
+
+    It may join the content of every message to other text, or go through the arguments of every call.
+    """
+    before = [*messages]
+    for change in (_with_content, _with_objects):
+        changed = [change(each) for each in before]
+        if changed != before:
+            yield changed
+            before = changed
+
+
 def joined(content: str | Sequence[Message] | None) -> str:
     """Return a checked content as one text, in which parts are lines."""
     if content is None or isinstance(content, str):
@@ -304,13 +342,17 @@ class ChatTemplate:
         Raises BadRequest if the template refuses it.
         """
         if options.continue_final_message:
-            return up_to_mark(self._rendered(with_end_marked(messages), options))
-        try:
-            return self._rendered(messages, options)
-        except BadRequest:  # a template may join the content of every message to other text
-            if all(each.get("content") is not None for each in messages):
-                raise
-            return self._rendered([_with_content(each) for each in messages], options)
+            return up_to_mark(self._rendered_in_some_way(with_end_marked(messages), options))
+        return self._rendered_in_some_way(messages, options)
+
+    def _rendered_in_some_way(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        refusals = list[BadRequest]()
+        for each in (messages, *_in_other_ways(messages)):
+            try:
+                return self._rendered(each, options)
+            except BadRequest as bad:
+                refusals.append(bad)
+        raise refusals[0]
 
     def _rendered(self, messages: Sequence[Message], options: ChatOptions) -> str:
         kwargs, effort = options.chat_template_kwargs, options.reasoning_effort

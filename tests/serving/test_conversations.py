@@ -116,3 +116,24 @@ def test_roles_that_a_template_may_not_know() -> None:
     assert shown(EACH + SAYS["prints"] + END, messages) == "system:Be kind.;tool:2;"
     knows = "{% if messages[0].role == 'developer' %}{{ messages[0].content }}{% endif %}"
     assert shown(knows, messages) == "Be kind."
+
+
+@each_of(
+    "written, read",
+    [
+        ('{"a":1', {"a": 1}),
+        ('{"a":"x","b":"cu', {"a": "x", "b": "cu"}),
+        ("null", {}),
+        (" ", {}),
+        ("[]", {}),
+        ("no", {}),
+        ('{"a":2}', {"a": 2}),
+    ],
+)
+def test_arguments_that_were_cut_are_an_object_where_the_template_needs_one(written: str, read: Any) -> None:
+    pairs = "{% for c in m.tool_calls %}{% for k, v in c.function.arguments|items %}{{ k }}={{ v }} "
+    template = EACH + "{% if m.tool_calls %}" + pairs + "{% endfor %}{% endfor %}{% endif %};{% endfor %}"
+    cut = CALL | {"function": {"name": "add", "arguments": written}}
+    messages = [ASKED, {"role": "assistant", "content": None, "tool_calls": [cut, cut]}, RESULT]
+    said = "".join(f"{key}={value} " for key, value in read.items())
+    assert shown(template, messages) == f"user:;assistant:{said * 2};tool:;"
