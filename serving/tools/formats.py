@@ -44,7 +44,8 @@ class ToolFormat:
     object in Gemma's notation: keys are bare, and strings stand between two `quote`.
 
     With `is_whole`, calls have no mark of their own, so an answer either begins with a call or has none.
-    Some models forget the opening and begin a line with `line_head` instead.
+    Some models forget the opening and begin a line with `line_head` instead. `other_heads` and
+    `other_middles` are what some write in place of the head and the middle.
     `wraps` are pairs of texts that some models write around all calls. `marks` are control tokens of some
     tokenizers.
     A name may have `prefix` before it and, with `is_numbered`, has `:` and a number behind it; `prefix`, name
@@ -71,6 +72,8 @@ class ToolFormat:
     id_mark: str = ""
     has_suffix: bool = False
     line_head: str = ""
+    other_heads: tuple[str, ...] = ()
+    other_middles: tuple[str, ...] = ()
     text_arguments: bool = False
     id_length: int = LONGEST_ID  # length of the ids of calls, which some chat templates check
 
@@ -81,6 +84,14 @@ class ToolFormat:
             return ""
         begin = self.opening + self.head
         return next((mark for mark in self.marks if begin.startswith(mark)), begin.split()[0])
+
+    @property
+    def before_object(self) -> str | None:
+        """The text before a call that is a JSON object; None where models write none."""
+        if self.is_whole:  # Llama 4 writes them in place of keywords
+            return ""
+        before, brace, _ = (self.opening + self.head).rpartition("{")
+        return before if brace else None
 
     @property
     def tokens(self) -> list[str]:
@@ -124,6 +135,8 @@ LLAMA3_JSON = ToolFormat(
     between="; ",
     is_whole=True,
     wraps=(("<|python_tag|>", ""), ("<|python_start|><|python_end|>", "")),
+    other_heads=('{"type": "function", "name": "',),
+    other_middles=('", "arguments": ',),
 )
 MISTRAL = ToolFormat(
     opening="[TOOL_CALLS][",

@@ -2,8 +2,9 @@
 
 Every decision depends on the text so far and never on how it was cut: what may still become a call is held
 back until that is decided. A call is recognised when its name is one of the tools' and its arguments begin;
-JSON arguments are then passed on as they arrive, whether the model closes them or not. All other text is
-content.
+JSON arguments are then passed on as they arrive, whether the model closes them or not. Where calls are JSON
+objects, one with its keys in another order, with its arguments as a text or without any is held back until it
+ends, and is then read as a whole. All other text is content.
 
 The reasoning is the text of a block, such as `<think>` to `</think>`, with which an answer begins, or which
 its prompt has opened. Marks around the text behind it are dropped.
@@ -12,6 +13,7 @@ its prompt has opened. Marks around the text behind it are dropped.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import warnings
 from collections.abc import Collection, Mapping
@@ -177,6 +179,10 @@ class _EndMark:
 
 
 LONGEST_NAME = 64
+LONGEST_OBJECT = 2**16  # characters of a call that is read as a whole
+# How a call that is read as a whole may begin besides with its name
+_BEGINS = ('{"type": "function",', '{"arguments":', '{"parameters":')
+_KEYS = frozenset({"type", "id", "name", "arguments", "parameters"})
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _NUMBER = re.compile(r":\d{0,9}")
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
@@ -271,12 +277,28 @@ class ToolParser:
         self._is_line = True  # whether what is held begins a line, but for white space
         self._name = self._lead = ""  # the name and the head of a call whose keywords are not complete
         self._scan = _Scan()
+        self._tail = form.tail  # the tail of the call that has begun
+        self._brace = self._scanned = 0  # where an object begins in what is held, and how far it is read
+        self._refused_at = NO  # where one begins in what is held that is no call
         self._reader: Reader | None = None
         wraps = ("", *(begin for begin, _ in form.wraps))
-        self._leads = [wrap + form.opening + form.head for wrap in wraps]
+        heads = (form.head, *(() if is_held else form.other_heads))
+        self._middles = (form.middle, *(() if is_held else form.other_middles))
+        self._leads = [wrap + form.opening + head for wrap in wraps for head in heads]
         self._line_heads = [form.line_head] if form.line_head and not is_held else []
+        before = form.before_object
+        has_objects = before is not None and not is_held and not (form.is_whole and in_thoughts)
+        self._before_objects = [wrap + (before or "") for wrap in wraps] if has_objects else []
+        # What stands before another call
+        between = form.between.strip()
+        self._next_leads, self._next_objects = [between + form.head], [between + form.head.partition("{")[0]]
+        if form.is_whole and not is_held:
+            self._next_objects = [gap + wrap for gap in ("", ",", ";") for wrap in wraps]
+            if form.arguments == "json":
+                self._next_leads = [gap + head for gap in self._next_objects for head in heads]
         self._closings = [form.closing + end for _, end in form.wraps if end]
         self._closings += [form.closing] if form.closing else []
+        self._closings += [end for _, end in form.wraps if end and self._before_objects]
         self._first = re.compile("|".join(re.escape(each[0]) for each in (*self._leads, *self._line_heads)))
         # Calls need no opening behind an opening, and behind a call in the block that it opens.
         self._is_within = False
@@ -294,7 +316,11 @@ class ToolParser:
 
     def finish(self) -> Parsed:
         """Return the rest, when no more text comes."""
-        parsed, held = Parsed(), self._held
+        parsed = Parsed()
+        while self._place == self._in_object:  # it never ended, so that it is no call
+            self._refuse_object()
+            parsed.parts += self.push("").parts
+        held = self._held
         if self._place == self._in_keywords:
             parsed.say(self._lead + self._scan.text + held)
         elif self._place == self._in_reader and self._reader is not None:
@@ -318,6 +344,9 @@ class ToolParser:
             return False
         at = self._candidate(held, blank)
         lead, end = self._any_begun(held, at)
+        is_decided = end != NO or at == self._refused_at
+        brace = NO if is_decided else self._object_begun(self._before_objects, held, at)
+        end = end if brace == NO else MAYBE
         shown = self._passed(held, at) if end == NO else at
         if shown > blank:
             parsed.say(held[:shown])
@@ -326,9 +355,13 @@ class ToolParser:
             self._is_blank = False
             blank = 0
             self._held = held[shown:]
+            brace, self._refused_at = brace - shown, self._refused_at - shown
         if end >= 0:
             self._held = held[at:]  # white space that only a call follows is not shown
             self._begin(parsed, lead, held[at:end])
+        elif brace >= 0:
+            self._begin_object(brace)
+            return True
         return end != MAYBE and bool(self._held)
 
     def _candidate(self, held: str, blank: int) -> int:
@@ -355,8 +388,7 @@ class ToolParser:
         if self._is_within:
             found.append(self._begun(form.head, held, at))
             found.append((_NONE, min(match(form.closing, held, at), NO)))
-        ends = [end for _, end in found]
-        return found[ends.index(max(ends)) if max(ends) >= 0 else ends.index(min(ends))]
+        return _decided(found)
 
     def _passed(self, held: str, at: int) -> int:
         """Return the end of the text at `at`, where no call begins: that of an opening, or one character."""
@@ -391,10 +423,37 @@ class ToolParser:
             return _NONE, NO
         own, at = self._own_id(held, begin, at)
         if at >= 0:
-            at = match(form.middle, held, at)
+            ends = [match(each, held, at) for each in self._middles]
+            at = max(ends) if max(ends) >= 0 else min(ends)
         if at < 0 or form.arguments == "keywords":
             return _Lead(name, own), at
         return _Lead(name, own), self._arguments_at(held, at)
+
+    def _object_begun(self, befores: list[str], held: str, at: int) -> int:
+        """Return where an object begins, behind one of these texts, that may be a call; NO or MAYBE."""
+        ends = [NO]
+        for before in befores:
+            begins = [match(before + each, held, at) for each in _BEGINS]
+            begins.append(self._name_begun(before + '{"name": "', held, at))
+            if max(begins) >= 0:
+                return match(before + "{", held, at) - 1
+            ends += begins
+        return MAYBE if MAYBE in ends else NO
+
+    def _name_begun(self, before: str, held: str, at: int) -> int:
+        """Return where the name of a tool ends between this text and a quote, or NO or MAYBE."""
+        end = match(before, held, at)
+        if end < 0:
+            return end
+        found = _NAME.match(held, end)
+        assert found is not None, "a name may be empty"
+        if found.end() == len(held) and len(found[0]) <= LONGEST_NAME:
+            return MAYBE
+        return found.end() if found[0] in self._names and held.startswith('"', found.end()) else NO
+
+    def _begin_object(self, brace: int) -> None:
+        self._brace = self._scanned = brace
+        self._scan, self._place = _Scan(), self._in_object
 
     def _own_id(self, held: str, begin: int, at: int) -> tuple[str | None, int]:
         """Return the id that the model gives a call whose name ends at `at`, and where it ends."""
@@ -431,7 +490,7 @@ class ToolParser:
 
     def _begin(self, parsed: Parsed, lead: _Lead, text: str) -> None:
         self._held = self._held[len(text) :]
-        self._scan = _Scan()
+        self._scan, self._tail, self._refused_at = _Scan(), self._form.tail, NO
         self._is_within = bool(self._form.opening) and not self._form.is_whole
         if self._form.arguments == "keywords":
             self._name, self._lead, self._place = lead.name, text, self._in_keywords
@@ -456,6 +515,54 @@ class ToolParser:
             self._place = self._in_tail
         return True
 
+    def _in_object(self, parsed: Parsed) -> bool:
+        """Hold a call that is read as a whole: up to its last brace, or to where the next call begins."""
+        held, form, before = self._held, self._form, (self._form.before_object or "").strip()
+        sought = max(self._brace + 1, self._scanned - len(before))
+        self._scanned += self._scan.json(held[self._scanned :])
+        is_cut = bool(before) and before in held[sought : self._scanned]
+        if is_cut or self._scanned - self._brace > LONGEST_OBJECT:
+            self._refuse_object()
+            return True
+        if self._scan.depth:
+            return False
+        call = self._whole_call(held[self._brace : self._scanned])
+        if call is None:
+            self._refuse_object()
+            return True
+        parsed.add(call)
+        self.num_calls += 1
+        self._held = held[self._scanned :]
+        self._tail = form.tail.removeprefix("}") if form.arguments == "json" else ""
+        self._is_within = bool(form.opening) and not form.is_whole
+        self._place = self._in_tail
+        return True
+
+    def _refuse_object(self) -> None:
+        """Let the object that is held be looked at again as other text."""
+        self._refused_at = after_space(self._held, 0, len(self._held))
+        self._place = self._in_content
+
+    def _whole_call(self, text: str) -> CallDelta | None:
+        """Return the call that a JSON object is, or None."""
+        try:
+            read = json.loads(text)
+            given = read.get("arguments", read.get("parameters"))
+            # Without a mark before it, an object that names a tool and nothing else need not be a call.
+            given = {} if given is None and not self._form.is_whole else given
+            given = (json.loads(given) if given.strip() else {}) if isinstance(given, str) else given
+            name, is_known = read.get("name"), not read.keys() - _KEYS
+            if (
+                not is_known
+                or not isinstance(name, str)
+                or name not in self._names
+                or not isinstance(given, dict)
+            ):
+                return None
+            return CallDelta(self.num_calls, name, dumped(given))
+        except (ValueError, RecursionError):
+            return None
+
     def _in_reader(self, parsed: Parsed) -> bool:
         assert self._reader is not None, "a reader is made when a call begins"
         taken, arguments = self._reader.read(self._held)
@@ -466,7 +573,7 @@ class ToolParser:
         return bool(taken or arguments or self._reader.is_complete)
 
     def _in_tail(self, parsed: Parsed) -> bool:
-        end = match(self._form.tail, self._held, 0)
+        end = match(self._tail, self._held, 0)
         if end == MAYBE:
             return False
         if end == NO:
@@ -481,7 +588,7 @@ class ToolParser:
 
     def _end_of_spoilt_tail(self, held: str) -> int:
         """Return where a tail ends of which the model has left the last word out, or NO or MAYBE."""
-        first, *rest = self._form.tail.split() or [""]
+        first, *rest = self._tail.split() or [""]
         return match(first, held, 0) if rest else NO
 
     def _in_keywords(self, parsed: Parsed) -> bool:
@@ -500,8 +607,8 @@ class ToolParser:
         return True
 
     def _behind_call(self, parsed: Parsed) -> bool:
-        form, held = self._form, self._held
-        lead, end = self._begun(form.between.strip() + form.head, held, 0)
+        held = self._held
+        lead, end = _decided([self._begun(each, held, 0) for each in self._next_leads])
         if end >= 0:
             self._begin(parsed, lead, held[:end])
             return True
@@ -509,6 +616,14 @@ class ToolParser:
         closed = max(closings, default=NO)
         if MAYBE in (end, *closings) and (closed < 0 or closings[0] == MAYBE):
             return False
+        if closed == NO and self._before_objects:
+            brace = self._object_begun(self._next_objects, held, 0)
+            if brace == MAYBE:
+                return False
+            if brace >= 0:
+                self._resume()
+                self._begin_object(brace)
+                return True
         self._held = held[max(closed, 0) :]
         self._is_within = self._is_within and closed < 0
         self._resume()
@@ -528,6 +643,12 @@ class _Lead:
 
 
 _NONE = _Lead()
+
+
+def _decided(found: list[tuple[_Lead, int]]) -> tuple[_Lead, int]:
+    """Return one of several that begins; if none does, one that may begin, if there is one."""
+    ends = [end for _, end in found]
+    return found[ends.index(max(ends)) if max(ends) >= 0 else ends.index(min(ends))]
 
 
 class _Scan:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from serving.tools.formats import MOST_SPACE, TOOL_FORMATS, ToolFormat
-from serving.tools.parsing import ToolParser
+from serving.tools.parsing import LONGEST_OBJECT, ToolParser
 from tests.each_of import each_of
 from tests.serving.call_templates import Turn, render
 
@@ -224,3 +224,89 @@ def test_qwens_opening_may_be_left_out_at_the_beginning_of_a_line(
     assert (said, len(found)) == (content, calls)
     assert all(json.loads(arguments) in ({"p": "*.md"}, {}) for _, arguments in found)
     assert ToolParser(TOOL_FORMATS["qwen3_coder"], NAMES, is_held=True).push("<function=add>\n</").calls == []
+
+
+@each_of(
+    "call",
+    [
+        '{"arguments": {"x": 1}, "name": "add"}',
+        '{"name": "add", "arguments": "{\\"x\\": 1}"}',
+        '{"name": "add", "parameters": {"x": 1}}',
+        '{"type": "function", "name": "add", "arguments": {"x": 1}}',
+        '{\n "name" : "add" , "id": "a", "arguments" : {"x" : 1}}',
+    ],
+)
+def test_calls_that_are_objects_may_have_other_keys_and_another_order(call: str) -> None:
+    usual = '{"name": "get_weather", "arguments": {}}'
+    for name, block, between in (
+        ("hermes", "<tool_call>\n{}\n</tool_call>", "\n"),
+        ("longcat", "<longcat_tool_call>\n{}\n</longcat_tool_call>", "\n"),
+        ("mistral", "[TOOL_CALLS] [{}]", ", "),
+        ("hunyuan_a13b", "<tool_calls>[{}]</tool_calls>", ", "),
+    ):
+        for calls in ([call], [call, usual, call], [usual, call]):
+            inner = (
+                calls
+                if name in ("mistral", "hunyuan_a13b")
+                else [block.replace("{}", each) for each in calls]
+            )
+            text = between.join(inner)
+            text = block.replace("{}", text) if inner is calls else text
+            content, found = read(name, f"So.\n{text}\nDone.")
+            assert content.split() == ["So.", "Done."], name
+            right = [("add", {"x": 1}) if each == call else ("get_weather", {}) for each in calls]
+            assert [(each, json.loads(arguments)) for each, arguments in found] == right
+
+
+@each_of(
+    "text",
+    [
+        '<tool_call>\n{"arguments": {"x": 1}, "name": "unknown"}\n</tool_call>',
+        '<tool_call>\n{"arguments": {"x": 1}, "name": "add", "other": 1}\n</tool_call>',
+        '<tool_call>\n{"arguments": {"x": 1',
+        '<tool_call>\n{"arguments": {"x": "1}, "name": "add"}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>',
+        '<tool_call>{"type": "object"}</tool_call>',
+    ],
+)
+def test_an_object_that_is_no_call_stays_content_and_hides_none(text: str) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    assert read("hermes", f"\n {text}") == (f"\n {text}", [])
+    assert read("hermes", f"a{text}\n{call}") == (f"a{text}\n", [("add", "{}")])
+    assert read("hermes", f"{call}{text}\n{call}")[1] == [("add", "{}")] * 2
+
+
+def test_a_call_without_arguments_needs_a_mark() -> None:
+    assert read("hermes", '<tool_call>\n{"name": "add"}\n</tool_call>') == ("", [("add", "{}")])
+    assert read("llama3_json", '{"name": "add"}') == ('{"name": "add"}', [])
+    too_long = '{"arguments": {"x": "' + "y" * LONGEST_OBJECT + '"}, "name": "add"}'
+    for pieces in ([f"<tool_call>{too_long}"], [f"<tool_call>{too_long[:-9]}", too_long[-9:]]):
+        assert parsed(TOOL_FORMATS["hermes"], pieces)[1] == []
+
+
+@each_of("gap", ["\n", ", ", "; ", "<|python_tag|>", "\n<|python_tag|>", ""])
+@each_of("key", ["parameters", "arguments"])
+@each_of("kind", ["", '"type": "function", '])
+def test_calls_of_llama_are_read_as_it_writes_them(gap: str, key: str, kind: str) -> None:
+    calls = [f'{{{kind}"name": "{name}", "{key}": {{"x": 1}}}}' for name in ("add", "get_weather")]
+    right = ("", [("add", '{"x": 1}'), ("get_weather", '{"x": 1}')])
+    for begin in ("", "<|python_tag|>"):
+        assert read("llama3_json", begin + gap.join(calls)) == right
+    if "python_tag" not in gap:
+        assert read("pythonic", gap.join(calls)) == right
+        assert read("pythonic", f"<|python_start|>{gap.join(calls)}<|python_end|>") == right
+    parser = ToolParser(TOOL_FORMATS["llama3_json"], NAMES)
+    assert parser.push(calls[0][:-3]).calls[0].arguments == '{"x": ', "arguments leave as they come"
+
+
+@each_of("name", ["llama3_json", "pythonic"])
+def test_an_answer_in_json_is_no_call(name: str) -> None:
+    for answer in (
+        '{"type": "circle", "r": 1}',
+        '{"name": "Bob"}',
+        '{"type": "function", "name": "f", "a": 1}',
+    ):
+        assert read(name, answer) == (answer, [])
+    call = '{"type": "function", "name": "add", "parameters": {}}'
+    assert ToolParser(TOOL_FORMATS[name], NAMES, is_held=True).push(call).content == call
+    assert ToolParser(TOOL_FORMATS[name], NAMES).push('{"type": "circle"').content == '{"type": "circle"'
