@@ -182,6 +182,7 @@ LONGEST_NAME = 64
 LONGEST_OBJECT = 2**16  # characters of a call that is read as a whole
 # How a call that is read as a whole may begin besides with its name
 _BEGINS = ('{"type": "function",', '{"arguments":', '{"parameters":')
+_BRACES = re.compile(r"[\s}]{0,64}")
 _KEYS = frozenset({"type", "id", "name", "arguments", "parameters"})
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _NUMBER = re.compile(r":\d{0,9}")
@@ -573,11 +574,10 @@ class ToolParser:
         return bool(taken or arguments or self._reader.is_complete)
 
     def _in_tail(self, parsed: Parsed) -> bool:
-        end = match(self._tail, self._held, 0)
-        if end == MAYBE:
-            return False
+        at = self._past_members(self._held)
+        end = match(self._tail, self._held, at) if at >= 0 else at
         if end == NO:
-            end = self._end_of_spoilt_tail(self._held)
+            end = self._end_of_spoilt_tail(self._held, at)
         if end == MAYBE:
             return False
         if end == NO:
@@ -586,10 +586,28 @@ class ToolParser:
             self._held, self._place = self._held[end:], self._behind_call
         return True
 
-    def _end_of_spoilt_tail(self, held: str) -> int:
-        """Return where a tail ends of which the model has left the last word out, or NO or MAYBE."""
+    def _past_members(self, held: str) -> int:
+        """Return where an object goes on behind an id or a type that follows its arguments, or MAYBE."""
+        at = 0
+        for key in ("id", "type") if self._form.before_object is not None and self._tail[:1] == "}" else ():
+            end = match(f', "{key}": "', held, at)
+            found = _ID.match(held, end) if end >= 0 else None
+            if end == MAYBE or (found is not None and found.end() == len(held)):
+                return MAYBE
+            if found is not None and held[found.end()] == '"':
+                at = found.end() + 1
+        return at
+
+    def _end_of_spoilt_tail(self, held: str, at: int) -> int:
+        """Return where a tail ends that has too many or too few braces, or no last word; NO or MAYBE."""
         first, *rest = self._tail.split() or [""]
-        return match(first, held, 0) if rest else NO
+        if first == "}" and rest:
+            braces = _BRACES.match(held, at)
+            assert braces is not None, "there may be none"
+            end = match(rest[0], held, braces.end())
+            if end != NO:
+                return end
+        return match(first, held, at) if rest else NO
 
     def _in_keywords(self, parsed: Parsed) -> bool:
         taken = self._scan.keywords(self._held)

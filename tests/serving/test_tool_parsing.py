@@ -310,3 +310,20 @@ def test_an_answer_in_json_is_no_call(name: str) -> None:
     call = '{"type": "function", "name": "add", "parameters": {}}'
     assert ToolParser(TOOL_FORMATS[name], NAMES, is_held=True).push(call).content == call
     assert ToolParser(TOOL_FORMATS[name], NAMES).push('{"type": "circle"').content == '{"type": "circle"'
+
+
+@each_of("member", [', "id": "abcdefghi"', ', "type": "function"', ', "id":"a" , "type":"function"'])
+def test_what_follows_the_arguments_in_a_call_is_no_content(member: str) -> None:
+    call = '{"name": "add", "arguments": {"x": 1}' + member + "}"
+    calls = [("add", '{"x": 1}')] * 2
+    assert read("mistral", f"[TOOL_CALLS] [{call}, {call}]So.") == ("So.", calls)
+    assert read("hermes", f"<tool_call>\n{call}\n</tool_call>\n" * 2 + "So.") == ("\nSo.", calls)
+    assert read("llama3_json", call + "\n" + call) == ("", calls)
+
+
+@each_of("braces", ["", "}}", "}}}", "} }", "\n}\n}"])
+def test_a_brace_too_many_or_too_few_is_no_content(braces: str) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"x": 1}' + braces + "\n</tool_call>"
+    assert read("hermes", f"{call}\n{call}\nSo.") == ("\nSo.", [("add", '{"x": 1}')] * 2)
+    unclosed = call.removesuffix("\n</tool_call>")
+    assert read("hermes", f"{unclosed} So.")[1] == [("add", '{"x": 1}')]
