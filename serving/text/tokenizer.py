@@ -11,7 +11,6 @@ Control tokens that a message spells out are kept as text, apart from the chat t
 from __future__ import annotations
 
 import codecs
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,30 +24,13 @@ from borders.refusal import BadRequest
 from continuous_batching.request import SamplingParams, TokenIds
 from recipes.schema.recipe import Recipe
 from serving.grammars.thinking import Thinking
-from serving.text.chat_options import ChatOptions, strings_in, with_strings
+from serving.text.chat_options import ChatOptions, strings_in
 from serving.text.chat_template import ChatTemplate, check_messages, joined
+from serving.text.shield import Shield
 from serving.text.tokenizer_settings import TEMPLATES, end_tokens_of_model, special_tokens, token_text
 from serving.text.vocabulary import Vocabulary, any_of, read_tokenizer_files
 from serving.tools.channels import HARMONY, NAME, ChannelFormat, check_marks, with_thinking
 from serving.tools.formats import THOUGHT_FORMATS, TOOL_FORMATS, ThoughtFormat, ToolFormat
-
-
-def shielded(values: list[Any], control: Iterable[str]) -> tuple[list[Any], dict[str, str]]:
-    """Return the values with a mark for each control token in their text, and what each mark stands for.
-
-    The template cannot confuse the marks with its own control tokens, and all other text is unchanged.
-    """
-    written = "".join(strings_in(values))
-    numbers = (number for number in itertools.count() if _mark(number) not in written)
-    found = sorted(set(any_of(control).findall(written)))
-    marks = {name: _mark(number) for name, number in zip(found, numbers)}
-    pattern = any_of(marks)
-    shielded = with_strings(values, lambda text: pattern.sub(lambda match: marks[match[0]], text))
-    return shielded, {mark: name for name, mark in marks.items()}
-
-
-def _mark(number: int) -> str:
-    return f"\ue000{number}\ue001"  # private-use characters of Unicode
 
 
 def _suffix_of(tag: str, vocabulary: Vocabulary) -> str:
@@ -108,6 +90,7 @@ class Text:
         self.vocab_size = vocabulary.size
         self.num_lead_spaces = vocabulary.num_lead_spaces
         self._control_ids = frozenset(vocabulary.control.values())
+        self._shield = Shield(() if vocabulary.splits_control else vocabulary.control)
         self._bytes: dict[int, bytes] = {}
         self.longest_token = max(len(vocabulary.token_bytes(token)) for token in range(vocabulary.size))
 
@@ -251,8 +234,7 @@ class Text:
         for each in strings_in(options.chat_template_kwargs):
             check_unicode("chat_template_kwargs", each)
         given = [checked, options.chat_template_kwargs, list(options.tools)]
-        control = {} if self._vocabulary.splits_control else self._vocabulary.control
-        (shown, kwargs, tools), spelt = shielded(given, control)
+        (shown, kwargs, tools), spelt = self._shield.shielded(given)
         options = replace(options, chat_template_kwargs=kwargs, tools=tools)
         rendered = template.render(shown, options)
         parts = any_of(spelt).split(rendered)

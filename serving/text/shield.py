@@ -1,0 +1,66 @@
+"""Keep control tokens out of what a request sends for the chat template.
+
+The template cannot tell the text of a message from its own. So a control token in a text is replaced by a
+mark before the template sees it, and texts that could be parts of one are kept apart where the template
+joins them. A template that takes words out of a text may still join what stood around them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from typing import Any
+
+from serving.text.chat_options import strings_in, with_strings
+from serving.text.vocabulary import any_of
+
+
+class Shield:
+    """Shields texts from these control tokens."""
+
+    def __init__(self, control: Collection[str]) -> None:
+        self._control = control
+        self._joined = "\0".join(control)
+        self._begins = {token[:size] for token in control for size in range(1, len(token))}
+        # A last character alone completes no token that another text has begun and was kept apart from.
+        self._ends = {token[size:] for token in control for size in range(1, len(token) - 1)}
+        self._longest = max(map(len, control), default=0)
+
+    def shielded(self, values: list[Any]) -> tuple[list[Any], dict[str, str]]:
+        """Return the values with marks in their texts, and the text that each mark stands for.
+
+        All other text is unchanged. The text of the mark that keeps texts apart is empty.
+        """
+        written = "".join(strings_in(values))
+        numbers = (number for number in itertools.count() if _mark(number) not in written)
+        edge = _mark(next(numbers))
+        found = sorted(set(any_of(self._control).findall(written)))
+        marks = {name: _mark(number) for name, number in zip(found, numbers)}
+        pattern = any_of(marks)
+
+        def changed(text: str) -> str:
+            return self._apart(pattern.sub(lambda match: marks[match[0]], text), edge)
+
+        return with_strings(values, changed), {edge: "", **{mark: name for name, mark in marks.items()}}
+
+    def _apart(self, text: str, edge: str) -> str:
+        """Return a text with the mark where it begins or ends as a control token goes on or begins.
+
+        Templates strip texts, so white space around one is looked past. They compare roles, types and other
+        words, so a text that is one word or number is left as it is.
+        """
+        core = text.strip()
+        if not core or core.replace("_", "").isalnum():
+            return text
+        sizes = range(1, min(len(core) + 1, self._longest))
+        is_within = len(core) < self._longest and core in self._joined
+        if is_within or any(core[:size] in self._ends for size in sizes):
+            text = text.replace(core, edge + core, 1)
+        if any(core[-size:] in self._begins for size in sizes):
+            at = len(text.rstrip())
+            text = text[:at] + edge + text[at:]
+        return text
+
+
+def _mark(number: int) -> str:
+    return f"\ue000{number}\ue001"  # private-use characters of Unicode
