@@ -37,7 +37,10 @@ class AnswerParser:
         self._end_mark = text.think_marks[-1] if text is not None and text.think_marks else -1
         is_open = self.thinks and text is not None and text.opens_thoughts(request.prompt)
         form = THOUGHT_FORMATS["think"] if text is None or text.thoughts is None else text.thoughts
-        self._thoughts = defaultdict[int, ReasoningParser](lambda: ReasoningParser(form, is_open=is_open))
+        goes_on = is_open and text is not None and text.cuts_thoughts(request.prompt)
+        self._thoughts = defaultdict[int, ReasoningParser](
+            lambda: ReasoningParser(form, is_open=is_open, goes_on=goes_on)
+        )
         self._tools: dict[int, ToolParser | ChannelParser] = {}
         self._tools_in_thoughts: dict[int, ToolParser] = {}
         self._opening = ""  # the opening, held by the prompt, of an answer's first message on channels

@@ -159,7 +159,21 @@ class Text:
         """Return whether a prompt ends inside a block of reasoning, which some chat templates begin."""
         form = self.thoughts or THOUGHT_FORMATS["think"]
         said = self._end_of(prompt).removesuffix(form.limit).rstrip()
-        return said.endswith(form.begin)
+        return said.endswith(form.begin) or self.cuts_thoughts(prompt)
+
+    def cuts_thoughts(self, prompt: TokenIds) -> bool:
+        """Return whether a prompt ends within thoughts that have begun, with which an answer goes on.
+
+        They are all text, so that no control token stands behind them that would end them or the turn.
+        """
+        form, places = self.thoughts or THOUGHT_FORMATS["think"], range(len(prompt) - 1, -1, -1)
+        at = next((at for at in places if int(prompt[at]) in self._control_ids), None)
+        if not at:  # turns without control tokens cannot be told from their text
+            return False
+        said = self.decode(prompt[at:].tolist(), skip_special_tokens=False)
+        _, begin, thoughts = said.rpartition(form.begin)
+        has_begun = begin and thoughts.strip().removesuffix(form.limit)
+        return bool(has_begun) and form.end not in thoughts
 
     def _end_of(self, prompt: TokenIds) -> str:
         return self.decode(prompt[-_END_TOKENS:].tolist(), skip_special_tokens=False).rstrip()

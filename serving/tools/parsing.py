@@ -36,17 +36,19 @@ from serving.tools.formats import (
 class ReasoningParser:
     """Parses one answer.
 
-    `is_open` says that the prompt ends with the beginning of the block and, later, that the text so far ends
-    inside it. `has_ended` says that the block's end has been found.
+    `is_open` says that the prompt ends inside the block and, later, that the text so far does. `goes_on` says
+    that the prompt has some of the thoughts. `has_ended` says that the block's end has been found.
     """
 
-    def __init__(self, form: ThoughtFormat = THOUGHT_FORMATS["think"], *, is_open: bool) -> None:
+    def __init__(
+        self, form: ThoughtFormat = THOUGHT_FORMATS["think"], *, is_open: bool, goes_on: bool = False
+    ) -> None:
         self._form = form
         self._begin = form.begin.rstrip()
         self.is_open = is_open
         self.has_ended = False
         self._has_begun = is_open
-        self._is_blank = True  # white space around the block, and at its beginning, is dropped
+        self._is_blank = not goes_on  # white space around the block, and at its beginning, is dropped
         self._held = ""
         self._begin_mark = _BeginMark(form.answer[0])
         self._end_mark = _EndMark(form.answer[1])

@@ -84,6 +84,7 @@ def parser_of(form: str, *, is_open: bool = False) -> AnswerParser:
         thoughts=THOUGHT_FORMATS.get(REASONING.get(form, "think")),
         think_marks=(1, 2),
         opens_thoughts=lambda prompt: is_open,
+        cuts_thoughts=lambda prompt: False,
         since_mark=lambda prompt, mark: "<|start|>assistant",
         control_tokens=lambda names: {},
     )

@@ -170,6 +170,12 @@ def test_a_thought_that_was_cut_goes_on(first: httpx.Client) -> None:
     talk = [SUM, {"role": "assistant", "content": None, "reasoning_content": "I add one"}]
     fields = case("thought", talk, add_generation_prompt=False, continue_final_message=True)
     check(first, fields, f"{ASKED}<think>\nI add one")
+    tokens = [*tokenizer().encode(" and one.</think>It is 2.", add_special_tokens=False).ids, 258]
+    script = {"logits_processors": [{"name": "Script", "args": {"tokens": tokens}}]}
+    answered = first.post("/v1/chat/completions", json=fields | script | {"max_tokens": len(tokens)})
+    (choice,) = answered.json()["choices"]
+    assert choice["message"]["reasoning_content"] == " and one."
+    assert choice["message"]["content"] == "It is 2."
 
 
 def said(client: httpx.Client, answer: str, **fields: Any) -> list[list[Any]]:
