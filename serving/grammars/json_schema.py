@@ -13,11 +13,12 @@ put into another one together with its `$defs`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -38,6 +39,7 @@ _BOUNDS = numbers(-(2**53), 2**53)  # JavaScript's largest integers, which its s
 LONGEST_NOTE = 100  # characters of a note
 MOST_REPEATS = 100_000  # largest minLength, maxLength, minItems, ...
 MOST_NOTES = 50  # notes of one schema
+_MOST_PATTERNS = 200  # patterns of one schema that are tried, which takes 1.5 ms each
 _MOST_KEPT_BYTES = 2**21  # prepared schemas are kept; an agent sends the same ones with each turn
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
@@ -84,7 +86,8 @@ class Prepared:
     notes: tuple[str, ...]
 
 
-# Patterns with look-around that zod 4 writes of email() and iso.duration(), and the same texts without it
+# Patterns with look-around that zod 4 writes of email() and iso.duration(), and pydantic of Decimal, and the
+# same texts without it
 _CLOCK = r"T(?:\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S)"
 _PLAINLY = {
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
@@ -94,6 +97,7 @@ _PLAINLY = {
     r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
         rf"^P(?:\d+W|(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)(?:{_CLOCK})?|{_CLOCK})$"
     ),
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",
 }
 
 
@@ -162,6 +166,7 @@ class _Preparation:
         self._names: dict[Path, str] = {}  # the name in `$defs` of each place that a reference leads to
         self._waiting: list[Path] = []  # those of them that `$defs` does not have yet
         self._taken = set[str]()  # the names
+        self._compiles: dict[str, bool] = {}  # whether the matcher can hold each pattern
         self._notes: dict[Path, str] = {}
         self._unknown = set[Path]()  # those of them that are about a keyword which nobody knows
 
@@ -216,6 +221,8 @@ class _Preparation:
             at = (*place, keyword)
             if keyword in _NAMED:
                 made[keyword] = self._mapping(value, at, level)
+                if keyword == "patternProperties":
+                    self._check_names(value, at)
                 self._num_properties = self._counted(
                     at, "properties", self._num_properties + len(value), MOST_PROPERTIES
                 )
@@ -235,7 +242,11 @@ class _Preparation:
                 made |= {} if isinstance(leads_to, bool) else {keyword: f"#/$defs/{name}"}
             elif self._is_enforced(keyword, value, at):
                 self._value(keyword, value, at)
-                made[keyword] = _PLAINLY.get(value, value) if keyword == "pattern" else value
+                plain = str(_PLAINLY.get(value, value)) if keyword == "pattern" else value
+                if keyword != "pattern" or self._holds(plain):
+                    made[keyword] = plain
+                else:
+                    self._note(at)
         if _may_repeat_names(schema):
             problem = "is above 1 beside properties of any name, which could then come twice"
             fix = "set additionalProperties to false, or list required properties"
@@ -328,6 +339,20 @@ class _Preparation:
                 self._unknown.add(place)
         return False
 
+    def _holds(self, pattern: str) -> bool:
+        """Whether a pattern is left to the matcher, which refuses a strict one that it cannot compile."""
+        if self._strict or len(self._compiles) == _MOST_PATTERNS:
+            return True
+        if pattern not in self._compiles:
+            self._compiles[pattern] = _compiles(pattern)
+        return self._compiles[pattern]
+
+    def _check_names(self, patterns: Iterable[str], place: Path) -> None:
+        for each in patterns:
+            if not self._holds(each):
+                problem = "is a pattern that cannot be enforced"
+                raise self._bad((*place, each), problem, "use no look-around and no reference back")
+
     def _note(self, place: Path, value: str = "") -> None:
         if len(self._notes) == MOST_NOTES:
             return
@@ -417,6 +442,16 @@ def _may_repeat_names(schema: Mapping[str, Any]) -> bool:
 def _digits(value: float) -> int:
     """Return the digits of a number as an integer: 5 for 0.05, 12 for 1.2, 1 for 100."""
     return int("".join(map(str, Decimal(str(value)).normalize().as_tuple().digits)))
+
+
+def _compiles(pattern: str) -> bool:
+    """Whether the matcher can compile a pattern; without it, each request that needs it is refused."""
+    with contextlib.suppress(ImportError):
+        from llguidance import LLMatcher
+
+        schema = json.dumps({"type": "string", "pattern": pattern})
+        return not LLMatcher.validate_grammar(f"start: %json {schema}")
+    return True
 
 
 def _is_type(value: object) -> bool:

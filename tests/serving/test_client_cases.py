@@ -29,10 +29,11 @@ from recipes.schema.reader import load
 from serving.api.schemas import ChatBody
 from serving.grammars.json_schema import prepared
 from serving.grammars.matching import Grammars
-from serving.grammars.structured_output import grammar_of
+from serving.grammars.structured_output import form_notes, grammar_of
 from serving.text.chat_options import ChatOptions
 from serving.text.tokenizer import Text
 from serving.tools.definitions import tool_use
+from serving.tools.formats import TOOL_FORMATS
 from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server
@@ -283,6 +284,7 @@ ZODS_EMAIL = (
 ZODS_DURATION = (
     r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
 )
+PYDANTICS_DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 SCHEMAS: dict[str, Any] = {
     **{name: create_model("M", a=(each, ...)).model_json_schema() for name, each in FIELDS.items()},
     "open": Open.model_json_schema(),
@@ -303,13 +305,18 @@ SCHEMAS: dict[str, Any] = {
     "reference": of_text(format="uri-reference"),
     "email of zod 4.0": of_text(format="email", pattern=ZODS_EMAIL),
     "duration of zod": of_text(format="duration", pattern=ZODS_DURATION),
+    "decimal of pydantic 2.12": of_text(pattern=PYDANTICS_DECIMAL),
     **json.loads(pathlib.Path(__file__).with_name("zod_schemas.json").read_text(encoding="utf-8")),
 }
 
 
 @pytest.mark.parametrize(
     ("pattern", "signs"),
-    [(ZODS_EMAIL, ("a", "Z9", ".", "-", "'", "@", ".co")), (ZODS_DURATION, "P1YMDTHSW.")],
+    [
+        (ZODS_EMAIL, ("a", "Z9", ".", "-", "'", "@", ".co")),
+        (ZODS_DURATION, "P1YMDTHSW."),
+        (PYDANTICS_DECIMAL, "+-.01"),
+    ],
 )
 def test_a_pattern_with_look_around_is_followed_by_one_without(pattern: str, signs: Sequence[str]) -> None:
     """Both take the same ones of random texts; `re` of Python is the judge, which has look-around."""
@@ -317,7 +324,7 @@ def test_a_pattern_with_look_around_is_followed_by_one_without(pattern: str, sig
     assert isinstance(schema, dict)
     plain = re.compile(schema["properties"]["a"]["pattern"])
     rng, judge, found = random.Random(3), re.compile(pattern), [0, 0]
-    good = ("a.b@c-d.ef", "a@b.cd", "P1Y1M1DT1H1M1.1S", "P1W", "PT1S", "P1DT1H")
+    good = ("a.b@c-d.ef", "a@b.cd", "P1Y1M1DT1H1M1.1S", "P1W", "PT1S", "P1DT1H", "-1.50", "+.5")
     for _ in range(20_000):
         text = list(rng.choice(good)) if rng.random() < 0.8 else []
         for _ in range(rng.randrange(4) if text else rng.randrange(10)):
@@ -327,6 +334,38 @@ def test_a_pattern_with_look_around_is_followed_by_one_without(pattern: str, sig
         assert said == bool(plain.search("".join(text))), "".join(text)
         found[said] += 1
     assert min(found) > 1000
+
+
+@each_of("pattern", [r"^(?!\s*$).+", r"^(?=a)", r"(a)\1", "[", r"\bword\b"])
+def test_a_pattern_that_cannot_be_held_is_refused_where_it_is_strict_alone(
+    agents: Text, pattern: str
+) -> None:
+    schema, grammars = (
+        of_text(pattern=pattern),
+        Grammars(lambda: agents, agents.vocab_size, agents.eos_token_ids),
+    )
+    for is_strict in (False, True):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": is_strict}}
+        fields = {"tools": [tool(parameters=schema, strict=is_strict)], "tool_choice": "required"}
+        use = tool_use(fields)
+        assert use is not None
+        asked = [use.grammar(TOOL_FORMATS["hermes"], {}), grammar_of({"response_format": form})]
+        notes = use.notes_in(TOOL_FORMATS["hermes"]), form_notes({"response_format": form})
+        for grammar in asked:
+            assert grammar is not None
+            if is_strict:
+                with pytest.raises(BadRequest, match="cannot be followed"):
+                    grammars.beginning(grammar)
+            else:
+                assert grammars.beginning(grammar)
+        place = "properties.a.pattern"
+        assert notes == (
+            ((), ()) if is_strict else ((f"{use.tools[0]['function']['name']}: {place}",), (place,))
+        )
+    named = {"type": "object", "patternProperties": {pattern: {"type": "integer"}}}
+    use = tool_use({"tools": [tool(parameters=named)], "tool_choice": "required"})
+    assert use is not None
+    assert use.notes[0].endswith(": parameters")
 
 
 @each_of("name", [*SCHEMAS, "true"])
