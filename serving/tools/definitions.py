@@ -21,6 +21,7 @@ from serving.grammars.structured_output import CHANNELS, FormedAnswer
 from serving.tools.argument_rules import argument_rules, json_rule, literal, slashed
 from serving.tools.channels import ChannelFormat, ChannelParser
 from serving.tools.formats import ToolFormat
+from serving.tools.parsing import LONGEST_NAME
 
 
 def lark_of(
@@ -150,7 +151,7 @@ def _call_schema(form: ToolFormat, name: str, schema: Any) -> dict[str, Any]:
 
 
 FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{LONGEST_NAME}}}")  # OpenAI has 64, and Anthropic 128
 _NOTHING = Prepared({"type": "object", "properties": {}, "additionalProperties": False}, ())
 _ANY = {"type": "object"}
 
@@ -258,7 +259,7 @@ def _function(index: int, tool: object, known: Mapping[str, Any]) -> tuple[str, 
         raise BadRequest("tools", problem, place=place)
     name, strict = function.get("name"), function.get("strict")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        limit = "1 to 64 letters, digits, _, . and -"
+        limit = f"1 to {LONGEST_NAME} letters, digits, _, . and -"
         raise BadRequest("tools", value=name, limit=limit, place=f"{place}.name")
     if name in known:
         raise BadRequest(

@@ -180,7 +180,7 @@ class _EndMark:
         return held
 
 
-LONGEST_NAME = 64
+LONGEST_NAME = 128
 LONGEST_OBJECT = 2**16  # characters of a call that is read as a whole
 # How a call that is read as a whole may begin besides with its name
 _BEGINS = ('{"type": "function",', '{"arguments":', '{"parameters":')

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from serving.tools.formats import MOST_SPACE, TOOL_FORMATS, ToolFormat
-from serving.tools.parsing import LONGEST_OBJECT, ToolParser
+from serving.tools.parsing import LONGEST_NAME, LONGEST_OBJECT, ToolParser
 from tests.each_of import each_of
 from tests.serving.call_templates import Turn, render
 
@@ -327,3 +327,12 @@ def test_a_brace_too_many_or_too_few_is_no_content(braces: str) -> None:
     assert read("hermes", f"{call}\n{call}\nSo.") == ("\nSo.", [("add", '{"x": 1}')] * 2)
     unclosed = call.removesuffix("\n</tool_call>")
     assert read("hermes", f"{unclosed} So.")[1] == [("add", '{"x": 1}')]
+
+
+def test_a_name_may_be_as_long_as_services_let_it_be() -> None:
+    name, longer = "n" * LONGEST_NAME, "n" * (LONGEST_NAME + 1)
+    for each, num_calls in ((name, 1), (longer, 0)):
+        parser = ToolParser(TOOL_FORMATS["hermes"], [name])
+        answer = f'<tool_call>\n{{"name": "{each}", "arguments": {{}}}}\n</tool_call>'
+        found = [call for piece in answer for call in parser.push(piece).calls if call.name]
+        assert len(found) == num_calls

@@ -102,7 +102,7 @@ def test_text_stays_text_where_tools_may_be_called(client: openai.OpenAI) -> Non
         ({"tools": [ADD], "tool_choice": "always"}, 'tool_choice is "always"; it must be "none", "auto"'),
         ({"tool_choice": "required"}, 'tool_choice is "required", and there are no tools'),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name is"),
-        ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "it must be 1 to 64 letters,"),
+        ({"tools": [{"type": "function", "function": {"name": "a" * 129}}]}, "it must be 1 to 128 letters,"),
         *(
             ({"tools": [tool]}, 'must be {"type": "function"')
             for tool in ({"type": "web_search"}, {"type": "custom", "custom": {"name": "x"}})
