@@ -277,12 +277,13 @@ def _function(index: int, tool: object, known: Mapping[str, Any]) -> tuple[str, 
 
 def _enforced(schema: Mapping[str, Any], *, is_strict: bool) -> Prepared:
     """Return the schema, or that of any object where it cannot be enforced and need not be."""
-    if schema.get("type", "object") != "object":
-        problem = f"has a schema of type {abbreviate_json(schema['type'])}; arguments are an object"
+    kind = schema.get("type")
+    if kind not in (None, "object") and not (isinstance(kind, list) and "object" in kind):
+        problem = f"has a schema of type {abbreviate_json(kind)}; arguments are an object"
         raise BadRequest("tools", problem, subject="a tool in tools")
     try:
-        never_null = {keyword: value for keyword, value in schema.items() if keyword != "nullable"}
-        return prepared(never_null, "tools", strict=is_strict)
+        others = {keyword: value for keyword, value in schema.items() if keyword not in ("type", "nullable")}
+        return prepared(others if kind is None else {"type": "object", **others}, "tools", strict=is_strict)
     except BadRequest:
         if is_strict:
             raise

@@ -127,6 +127,22 @@ def test_what_is_not_enforced_is_noted(schema: Any, kept: dict[str, Any], notes:
     assert form_notes({"guided_json": schema}) == notes
 
 
+@each_of("kind", [["object"], ["object", "null"], None])
+@each_of("strict", [False, True])
+def test_the_parameters_of_a_tool_are_an_object_however_their_type_says_so(kind: Any, strict: bool) -> None:
+    schema = {"type": kind, "properties": {"a": {"type": "integer"}}}
+    use = tool_use(
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}]}
+    )
+    assert use is not None
+    assert use.schemas == {"f": schema | {"type": "object"}}
+    assert use.notes == ()
+    with pytest.raises(BadRequest, match="arguments are an object"):
+        tool_use(
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": ["null"]}}}]}
+        )
+
+
 def test_notes_name_the_tool_and_what_became_any_object() -> None:
     schemas = {"a": {"minProperties": 2}, "b": {"type": "object", "": 1}}
     tools = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in schemas.items()]
