@@ -265,6 +265,8 @@ def _as_library_has_it(field: str, kind: str, asked: Any) -> str:
         return f"{_NO_FORCING}{written['lark_grammar']}"
     if kind == "choice":
         return f"{_NO_FORCING}start: {' | '.join(json.dumps(each, ensure_ascii=False) for each in asked)}"
+    if not _GBNF.search(asked):
+        return f"{_NO_FORCING}{asked}"
     try:
         return f"{_NO_FORCING}{grammar_from('grammar', asked)}"
     except Exception as error:
@@ -275,6 +277,7 @@ def _part(grammar: str) -> str:
     return _as_library_has_it(*json.loads(grammar))
 
 
+_GBNF = re.compile(r"^[ \t]*[A-Za-z_][\w-]*\s*::=", re.MULTILINE)  # a rule of it; others are Lark's
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _QUOTED = re.compile(r"\n(?:<state>|\s*\d+ \|)")
 _NAMES = {
