@@ -264,13 +264,18 @@ def _as_library_has_it(field: str, kind: str, asked: Any) -> str:
         (written,) = json.loads(LLMatcher.grammar_from_regex(asked))["grammars"]
         return f"{_NO_FORCING}{written['lark_grammar']}"
     if kind == "choice":
-        return f"{_NO_FORCING}start: {' | '.join(json.dumps(each, ensure_ascii=False) for each in asked)}"
+        return f"{_NO_FORCING}start: {' | '.join(map(quoted, asked))}"
     if not _GBNF.search(asked):
         return f"{_NO_FORCING}{asked}"
     try:
         return f"{_NO_FORCING}{grammar_from('grammar', asked)}"
     except Exception as error:
         raise _refused(field, kind, str(error)) from error
+
+
+def quoted(text: str) -> str:
+    """Return a text as a literal of a grammar, in which the library takes no U+007F as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _part(grammar: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
-from serving.grammars.matching import JSON_OPTIONS
+from serving.grammars.matching import JSON_OPTIONS, quoted
 from serving.tools.alternatives import (
     TYPES,
     Alternative,
@@ -65,18 +65,14 @@ def json_rule(schema: Any) -> str:
 def literal(text: str, mark: Mapping[str, int]) -> str:
     """Return a text as a literal of the grammar, in which control tokens are written as tokens."""
     if not mark:
-        return _quoted(text)
+        return quoted(text)
     parts = re.split(f"({'|'.join(map(re.escape, mark))})", text)
-    return " ".join(f"<[{mark[part]}]>" if part in mark else _quoted(part) for part in parts if part) or '""'
+    return " ".join(f"<[{mark[part]}]>" if part in mark else quoted(part) for part in parts if part) or '""'
 
 
 def slashed(text: str) -> str:
     """Return a text as a part of a regular expression between slashes."""
     return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 class _Writer:
@@ -169,7 +165,7 @@ class _Writer:
         key = f"{self._name.upper()}_K{next(self._numbers)}"
         pair = self._named_rule(self._open_item(key, schema, place))
         self._rules.append(f"{key}: {self.key_rule}")
-        between = _quoted(self.between)
+        between = quoted(self.between)
         rest = f"({between} {pair}){{{max(least - 1, 0)},{most - 1 if isinstance(most, int) else ''}}}"
         return f"{pair} {rest}" if least else f"({pair} {rest})?"
 
@@ -208,7 +204,7 @@ def _in_order(name: str, items: Mapping[str, str], required: set[str], between: 
     yield f"{name}: {name}_first_0"
     for at, (key, item) in enumerate(items.items()):
         yield f"{name}_item_{at}: {item}"
-        for place, before in (("first", ""), ("rest", _quoted(between) if between else "")):
+        for place, before in (("first", ""), ("rest", quoted(between) if between else "")):
             skip = "" if key in required else f" | {name}_{place}_{at + 1}"
             yield f"{name}_{place}_{at}: {before} {name}_item_{at} {name}_rest_{at + 1}{skip}"
     yield from (f'{name}_{place}_{len(items)}: ""' for place in ("first", "rest"))
@@ -221,7 +217,7 @@ class _KeywordRules(_Writer):
     key_rule = f"/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ & ~/({'|'.join(keyword.kwlist)})/"
 
     def _item(self, key: str, schema: Any, place: str) -> str:
-        return f"{_quoted(key + '=')} {self._json(schema)}"
+        return f"{quoted(key + '=')} {self._json(schema)}"
 
     def _open_item(self, key: str, schema: Any, place: str) -> str:
         return f'{key} "=" {self._json(schema)}'

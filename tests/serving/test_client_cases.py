@@ -336,6 +336,18 @@ def test_a_pattern_with_look_around_is_followed_by_one_without(pattern: str, sig
     assert min(found) > 1000
 
 
+def test_a_constant_with_the_sign_delete_can_be_called_with(agents: Text) -> None:
+    schema = {"type": "object", "properties": {"a\x7f": {"enum": ["b\x7f"]}}, "required": ["a\x7f"]}
+    use = tool_use({"tools": [tool(parameters=schema, strict=True)], "tool_choice": "required"})
+    assert use is not None
+    grammar = use.grammar(TOOL_FORMATS["glm47"], {})
+    assert grammar is not None
+    matcher = Grammars(lambda: agents, agents.vocab_size, agents.eos_token_ids).beginning(grammar)
+    pair = "<arg_key>a\x7f</arg_key><arg_value>b\x7f</arg_value>"
+    tokens = agents.encode_within(f"<tool_call>f{pair}</tool_call>")
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
+
+
 @each_of("pattern", [r"^(?!\s*$).+", r"^(?=a)", r"(a)\1", "[", r"\bword\b"])
 def test_a_pattern_that_cannot_be_held_is_refused_where_it_is_strict_alone(
     agents: Text, pattern: str

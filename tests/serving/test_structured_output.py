@@ -73,6 +73,7 @@ def test_the_client_s_helper_parses_a_model_of_pydantic(client: openai.OpenAI) -
         ({"guided_grammar": 'root ::= "a" b\nb ::= [0-9] [0-9]? "."'}, r"a\d\d?\."),
         ({"structured_outputs": {"grammar": 'start: "a" B\nB: /[0-9]{1,3}/'}}, r"a\d{1,3}"),
         ({"guided_grammar": "?start: number\nnumber: NUMBER\nNUMBER: /[0-9]{1,3}/"}, r"\d{1,3}"),
+        ({"guided_choice": ["a\x7f", "b\x7f\x7fc"]}, "a\x7f|b\x7f\x7fc"),
         ({"guided_json": json.dumps({"type": "integer", "minimum": 3, "maximum": 17})}, r"[3-9]|1[0-7]"),
         ({"structured_outputs": {"json": {"const": [1, None]}}}, r"\[\s*1\s*,\s*null\s*\]"),
     ],
