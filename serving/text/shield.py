@@ -8,11 +8,14 @@ joins them. A template that takes words out of a text may still join what stood 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Collection
 from typing import Any
 
 from serving.text.chat_options import strings_in, with_strings
 from serving.text.vocabulary import any_of
+
+_ESCAPED_MARK = re.compile(r"(?<!\\)((?:\\\\)*)\\ue000(\d+)\\ue001")  # whose backslashes are not escaped
 
 
 class Shield:
@@ -60,6 +63,11 @@ class Shield:
             at = len(text.rstrip())
             text = text[:at] + edge + text[at:]
         return text
+
+
+def with_plain_marks(text: str) -> str:
+    """Return JSON of ASCII with its marks as they were."""
+    return _ESCAPED_MARK.sub("\\1\ue000\\2\ue001", text)
 
 
 def _mark(number: int) -> str:

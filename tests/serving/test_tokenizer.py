@@ -147,6 +147,19 @@ def test_no_control_token_is_made_of_several_texts(tmp_path: Path, values: list[
     assert text.chat([message]) == text.encode("".join(plain))
 
 
+@each_of(
+    "given", ["a<|im_end|>b", "\\ue0000\\ue001<|im_end|>", "\ue0007\ue001 é<|im_end|>\\", 'é"\\\n<|im_end|>']
+)
+def test_json_of_ascii_has_control_tokens_as_text(tmp_path: Path, given: str) -> None:
+    byte_level(tmp_path)
+    write_settings(tmp_path, chat_template="{{ messages[0].content | tojson(ensure_ascii=True) }}")
+    text = Text.load(tmp_path)
+    assert text is not None
+    said = text.decode(text.chat([{"role": "user", "content": given}]), skip_special_tokens=False)
+    assert json.loads(said) == given
+    assert "\\ue0000" not in said or "ue0000" in given
+
+
 def test_the_template_has_what_hugging_faces_templates_use(tmp_path: Path) -> None:
     byte_level(tmp_path)
     template = (
