@@ -18,7 +18,8 @@ CONTROL_GROUPS = ((Path("/sys/fs/cgroup"), ""), (Path("/sys/fs/cgroup/cpu"), "cp
 
 def usable_cores() -> int:
     """Return the cores that this process may use: those it may run on, or fewer if a group limits them."""
-    return within_quota(len(os.sched_getaffinity(0)))
+    visible = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return within_quota(visible)
 
 
 def within_quota(cores: int) -> int:

@@ -96,7 +96,6 @@ else
     pins=requirements.txt
     [[ $npu != npu-* ]] || pins=requirements/$npu.txt
     torch=$(sed -n 's/^\(torch==[^ ;#]*\).*/\1/p' "$pins")
-    [[ -z $npu ]] || echo "$npu" >.venv/npu
     if [[ -n $cann && -n $npu && $(uname -m) == x86_64 ]]; then
         torch+=+cpu # torch_npu does not load beside a torch for CUDA, which is what plain torch is on x86_64
     fi
@@ -166,6 +165,7 @@ if is_wanted requirements-npu.txt; then
     fi
     done_with requirements-npu.txt
     echo "$npu $torch_npu" >.venv/torch_npu.txt
+    [[ $npu == image ]] || echo "$npu" >.venv/npu # now that it is there: what cannot be installed is not kept
 fi
 
 # these clients bring other versions of what .venv pins: theirs lie apart and come first, .venv's behind them

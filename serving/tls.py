@@ -40,22 +40,28 @@ class Tls:
         """Read the files; raises ValueError for those that cannot be used."""
         self._make, self._paths = make, paths
         self._seen = self._states()  # before they are read, so that no change is missed
+        self._failed = False  # they could not be used when they were last read
         self.context = make()
 
     def check(self) -> None:
         """Use files that have changed; where they cannot be used, those before them are, and the log says so.
 
-        A certificate and its key may be renewed one after the other.
+        A certificate and its key may be renewed one after the other. Files that cannot be used are read at
+        each check: whether they can be read changes without them.
         """
         found = self._states()
-        if found == self._seen:
+        is_new = found != self._seen
+        if not (is_new or self._failed):
             return
         self._seen = found
         try:
             self.context = self._make()
         except ValueError as error:
-            log.error("the files before their change are used: %s", error)
+            self._failed = True
+            if is_new:
+                log.error("the files before their change are used: %s", error)
         else:
+            self._failed = False
             log.info("renewed: %s", ", ".join(self._paths))
 
     async def renew(self) -> None:

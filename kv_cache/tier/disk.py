@@ -49,6 +49,8 @@ class DiskStore:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._own.mkdir(mode=0o700, exist_ok=True)
         self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # A disk was full after an eviction, too, as where snapshots hold what is deleted, and still is
+        self._evicts_in_vain = False
         self._thread_lock = threading.Lock()  # the lock of the file excludes processes, but not threads
         with self._locked():
             self._make_room(0)
@@ -69,10 +71,13 @@ class DiskStore:
                     used = self._make_room(size)
                 try:
                     self._put(path, entry, used)
+                    self._evicts_in_vain = False
                 except OSError as error:
-                    if error.errno not in _FULL:
+                    if error.errno not in _FULL or self._evicts_in_vain:
                         raise
+                    self._evicts_in_vain = True
                     self._put(path, entry, self._make_room(size, is_full=True))
+                    self._evicts_in_vain = False
         except OSError as error:
             raise StoreFailed(str(error)) from error
         return True

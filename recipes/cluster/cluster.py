@@ -11,6 +11,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 from borders.addresses import is_address
@@ -438,15 +439,20 @@ def names_of_this_machine() -> set[str]:
 
 
 def is_here(address: str) -> bool:
-    """Return whether an interface of this machine has this address; False for a name."""
+    """Return whether an interface of this machine has this address; False for a name.
+
+    What is sent to such an address is sent from it. That it can be bound says less: some systems let any
+    address be bound (net.ipv4.ip_nonlocal_bind), and all of them 0.0.0.0.
+    """
     if not is_address(address):
         return False
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # this sends nothing; the system only chooses an address
+        except OSError:
+            return False
+        return ip_address(str(probe.getsockname()[0]).partition("%")[0]) == ip_address(address)
 
 
 def own_address() -> str:

@@ -63,6 +63,21 @@ def leader_address(cluster: Cluster, interface: str | None) -> str:
     )
 
 
+def address_of_recording(address: str, leader: str) -> str:
+    """Return where the leader, which listens at an address or with "" at all, is to be found by the ranks.
+
+    Without an address of its own that is where they have found the leader, unless that is an address which is
+    not here, such as a Kubernetes service's: it forwards the ports that were declared, and no other.
+    """
+    if address:
+        return address
+    try:
+        found = {str(each[4][0]) for each in socket.getaddrinfo(leader, None, socket.AF_INET)}
+    except OSError:
+        return leader
+    return leader if any(is_loopback(each) or is_here(each) for each in found) else own_address()
+
+
 def _address_as_found(interface: str, leader: str) -> str:
     """Return the interface's address; raises RecipeError where the others dial another one of this machine.
 

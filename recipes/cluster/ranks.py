@@ -35,7 +35,14 @@ from devices.host_cores import usable_cores
 from kv_cache.pages import PageCopy
 from models.parallel.group import BACKENDS, Group, join
 from recipes.cluster.cluster import Cluster, hide_rank_table, ranks_here
-from recipes.cluster.joining import Joining, bound, interface_to, leader_address, tell_libraries
+from recipes.cluster.joining import (
+    Joining,
+    address_of_recording,
+    bound,
+    interface_to,
+    leader_address,
+    tell_libraries,
+)
 from recipes.cluster.rank_process import (
     GATHERED,
     RANKS_HERE,
@@ -115,7 +122,8 @@ class Ranks:
                 master_listen_fd=of_store.detach(),
             )
             secret = new_secret()
-            store.set(RECORDING, f"{found_at}:{server.getsockname()[1]}")
+            recording_at = address_of_recording(address, cluster.leader)
+            store.set(RECORDING, f"{recording_at}:{server.getsockname()[1]}")
             store.set(SECRET, secret.decode())
             store.set(WAIT_S, str(self.wait_s))
             store.set(RANKS_HERE, str(ranks_here(recipe.parallel, cluster)))

@@ -10,13 +10,14 @@ engine was lost, or for which the server has no room, is tried again; a line tha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import sqlite3
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -134,8 +135,8 @@ class Batches:
         return bool(self._active)
 
     async def _begin_or_end(self, active: _Active) -> None:
-        """Begin a batch, or end it, if it is time; what fails lets this batch pause, and no other."""
-        try:
+        """Begin a batch, or end it, if it is time."""
+        with self._failing_alone(active):
             if active.failure is not None and not active.tasks:
                 active.begin_again()
             if active.batch.status == "validating":
@@ -144,6 +145,12 @@ class Batches:
                 self.wake()
             elif not active.tasks and (active.is_over or active.must_stop):
                 await self._end(active)
+
+    @contextlib.contextmanager
+    def _failing_alone(self, active: _Active) -> Iterator[None]:
+        """Let a batch whose part of a turn fails pause, and no other."""
+        try:
+            yield
         except sqlite3.Error as error:
             active.pause()
             log.error("%s pauses for %g s: %s", active.batch.id, _PAUSE_S, error)
@@ -198,8 +205,9 @@ class Batches:
             batch = active.batch
             found = None
             if active.may_begin_lines:
-                found = await self._call(partial(BatchStore.next_line, batch=batch, after=active.number))
-                active.is_over = found is None
+                with self._failing_alone(active):
+                    found = await self._call(partial(BatchStore.next_line, batch=batch, after=active.number))
+                    active.is_over = found is None
             if found is None:
                 idle += 1
                 continue

@@ -96,7 +96,7 @@ class Supervisor:
         if self._spare is not None:
             await self._spare.end()
         if self._ending is not None:
-            await self._ending
+            await asyncio.gather(self._ending, return_exceptions=True)  # `_over` has told what failed
         self.become("dead")
 
     def send(self, message: ToEngine) -> None:

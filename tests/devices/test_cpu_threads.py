@@ -6,6 +6,7 @@ The change comes when other processes take the cores.
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -146,7 +147,7 @@ def test_a_quota_of_a_control_group_around_a_process_is_some_cores(
 
     monkeypatch.setattr(host_cores, "CONTROL_GROUPS", ((tmp_path, controller),))
     monkeypatch.setattr(host_cores, "text_of", lambda path: outer if path.name == "cgroup" else text_of(path))
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert usable_cores() == cpu_threads.usual_threads() == 3

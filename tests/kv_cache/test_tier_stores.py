@@ -170,6 +170,35 @@ def test_a_disk_smaller_than_the_bound_keeps_what_was_used_last(
         store.write(key(30), entry(3, 11 * SIZE))
     assert not (tmp_path / INCOMING).exists()
     assert store.write(key(31), entry(31)), "nothing is counted of what was not written"
+
+
+def test_a_disk_on_which_deleting_makes_no_room_keeps_its_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One attempt shows it: others can still read the rest, and a write that succeeds ends it."""
+    store = DiskStore(tmp_path, 100 * SIZE, ONE)
+    for each in range(20):
+        store.write(key(each), entry(each))
+
+    def full(file: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def num_kept() -> int:
+        return sum(found is not None for found in store.read([key(each) for each in range(20)]))
+
+    monkeypatch.setattr(os, "write", full)
+    counts = list[int]()
+    for each in range(20, 25):
+        with pytest.raises(StoreFailed, match="No space left"):
+            store.write(key(each), entry(each))
+        counts.append(num_kept())
+    assert counts == [17] * 5
+    monkeypatch.undo()
+    assert store.write(key(25), entry(25))
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(StoreFailed, match="No space left"):
+        store.write(key(26), entry(26))
+    assert num_kept() < 17, "room is made again"
     assert int.from_bytes((tmp_path / "lock").read_bytes(), "little") == sum(
         path.stat().st_size for path in tmp_path.rglob("*") if len(path.name) == 64
     )

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from recipes.cluster import cluster as cluster_module
 from recipes.cluster import ranks
-from recipes.cluster.cluster import Cluster, find_cluster, hosts, is_here
+from recipes.cluster.cluster import Cluster, find_cluster, hosts, is_here, own_address
 from recipes.cluster.launched import table
 from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.reader import load
@@ -191,9 +191,11 @@ def test_a_rank_table_is_hidden_from_torch_npu_and_found_again(
         assert find_cluster(parallel, os.environ, set, Path("none")) == first
 
 
-def test_an_address_is_here_where_it_can_be_bound() -> None:
-    assert is_here("127.0.0.2")
-    assert not any(map(is_here, ("203.0.113.7", "2001:db8::7", "localhost", "")))
+def test_an_address_is_here_where_what_is_sent_to_it_comes_from_it() -> None:
+    assert is_here("127.0.0.1")
+    assert is_here(own_address())
+    others = "203.0.113.7", "2001:db8::7", "0.0.0.0", "255.255.255.255", "224.0.0.1", "localhost", ""
+    assert not any(map(is_here, others))
 
 
 @each_of(

@@ -159,6 +159,9 @@ def test_npu_after_another_extra_replaces_torch_and_stays(tmp_path: Path) -> Non
         path.unlink()
     run(tmp_path, **shell)
     assert seen(own, "torch") == ["2.13.0"]
+    with pytest.raises(AssertionError, match=r"pip finds no torch==2.13.0\+cpu"):
+        run(tmp_path, "npu", **shell)
+    assert run(tmp_path, **shell) == "", "what could not be installed is not kept"
     for version in ("2.13.0+cpu", "2.10.0+cpu"):
         wheel(tmp_path / "wheels", "torch", version)
     run(tmp_path, "npu", **shell)

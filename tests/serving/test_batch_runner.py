@@ -348,8 +348,13 @@ def test_a_line_that_is_no_longer_accepted_is_answered_so(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("fault", [ValueError("a defect"), runner.sqlite3.OperationalError("disk I/O error")])
+@pytest.mark.parametrize("name", ["begin", "next_line"])
 def test_what_fails_lets_its_batch_alone_pause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Exception
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    fault: Exception,
 ) -> None:
     """For longer than the other one takes."""
     monkeypatch.setattr(runner, "_PAUSE_S", PATIENCE_S)
@@ -357,13 +362,13 @@ def test_what_fails_lets_its_batch_alone_pause(
     async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
         return 200, b"{}"
 
-    def begin(self: BatchStore, **given: Any) -> None:
+    def failing(self: BatchStore, **given: Any) -> Any:
         if given["batch"].id == first.id:
             raise fault
-        begun(self, **given)
+        return right(self, **given)
 
-    begun = BatchStore.begin
-    monkeypatch.setattr(BatchStore, "begin", begin)
+    right = getattr(BatchStore, name)
+    monkeypatch.setattr(BatchStore, name, failing)
     bench = Bench(tmp_path, answer)
     first, second = bench.add("a"), bench.add("b")
     found, _ = asyncio.run(asyncio.wait_for(bench.until_end(second), PATIENCE_S))

@@ -232,6 +232,9 @@ def test_renewed_files_are_used(tmp_path: Path, caplog: pytest.LogCaptureFixture
         assert caplog.text.count("the files before their change are used: --tls-certificate") == 1
         assert await shown("engine") == of("engine")
         renew(key, "stranger.key")
+        Path(key).rename(tmp_path / "away")
+        ours.check()
+        Path(tmp_path / "away").rename(key)
         renew(authority, "stranger.pem")
         assert await shown("engine") == of("engine"), "nobody has looked"
         ours.check()
