@@ -340,10 +340,15 @@ class _Preparation:
         return False
 
     def _holds(self, pattern: str) -> bool:
-        """Whether a pattern is left to the matcher, which refuses a strict one that it cannot compile."""
-        if self._strict or len(self._compiles) == _MOST_PATTERNS:
+        """Whether a pattern is left to the matcher, which refuses a strict one that it cannot compile.
+
+        Patterns beyond those that are tried are not.
+        """
+        if self._strict:
             return True
         if pattern not in self._compiles:
+            if len(self._compiles) == _MOST_PATTERNS:
+                return False
             self._compiles[pattern] = _compiles(pattern)
         return self._compiles[pattern]
 

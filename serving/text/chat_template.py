@@ -25,7 +25,6 @@ from jinja2.parser import Parser
 
 from borders.refusal import BadRequest, abbreviate_json
 from serving.text.chat_options import THOUGHTS, ChatOptions, up_to_mark, with_end_marked
-from serving.text.shield import with_plain_marks
 from serving.text.template_bounds import BoundedEnvironment, TooMuch
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -382,10 +381,9 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    text = json.dumps(
+    return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-    return with_plain_marks(text) if ensure_ascii else text
 
 
 def _raise(message: str) -> NoReturn:

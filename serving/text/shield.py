@@ -1,28 +1,26 @@
 """Keep control tokens out of what a request sends for the chat template.
 
 The template cannot tell the text of a message from its own. So a control token in a text is replaced by a
-mark before the template sees it, and texts that could be parts of one are kept apart where the template
-joins them. A template that takes words out of a text may still join what stood around them.
+mark before the template sees it, and texts that could be parts of one have a mark at their edge. What is
+rendered is cut at an edge only where a control token would lie across it: elsewhere a cut would change how
+ordinary text is encoded. A template that takes words out of a text may still join what stood around them.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from serving.text.chat_options import strings_in, with_strings
 from serving.text.vocabulary import any_of
-
-_ESCAPED_MARK = re.compile(r"(?<!\\)((?:\\\\)*)\\ue000(\d+)\\ue001")  # whose backslashes are not escaped
 
 
 class Shield:
     """Shields texts from these control tokens."""
 
     def __init__(self, control: Collection[str]) -> None:
-        self._control = control
+        self._control, self._pattern = control, any_of(control)
         self._joined = "\0".join(control)
         self._begins = {token[:size] for token in control for size in range(1, len(token))}
         # A last character alone completes no token that another text has begun and was kept apart from.
@@ -35,16 +33,53 @@ class Shield:
         All other text is unchanged. The text of the mark that keeps texts apart is empty.
         """
         written = "".join(strings_in(values))
-        numbers = (number for number in itertools.count() if _mark(number) not in written)
+        numbers = (
+            number
+            for number in itertools.count()
+            if _mark(number) not in written and _escaped(number) not in written
+        )
         edge = _mark(next(numbers))
-        found = sorted(set(any_of(self._control).findall(written)))
+        found = sorted(set(self._pattern.findall(written)))
         marks = {name: _mark(number) for name, number in zip(found, numbers)}
         pattern = any_of(marks)
 
         def changed(text: str) -> str:
             return self._apart(pattern.sub(lambda match: marks[match[0]], text), edge)
 
-        return with_strings(values, changed), {edge: "", **{mark: name for name, mark in marks.items()}}
+        spelt = {edge: ""} | {mark: name for name, mark in marks.items()}
+        # A template may show a value as JSON of ASCII, or as Python writes it
+        escaped = {ascii(mark)[1:-1]: name for mark, name in spelt.items()}
+        return with_strings(values, changed), spelt | escaped
+
+    def parts(self, rendered: str, spelt: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
+        """Yield the parts of a rendered text, without marks, and whether each is to be spelt out.
+
+        `spelt` has the text that each mark stands for.
+        """
+        text, edges = "", list[int]()
+        for piece in any_of(spelt).split(rendered):
+            name = spelt.get(piece)
+            if name is None:
+                text += piece
+            elif not name:
+                edges.append(len(text))
+            else:
+                yield from self._cut(text, edges)
+                yield name, True
+                text, edges = "", []
+        yield from self._cut(text, edges)
+
+    def _cut(self, text: str, edges: list[int]) -> Iterator[tuple[str, bool]]:
+        """Yield the parts of a text, cut at the edges across which a control token would lie."""
+        begin = at = 0
+        while edges and (found := self._pattern.search(text, at)):
+            edge = next((each for each in edges if found.start() < each < found.end()), None)
+            at = found.end() if edge is None else edge
+            if edge is not None:
+                yield text[begin:edge], False
+                begin = edge
+        if text[begin:]:
+            yield text[begin:], False
 
     def _apart(self, text: str, edge: str) -> str:
         """Return a text with the mark where it begins or ends as a control token goes on or begins.
@@ -65,10 +100,9 @@ class Shield:
         return text
 
 
-def with_plain_marks(text: str) -> str:
-    """Return JSON of ASCII with its marks as they were."""
-    return _ESCAPED_MARK.sub("\\1\ue000\\2\ue001", text)
-
-
 def _mark(number: int) -> str:
     return f"\ue000{number}\ue001"  # private-use characters of Unicode
+
+
+def _escaped(number: int) -> str:
+    return ascii(_mark(number))[1:-1]

@@ -11,6 +11,7 @@ Control tokens that a message spells out are kept as text, apart from the chat t
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from serving.text.chat_options import ChatOptions, strings_in
 from serving.text.chat_template import ChatTemplate, check_messages, joined
 from serving.text.shield import Shield
 from serving.text.tokenizer_settings import TEMPLATES, end_tokens_of_model, special_tokens, token_text
-from serving.text.vocabulary import Vocabulary, any_of, read_tokenizer_files
+from serving.text.vocabulary import Vocabulary, read_tokenizer_files
 from serving.tools.channels import HARMONY, NAME, ChannelFormat, check_marks, with_thinking
 from serving.tools.formats import THOUGHT_FORMATS, TOOL_FORMATS, ThoughtFormat, ToolFormat
 
@@ -42,6 +43,7 @@ def _suffix_of(tag: str, vocabulary: Vocabulary) -> str:
 
 
 _END_TOKENS = 32  # tokens at the end of a prompt, more than "<think>", a mark and a line break take
+_ROLE_LINE = re.compile(r"\w+\s*\n\s*")
 _AS_USUAL = ChatOptions()
 
 
@@ -164,15 +166,21 @@ class Text:
     def cuts_thoughts(self, prompt: TokenIds) -> bool:
         """Return whether a prompt ends within thoughts that have begun, with which an answer goes on.
 
-        They are all text, so that no control token stands behind them that would end them or the turn.
+        They are all text, so that no control token stands behind them that would end them or the turn. What
+        begins them begins the turn, behind no more than the name of its role.
         """
         form, places = self.thoughts or THOUGHT_FORMATS["think"], range(len(prompt) - 1, -1, -1)
         at = next((at for at in places if int(prompt[at]) in self._control_ids), None)
         if not at:  # turns without control tokens cannot be told from their text
             return False
         said = self.decode(prompt[at:].tolist(), skip_special_tokens=False)
-        _, begin, thoughts = said.rpartition(form.begin)
-        has_begun = begin and thoughts.strip().removesuffix(form.limit)
+        head, *blocks = said.split(form.begin)
+        while len(blocks) > 1 and blocks[0].strip() == form.end.strip():  # some templates write an empty one
+            del blocks[0]
+        thoughts = form.begin.join(blocks)
+        head = head.removeprefix(self.decode([int(prompt[at])], skip_special_tokens=False))
+        is_first = not head.strip() or _ROLE_LINE.fullmatch(head) is not None
+        has_begun = is_first and thoughts.strip().removesuffix(form.limit)
         return bool(has_begun) and form.end not in thoughts
 
     def _end_of(self, prompt: TokenIds) -> str:
@@ -251,14 +259,12 @@ class Text:
         (shown, kwargs, tools), spelt = self._shield.shielded(given)
         options = replace(options, chat_template_kwargs=kwargs, tools=tools)
         rendered = template.render(shown, options)
-        parts = any_of(spelt).split(rendered)
-        literally = {mark: self._vocabulary.encode_literally(name) for mark, name in spelt.items()}
         ids: list[int] = []
-        for index, part in enumerate(parts):
-            if part in literally:
-                ids += literally[part]
-            elif part:
-                ids += self._vocabulary.encode(part, start=not index)
+        for part, is_literal in self._shield.parts(rendered, spelt):
+            if is_literal:
+                ids += self._vocabulary.encode_literally(part)
+            else:
+                ids += self._vocabulary.encode(part, start=not ids)
         return ids
 
     def decode(

@@ -181,7 +181,10 @@ class _EndMark:
 
 
 LONGEST_NAME = 128
-LONGEST_OBJECT = 2**16  # characters of a call that is read as a whole
+LONGEST_OBJECT = 2**14  # characters of a call that is read as a whole
+LONGEST_PLAIN_OBJECT = 2**12  # the same without a mark before it, which may as well be an answer in JSON
+MOST_REFUSED = 2**16  # characters of objects that were no calls, after which none are looked for
+_MOST_MARK_SPACE = 8  # white space between two characters of a mark
 # How a call that is read as a whole may begin besides with its name
 _BEGINS = ('{"type": "function",', '{"arguments":', '{"parameters":')
 _BRACES = re.compile(r"[\s}]{0,64}")
@@ -189,7 +192,7 @@ _KEYS = frozenset({"type", "id", "name", "arguments", "parameters"})
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _NUMBER = re.compile(r":\d{0,9}")
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
-_ID = re.compile(r"\w{0,64}", re.ASCII)
+_ID = re.compile(r"[\w-]{0,64}", re.ASCII)
 _LITERALS = {"true": True, "false": False, "null": None}
 
 
@@ -288,10 +291,17 @@ class ToolParser:
         heads = (form.head, *(() if is_held else form.other_heads))
         self._middles = (form.middle, *(() if is_held else form.other_middles))
         self._leads = [wrap + form.opening + head for wrap in wraps for head in heads]
-        self._line_heads = [form.line_head] if form.line_head and not is_held else []
+        # Thoughts may rehearse a call that the answer then makes
+        self._line_heads = [form.line_head] if form.line_head and not (is_held or in_thoughts) else []
         before = form.before_object
         has_objects = before is not None and not is_held and not (form.is_whole and in_thoughts)
         self._before_objects = [wrap + (before or "") for wrap in wraps] if has_objects else []
+        self._longest_object = LONGEST_PLAIN_OBJECT if form.is_whole else LONGEST_OBJECT
+        characters = "".join((before or "").split())
+        space = rf"\s{{0,{_MOST_MARK_SPACE}}}"
+        self._mark = re.compile(space.join(map(re.escape, characters))) if characters else None
+        self._mark_size = len(characters) * (1 + _MOST_MARK_SPACE)  # at most
+        self._num_refused = 0  # characters of objects that were no calls
         # What stands before another call
         between = form.between.strip()
         self._next_leads, self._next_objects = [between + form.head], [between + form.head.partition("{")[0]]
@@ -321,7 +331,7 @@ class ToolParser:
         """Return the rest, when no more text comes."""
         parsed = Parsed()
         while self._place == self._in_object:  # it never ended, so that it is no call
-            self._refuse_object()
+            self._refuse_object(len(self._held) - self._brace)
             parsed.parts += self.push("").parts
         held = self._held
         if self._place == self._in_keywords:
@@ -520,18 +530,19 @@ class ToolParser:
 
     def _in_object(self, parsed: Parsed) -> bool:
         """Hold a call that is read as a whole: up to its last brace, or to where the next call begins."""
-        held, form, before = self._held, self._form, (self._form.before_object or "").strip()
-        sought = max(self._brace + 1, self._scanned - len(before))
+        held, form = self._held, self._form
+        sought = max(self._brace + 1, self._scanned - self._mark_size)
         self._scanned += self._scan.json(held[self._scanned :])
-        is_cut = bool(before) and before in held[sought : self._scanned]
-        if is_cut or self._scanned - self._brace > LONGEST_OBJECT:
-            self._refuse_object()
+        cut = None if self._mark is None else self._mark.search(held, sought, self._scanned)
+        size = (self._scanned if cut is None else cut.start()) - self._brace
+        if cut is not None or size > self._longest_object:
+            self._refuse_object(min(size, self._longest_object))
             return True
         if self._scan.depth:
             return False
         call = self._whole_call(held[self._brace : self._scanned])
         if call is None:
-            self._refuse_object()
+            self._refuse_object(size)
             return True
         parsed.add(call)
         self.num_calls += 1
@@ -541,15 +552,18 @@ class ToolParser:
         self._place = self._in_tail
         return True
 
-    def _refuse_object(self) -> None:
-        """Let the object that is held be looked at again as other text."""
+    def _refuse_object(self, size: int) -> None:
+        """Let the object that is held, of so many characters, be looked at again as other text."""
+        self._num_refused += size
+        if self._num_refused > MOST_REFUSED:
+            self._before_objects = self._next_objects = []
         self._refused_at = after_space(self._held, 0, len(self._held))
         self._place = self._in_content
 
     def _whole_call(self, text: str) -> CallDelta | None:
         """Return the call that a JSON object is, or None."""
         try:
-            read = json.loads(text)
+            read = json.loads(text, strict=False)
             given = read.get("arguments", read.get("parameters"))
             # Without a mark before it, an object that names a tool and nothing else need not be a call.
             given = {} if given is None and not self._form.is_whole else given
@@ -561,6 +575,8 @@ class ToolParser:
                 or name not in self._names
                 or not isinstance(given, dict)
             ):
+                return None
+            if self._form.is_whole and {"type", "properties"} <= given.keys():  # the answer describes a tool
                 return None
             return CallDelta(self.num_calls, name, dumped(given))
         except (ValueError, RecursionError):
@@ -590,8 +606,8 @@ class ToolParser:
 
     def _past_members(self, held: str) -> int:
         """Return where an object goes on behind an id or a type that follows its arguments, or MAYBE."""
-        at = 0
-        for key in ("id", "type") if self._form.before_object is not None and self._tail[:1] == "}" else ():
+        at, keys = 0, ("id", "type", "id")  # in either order
+        for key in keys if self._form.before_object is not None and self._tail[:1] == "}" else ():
             end = match(f', "{key}": "', held, at)
             found = _ID.match(held, end) if end >= 0 else None
             if end == MAYBE or (found is not None and found.end() == len(held)):

@@ -179,7 +179,10 @@ def test_a_prompt_says_whether_thoughts_are_open() -> None:
     assert said("<think> 12") == Thinking(begin, end, is_open=False, budget=5)
     assert said("<think>\n\n</think>\n\n") is None
     turn = "1<|user|><think> 3<|assistant|>"  # thoughts that go on, and text of others that has a mark
-    for prompt, is_open in (("<think>\n12", True), ("<think></think><think>1\n", True), ("12", False)):
+    for prompt, is_open in (
+        *(("<think>\n12", True), ("<think></think><think>1\n", True), ("12", False)),
+        *(("<think>\n\n</think>\n\n12 <think> 3", False), ("1 <think> 2", False)),
+    ):
         assert said(turn + prompt) == Thinking(begin, end, is_open=is_open, budget=5), prompt
         assert text.cuts_thoughts(np.array(text.encode(turn + prompt))) == is_open
     assert said(turn + "<think>1</think> 2") == Thinking(begin, end, is_open=False, budget=5)

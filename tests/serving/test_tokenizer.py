@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import threading
 import time
@@ -142,9 +143,21 @@ def test_no_control_token_is_made_of_several_texts(tmp_path: Path, values: list[
     assert not {*ids} & text._control_ids
     said = "".join(each.strip() for each in values) + "<|im_start|>< |im_start|><a>"
     assert text.decode(ids, skip_special_tokens=False) == said
-    plain = ["> a", "b] c", "I say [1]", "x > y", "im_start", "im"]
+    plain = ["> a", "b] c", "I say [1]", "x > y", "im_start", "a <", "_", "<", "|", " <|", "im", ">"]
     message["content"] = [{"type": "text", "text": each} for each in plain]
-    assert text.chat([message]) == text.encode("".join(plain))
+    assert text.chat([message]) == text.encode("".join(each.strip() for each in plain))
+
+
+@each_of("shown", ["{{ v | string }}", "{{ v | tojson(ensure_ascii=True) }}", "{{ v | tojson }}"])
+def test_a_template_may_show_values_as_python_or_json_writes_them(tmp_path: Path, shown: str) -> None:
+    byte_level(tmp_path)
+    write_settings(tmp_path, chat_template="{% set v = extra %}" + shown)
+    text = Text.load(tmp_path)
+    assert text is not None
+    values = ["<", "a <", "|", "/", "<|im_end|>", "x|>"]
+    ids = text.chat([{"role": "user", "content": "a"}], ChatOptions(chat_template_kwargs={"extra": values}))
+    assert not {*ids} & text._control_ids
+    assert ast.literal_eval(text.decode(ids, skip_special_tokens=False)) == values
 
 
 @each_of(

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from serving.tools import parsing
 from serving.tools.formats import MOST_SPACE, TOOL_FORMATS, ToolFormat
-from serving.tools.parsing import LONGEST_NAME, LONGEST_OBJECT, ToolParser
+from serving.tools.parsing import LONGEST_NAME, LONGEST_OBJECT, ToolParser, _Scan
 from tests.each_of import each_of
 from tests.serving.call_templates import Turn, render
 
@@ -336,3 +337,42 @@ def test_a_name_may_be_as_long_as_services_let_it_be() -> None:
         answer = f'<tool_call>\n{{"name": "{each}", "arguments": {{}}}}\n</tool_call>'
         found = [call for piece in answer for call in parser.push(piece).calls if call.name]
         assert len(found) == num_calls
+
+
+@each_of(
+    "opening", ['[TOOL_CALLS] [{"arguments": ', '[TOOL_CALLS][{"arguments": ', '[TOOL_CALLS] [{"name": "add"']
+)
+def test_openings_within_openings_are_read_a_few_times_at_most(
+    opening: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the answer is: a user may ask for such a text."""
+    read, scanned = _Scan.json, 0
+
+    def counted(self: _Scan, text: str) -> int:
+        nonlocal scanned
+        taken = read(self, text)
+        scanned += taken
+        return taken
+
+    monkeypatch.setattr(_Scan, "json", counted)
+    text = opening * 3000
+    assert parsed(TOOL_FORMATS["mistral"], [text[at : at + 4] for at in range(0, len(text), 4)]) == (text, [])
+    assert scanned < 3 * len(text)
+
+
+def test_no_objects_are_looked_for_after_many_that_were_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However they are cut; a call in the usual form is found behind them."""
+    monkeypatch.setattr(parsing, "MOST_REFUSED", 400)
+    nothing = '<tool_call>{"arguments": {"x": "' + "y" * 50 + '"}, "name": "none"}</tool_call>\n'
+    call = '<tool_call>\n{"arguments": {"a": 1}, "name": "add"}\n</tool_call>\n'
+    usual = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+    assert read("hermes", nothing * 3 + call + usual)[1] == [("add", '{"a": 1}'), ("add", '{"a": 2}')]
+    assert read("hermes", nothing * 6 + call + usual)[1] == [("add", '{"a": 2}')]
+
+
+def test_thoughts_and_descriptions_of_tools_hold_no_calls() -> None:
+    call = "I think of\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\nor so"
+    parser = ToolParser(TOOL_FORMATS["qwen3_coder"], NAMES, in_thoughts=True)
+    assert (parser.push(call).content + parser.finish().content, parser.num_calls) == (call, 0)
+    tool = '{"name": "add", "parameters": {"type": "object", "properties": {}}}'
+    assert read("pythonic", tool) == (tool, [])
