@@ -117,15 +117,16 @@ class EngineProcess:
 
         A spare process prepares beside an engine that serves, and yields the processor to it until `wake`.
         """
-        engine = None
+        engine, is_started = None, False
         try:
             engine = EngineProcess(arguments, is_spare=is_spare)
             await engine._start()
+            is_started = True
             return engine
         except (OSError, zmq.ZMQError) as error:
             raise EngineLost(f"the engine's process cannot be started: {error}") from error
         finally:
-            if engine is not None and engine._process is None:
+            if engine is not None and not is_started:
                 await engine.end()
 
     @property
@@ -141,19 +142,38 @@ class EngineProcess:
     async def _start(self) -> None:
         address = f"ipc://{self._folder}/socket"
         self.socket.bind(address)
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            *((SPARE,) if self._is_spare else ()),
-            WORKER,
-            address,
-            *self._arguments,
-            cwd=ROOT,
-            stdin=asyncio.subprocess.PIPE,  # the pipe closes when this process ends, however it ends
-            # A pipe, since the engine must not wait where our own log cannot be written.
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # a terminal's ctrl-C is for the server
+        creation = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                *((SPARE,) if self._is_spare else ()),
+                WORKER,
+                address,
+                *self._arguments,
+                cwd=ROOT,
+                stdin=asyncio.subprocess.PIPE,  # the pipe closes when this process ends, however it ends
+                # A pipe, since the engine must not wait where our own log cannot be written.
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,  # a terminal's ctrl-C is for the server
+            )
         )
+        creation.add_done_callback(self._adopt)  # also where this is cancelled at the same time
+        try:
+            await asyncio.wait([creation])
+        except asyncio.CancelledError:
+            # Cancelled once, asyncio kills the process and waits for its pipes. It would wait for ever at the
+            # end of asyncio.run, which has cancelled the task that connects them as well.
+            creation.cancel()
+            await asyncio.wait([creation], timeout=_CLOSING_S)
+            creation.cancel()
+            raise
+        creation.result()
+
+    def _adopt(self, creation: asyncio.Future[asyncio.subprocess.Process]) -> None:
+        """Hold the process that was created, if it was, so that `end` ends it."""
+        if creation.cancelled() or creation.exception() is not None:
+            return
+        self._process = creation.result()
         self._group = self._process.pid  # it is the first process of its session
         self._relaying = asyncio.ensure_future(self._relay())
 

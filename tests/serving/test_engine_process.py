@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
@@ -134,3 +136,34 @@ def test_an_engine_that_fails_does_not_wait_for_what_its_threads_read() -> None:
     done = completed(CODE, brief)
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("RuntimeError: a step is broken")
+
+
+def test_a_program_that_fails_while_an_engine_starts_ends_and_leaves_no_process() -> None:
+    """At its end, asyncio.run cancels the tasks of asyncio's own that connect a process, too."""
+    brief = (
+        "import asyncio, os\n"
+        "from serving.engine.process import EngineProcess\n"
+        "async def fail(num_turns):\n"
+        "    starting = asyncio.ensure_future(EngineProcess.started([]))\n"
+        "    for _ in range(num_turns):\n"
+        "        await asyncio.sleep(0)\n"
+        "    raise RuntimeError\n"
+        "for num_turns in range(9):\n"
+        "    try:\n"
+        "        asyncio.run(fail(num_turns))\n"
+        "    except RuntimeError:\n"
+        "        print(num_turns, flush=True)\n"
+        "try:\n"
+        "    while True:\n"
+        "        os.wait()\n"
+        "except ChildProcessError:\n"
+        "    print('none', flush=True)\n"
+    )
+    # A fork of the tests' own process would stand in for asyncio's way of creating one.
+    command = [sys.executable, "-c", brief]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as program:
+        try:
+            said, _ = program.communicate(timeout=PATIENCE_S)
+        finally:
+            program.kill()
+    assert said.decode().split() == [*map(str, range(9)), "none"]
