@@ -25,7 +25,7 @@ from recipes.fitting import with_recipe
 from recipes.schema import verb
 from recipes.schema.command_line import add_field, add_recipe, keep_apart
 from recipes.schema.reader import read
-from serving.offline import lines_in, opened, read_jobs, run_jobs, unanswered, write_record
+from serving.offline import check_answers, lines_in, opened, read_jobs, run_jobs, unanswered, write_record
 from serving.text.tokenizer import Text
 
 
@@ -62,6 +62,7 @@ def main(argv: list[str]) -> None:
     if options.output not in (None, "-"):
         kinds.file(options.output)
         keep_apart(options.output, options.recipe, *filter(None, [options.input]))
+        check_answers(options.output, goes_on=options.resume)
     elif options.resume:
         raise ValueError("--resume needs --output, the file of answers to go on with")
     logging.basicConfig(level=logging.INFO if options.log else logging.WARNING, format="%(message)s")

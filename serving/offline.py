@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import sys
 import time
@@ -32,8 +31,6 @@ from serving.own_processors import KnownProcessors
 from serving.text.request_fields import NO_DEFAULTS, fit, parse_request, text_options
 from serving.text.sampling_defaults import sampling_defaults
 from serving.text.tokenizer import Text
-
-log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 MOST_REQUESTS = 10**6  # most requests of a file, which are all in memory while they are served
@@ -178,14 +175,21 @@ def lines_in(path: str) -> Iterator[str]:
     return (line.decode("utf-8", "surrogateescape") for line in lines)
 
 
+def check_answers(path: str, *, goes_on: bool) -> None:
+    """Raise ValueError for a file that would be written over and is not empty: its answers took long."""
+    if not goes_on and os.path.isfile(path) and (num_bytes := os.path.getsize(path)):
+        raise ValueError(
+            f"--output {path} holds {num_bytes:,} bytes, which would be lost; add --resume to go on with it,"
+            " remove it, or name another file"
+        )
+
+
 @contextlib.contextmanager
 def opened(path: str | None, *, goes_on: bool = False) -> Iterator[IO[str] | None]:
     """Open a file for writing, from its start or, with `goes_on`, from its end; `-` is standard output."""
     if path is None or path == "-":
         yield None if path is None else sys.stdout
         return
-    if not goes_on and os.path.isfile(path) and (num_bytes := os.path.getsize(path)):
-        log.warning("%s is written anew, and its %s bytes of before are gone", path, f"{num_bytes:,}")
     with naming(path), open(path, "a" if goes_on else "w", encoding="utf-8") as output:
         yield output
 

@@ -66,8 +66,9 @@ def test_answers_that_are_there_are_kept_where_no_engine_can_be_built(tmp_path: 
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "1+1="}\n')
     target.write_text("answers of before")
+    asked = [RECIPE, *QUICK, "model.path=recipes/tiny", "--input", str(source), "--output", str(target)]
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
-        main([RECIPE, *QUICK, "model.path=recipes/tiny", "--input", str(source), "--output", str(target)])
+        main([*asked, "--resume"])
     assert target.read_text() == "answers of before"
 
 
@@ -104,17 +105,16 @@ def test_where_the_answers_reach_a_limit_their_file_is_named(tmp_path: Path) -> 
     assert in_one_line(caught.value).startswith(f"{tmp_path / 'out.jsonl'}: file too large; raise the limit")
 
 
-def test_answers_that_are_written_over_are_said_and_not_resumed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    lines: list[object] = [{"id": f"{n}", "prompt": "1+1=", "max_tokens": 3} for n in range(3)]
-    generate(tmp_path, lines)
-    assert not [each for each in caplog.messages if "written anew" in each]
+def test_answers_are_not_written_over(tmp_path: Path) -> None:
+    """Whoever forgets --resume would lose hours of a run."""
+    lines: list[object] = [{"id": f"{n}", "prompt": "1+1=", "max_tokens": 3} for n in range(2)]
     path = tmp_path / "out.jsonl"
-    half = path.read_bytes()[:-20]  # a run that was killed leaves it so
-    path.write_bytes(half)
-    assert set(generate(tmp_path, lines)) == {"0", "1", "2"}, "whole lines alone, one a request"
-    assert f"{path} is written anew, and its {len(half):,} bytes of before are gone" in caplog.messages
+    path.touch()
+    assert set(generate(tmp_path, lines)) == {"0", "1"}, "an empty file holds none"
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="add --resume to go on with it, remove it, or name another file"):
+        generate(tmp_path, lines)
+    assert path.read_bytes() == before
 
 
 MIXED = [
