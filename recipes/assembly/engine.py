@@ -42,6 +42,7 @@ from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, kept_
 from recipes.assembly.families import (
     WITH_MTP,
     draft_config,
+    impossible_ends,
     overridden_fields,
     share_of,
     unknown_fields,
@@ -122,14 +123,7 @@ def build(
         tell("")
         built.engine.runner = ranks.watched(built.runner, built.largest_step_s)
         built, sinks = replace(built, ranks=ranks), [ranks]
-    if unknown := unknown_fields(recipe):
-        log.warning("the model's configuration has fields that are not known, without effect: %s", unknown)
-    if unread := unread_layers(recipe, built.config):
-        log.log(
-            logging.INFO if built.config.family in WITH_MTP else logging.WARNING,
-            "the checkpoint has, and this engine does not read: %s",
-            unread,
-        )
+    _warn_of_checkpoint(recipe, built.config)
     if recipe.scheduler.record is not None:
         sinks = [RecordingFile(recipe.scheduler.record), *sinks]
     if sinks:
@@ -385,6 +379,20 @@ def _least(
         share=share,
         ranks_here=memory.ranks_here,
     )
+
+
+def _warn_of_checkpoint(recipe: Recipe, config: DecoderConfig) -> None:
+    """Log what a checkpoint's files say without effect here."""
+    if unknown := unknown_fields(recipe):
+        log.warning("the model's configuration has fields that are not known, without effect: %s", unknown)
+    if ends := impossible_ends(recipe, config):
+        log.warning("the model's vocabulary lacks the end tokens %s, which are left out", ends)
+    if unread := unread_layers(recipe, config):
+        log.log(
+            logging.INFO if config.family in WITH_MTP else logging.WARNING,
+            "the checkpoint has, and this engine does not read: %s",
+            unread,
+        )
 
 
 def _check_recording(path: Path) -> None:

@@ -54,6 +54,7 @@ from recipes.schema.recipe_error import RecipeError
 from recipes.seed_oss import model as seed_oss
 
 Auto = Literal["auto"]
+CONFIG, GENERATION = "the model's configuration", "generation_config.json"
 # Keys that a configuration may have beside its text_config
 _OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
 # Families whose layer for further tokens is known
@@ -400,10 +401,11 @@ def _as_asked(
         raise RecipeError("cache.dtype", str(error), fix, value=recipe.cache.dtype) from error
 
 
-def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """Return the decoder of a parsed config.json, by its `model_type`.
+def decoder_config(hf: Mapping[str, Any], ends_from: str = CONFIG) -> DecoderConfig:
+    """Return the decoder of a parsed config.json, by its `model_type`; `ends_from` gave the end tokens.
 
-    Raises ValueError for a family that is not supported, and for a value that the decoder cannot honour.
+    An end token outside the vocabulary, which is never chosen, is left out where another one remains. Raises
+    ValueError for a family that is not supported, and for a value that the decoder cannot honour.
     """
     family = hf.get("model_type")
     is_nested = isinstance(family, str) and family in NESTED
@@ -417,17 +419,14 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     if is_nested:
         config = replace(config, reads_text_alone=True)
     check_attended(hf, config.layers, config.max_positions)
-    outside = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
-    if outside and hf.get("eos_token_id") is None:  # the family's default, which a smaller vocabulary lacks
-        return replace(
-            config, eos_token_ids=tuple(each for each in config.eos_token_ids if each not in outside)
-        )
-    if outside:
+    usable = tuple(token for token in config.eos_token_ids if 0 <= token < config.vocab_size)
+    # A family's default may be one that a smaller vocabulary lacks.
+    if not usable and config.eos_token_ids and hf.get("eos_token_id") is not None:
         raise ValueError(
-            f"the model's configuration has eos_token_id: {abbreviate(outside[0])}; its vocabulary goes"
-            f" from 0 to {config.vocab_size - 1}"
+            f"{ends_from} has eos_token_id: {abbreviate(config.eos_token_ids[0])}; the vocabulary goes from 0"
+            f" to {config.vocab_size - 1}"
         )
-    return config
+    return replace(config, eos_token_ids=usable)
 
 
 def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -456,6 +455,17 @@ def unknown_fields(recipe: Recipe) -> str:
     unknown = FIELDS[hf["model_type"]].unknown(hf)
     more = f" and {len(unknown) - MOST_UNKNOWN} more" if len(unknown) > MOST_UNKNOWN else ""
     return ", ".join(map(abbreviate, unknown[:MOST_UNKNOWN])) + more
+
+
+def impossible_ends(recipe: Recipe, config: DecoderConfig) -> str:
+    """List the end tokens of a checkpoint's files that its vocabulary lacks; the empty text for none."""
+    path = recipe.model.path
+    said = None if path is None else read(path).get("eos_token_id")
+    if path is None or not isinstance(said, list):
+        return ""
+    outside = [token for token in said if not 0 <= token < config.vocab_size]
+    file = "config.json" if _ends_apart(path) is None else GENERATION
+    return f"{abbreviate(outside)} of {file}" if outside else ""
 
 
 def unread_layers(recipe: Recipe, config: DecoderConfig) -> str:
@@ -494,7 +504,8 @@ def config_in(path: Path, overrides: Mapping[str, Any] | None = None) -> Decoder
     hf = with_overrides(read(path), overrides or {})
     _check_replaced(hf, overrides or {})
     try:
-        return described(decoder_config(without_method(hf, path)), path)
+        is_apart = _ends_apart(path) is not None and "eos_token_id" not in (overrides or {})
+        return described(decoder_config(without_method(hf, path), GENERATION if is_apart else CONFIG), path)
     except ValueError as error:
         apart = _quantized_apart(path, _json(path / "config.json"))
         place = f"{path} ({KEY} stands in {apart[0]})" if apart else f"{path}"
@@ -511,11 +522,14 @@ def read(path: str | Path) -> dict[str, Any]:
     hf = _json(Path(path) / "config.json")
     if said := _quantized_apart(Path(path), hf):
         hf = {**hf, KEY: said[1]}
-    generation = Path(path) / "generation_config.json"
-    if is_there(generation):
-        end = _json(generation).get("eos_token_id")
-        hf = hf if end is None else {**hf, "eos_token_id": end}
-    return hf
+    end = _ends_apart(path)
+    return hf if end is None else {**hf, "eos_token_id": end}
+
+
+def _ends_apart(path: str | Path) -> Any:
+    """Return the end tokens of generation_config.json, or None if it is not there or does not name them."""
+    generation = Path(path) / GENERATION
+    return _json(generation).get("eos_token_id") if is_there(generation) else None
 
 
 def _quantized_apart(path: Path, hf: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:

@@ -172,10 +172,11 @@ def test_what_transformers_would_compute_otherwise_is_refused(
 
 
 def test_a_familys_own_end_token_beyond_a_small_vocabulary_ends_nothing() -> None:
-    """As in transformers. A file that names such a token itself is refused."""
+    """As in transformers. A file that names such a token alone is refused."""
     hf = {"model_type": "phi3", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
     hf |= {"intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 128}
     assert decoder_config(hf | {"vocab_size": 331}).eos_token_ids == ()
     assert decoder_config(hf | {"vocab_size": 32064}).eos_token_ids == (32000,)
-    with pytest.raises(ValueError, match="has eos_token_id: 32000; its vocabulary goes from 0 to 330"):
+    with pytest.raises(ValueError, match="has eos_token_id: 32000; the vocabulary goes from 0 to 330"):
         decoder_config(hf | {"vocab_size": 331, "eos_token_id": 32000})
+    assert decoder_config(hf | {"vocab_size": 331, "eos_token_id": [2, 32000]}).eos_token_ids == (2,)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from recipes.assembly.families import SUPPORTED, decoder_config, read
+from recipes.assembly.families import SUPPORTED, config_in, decoder_config, impossible_ends, read
+from recipes.schema.reader import load
 from tests.each_of import each_of
 
 LLAMA = {
@@ -30,6 +31,21 @@ def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
     assert decoder_config(read(tmp_path)).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert decoder_config(read(tmp_path)).eos_token_ids == (7, 9)
+
+
+def test_end_tokens_that_are_never_chosen_are_left_out_while_another_remains(tmp_path: Path) -> None:
+    recipe = load("recipes/any/cpu.yaml", [f"model.path={tmp_path}"])
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [2, 99999, -1]}))
+    config = config_in(tmp_path)
+    assert config.eos_token_ids == (2,)
+    assert impossible_ends(recipe, config) == "[99999, -1] of generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [99999]}))
+    with pytest.raises(ValueError, match=r": generation_config.json has eos_token_id: 99999; the vocabulary"):
+        config_in(tmp_path)
+    file.unlink()
+    assert impossible_ends(recipe, config_in(tmp_path)) == ""
 
 
 def test_only_dynamic_rope_bounds_what_may_be_shared() -> None:

@@ -174,7 +174,7 @@ def test_what_cannot_fit_is_refused_with_the_fix():
 
 
 def test_an_end_token_outside_the_vocabulary_is_refused():
-    with pytest.raises(ValueError, match="eos_token_id: 320; its vocabulary goes from 0 to 319"):
+    with pytest.raises(ValueError, match="eos_token_id: 320; the vocabulary goes from 0 to 319"):
         model_config(made({"eos_token_id": 320}))
 
 
