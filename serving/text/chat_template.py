@@ -16,6 +16,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -306,11 +307,17 @@ _MOST_S = 5.0  # processor time to render a conversation
 class ChatTemplate:
     """A compiled template; `tokens` are the control tokens that it may name: bos_token, eos_token, ...
 
-    `thinks` says that the model reasons unless it is told not to.
+    `thinks` says that the model reasons unless it is told not to, and `file` from where the source is.
     """
 
     def __init__(
-        self, source: str, tokens: Mapping[str, str], *, thinks: bool = False, most_s: float = _MOST_S
+        self,
+        source: str,
+        tokens: Mapping[str, str],
+        *,
+        thinks: bool = False,
+        most_s: float = _MOST_S,
+        file: Path | None = None,
     ) -> None:
         environment = self._environment = BoundedEnvironment(
             most_s, trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
@@ -327,7 +334,10 @@ class ChatTemplate:
                 environment.make_globals(None),
             )
         except (jinja2.TemplateError, TooMuch) as error:
-            raise ValueError(f"the chat template does not compile: {_line(error)}") from error
+            where = "" if file is None else f" of {file}"
+            if isinstance(error, jinja2.TemplateSyntaxError):
+                where += f", line {error.lineno},"
+            raise ValueError(f"the chat template{where} does not compile: {_line(error)}") from error
         self._tokens = dict(tokens)
         self._thinks = thinks
 

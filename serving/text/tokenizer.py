@@ -28,7 +28,13 @@ from serving.grammars.thinking import Thinking
 from serving.text.chat_options import ChatOptions, strings_in
 from serving.text.chat_template import ChatTemplate, check_messages, joined
 from serving.text.shield import Shield
-from serving.text.tokenizer_settings import TEMPLATES, end_tokens_of_model, special_tokens, token_text
+from serving.text.tokenizer_settings import (
+    TEMPLATES,
+    end_tokens_of_model,
+    special_tokens,
+    template_file,
+    token_text,
+)
 from serving.text.vocabulary import Vocabulary, read_tokenizer_files
 from serving.tools.channels import HARMONY, NAME, ChannelFormat, check_marks, with_thinking
 from serving.tools.formats import THOUGHT_FORMATS, TOOL_FORMATS, ThoughtFormat, ToolFormat
@@ -65,6 +71,7 @@ class Text:
         thoughts: ThoughtFormat | None = None,
         channels: ChannelFormat | None = None,
         ends_of_model: Sequence[int] | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.tool_format = tool_format
         self.channels = channels  # used in place of a tool format and of reasoning marks
@@ -78,7 +85,9 @@ class Text:
         self._names = tokens = {key: token_text(each) for key, each in special_tokens(settings).items()}
         reasons = thoughts is not None or channels is not None
         compiled = {
-            name: ChatTemplate(source, tokens, thinks=reasons)
+            name: ChatTemplate(
+                source, tokens, thinks=reasons, file=None if folder is None else template_file(folder, name)
+            )
             for name, source in templates.items()
             if name in TEMPLATES
         }
@@ -131,6 +140,7 @@ class Text:
                 thoughts=thoughts,
                 channels=channels,
                 ends_of_model=end_tokens_of_model(Path(path)),
+                folder=Path(path),
             )
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:  # a file of another shape
             raise ValueError(

@@ -60,11 +60,10 @@ def templates_in(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
         found = {"default": said}
     elif isinstance(said, dict):
         found = said
-    files = [("default", folder / "chat_template.jinja")]
+    files = _template_files(folder)
     # A chat_template.jinja replaces all templates of tokenizer_config.json, whatever their names.
     if is_there(files[0][1]):
         found = {}
-    files += [(name, folder / "additional_chat_templates" / f"{name}.jinja") for name in TEMPLATES]
     for name, file in files:
         if is_there(file):
             check_regular(file)
@@ -72,7 +71,20 @@ def templates_in(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
                 found[name] = file.read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file} is not UTF-8: byte {error.start} is wrong") from error
+            if not found[name].strip():
+                raise ValueError(f"{file} is empty, as each prompt would be; download it again or remove it")
     return found
+
+
+def template_file(folder: Path, name: str) -> Path:
+    """Return the file from which `templates_in` has the template of this name."""
+    files = [file for each, file in _template_files(folder) if each == name and is_there(file)]
+    return files[-1] if files else folder / "tokenizer_config.json"
+
+
+def _template_files(folder: Path) -> list[tuple[str, Path]]:
+    more = [(name, folder / "additional_chat_templates" / f"{name}.jinja") for name in TEMPLATES]
+    return [("default", folder / "chat_template.jinja"), *more]
 
 
 def end_tokens_of_model(folder: Path) -> list[Any] | None:

@@ -8,6 +8,7 @@ a Chinese character or an emoji may be split over several tokens.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from serving.text.tokenizer_settings import (
     templates_in,
     token_text,
 )
+
+log = logging.getLogger(__name__)
 
 
 class Vocabulary(Protocol):
@@ -280,6 +283,12 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles | None:
             return TokenizerFiles(vocabulary, known | settings, templates_in(folder, settings))
     for path in sorted([*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")]):
         check_ranks(path)
+    if is_there(folder / "tokenizer_config.json"):
+        log.warning(
+            "%s has tokenizer_config.json but none of %s: only token ids are served; download one",
+            folder,
+            ", ".join(KINDS),
+        )
     return None
 
 

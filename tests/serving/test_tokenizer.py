@@ -58,10 +58,20 @@ def test_wrong_bytes_become_replacement_signs(texts: dict[str, Text]) -> None:
 # ---- what the configuration says
 
 
-def test_a_directory_without_a_tokenizer_has_no_text(tmp_path: Path) -> None:
+def test_a_directory_without_a_tokenizer_has_no_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert Text.load(tmp_path) is None
     (tmp_path / "config.json").write_text("{}")
     assert Text.load(str(tmp_path)) is None
+    assert not caplog.messages
+    (tmp_path / "tokenizer_config.json").write_text("{}")  # a download that is not whole
+    assert Text.load(tmp_path) is None
+    (said,) = caplog.messages
+    assert said == (
+        f"{tmp_path} has tokenizer_config.json but none of tokenizer.json, tokenizer.model, vocab.json,"
+        " tekken.json: only token ids are served; download one"
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,11 +83,17 @@ def test_a_directory_without_a_tokenizer_has_no_text(tmp_path: Path) -> None:
         ("tokenizer_config.json", "[]", "tokenizer_config.json holds no JSON object"),
         ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json is nested too deeply"),
         ("tokenizer_config.json", "\x00", "tokenizer_config.json is not JSON"),
-        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "the chat template does not compile"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": "a\\n{% if %}"}',
+            "template of .*/tokenizer_config.json, line 2, does not compile: Expected an expression",
+        ),
+        ("chat_template.jinja", "a\nb{{", "of .*/chat_template.jinja, line 2, does not compile"),
+        ("chat_template.jinja", "\n", "chat_template.jinja is empty, as each prompt would be; download it"),
     ],
 )
 def test_files_that_cannot_be_used_are_named(tmp_path: Path, name: str, content: str, said: str) -> None:
-    if name == "tokenizer_config.json":
+    if name in ("tokenizer_config.json", "chat_template.jinja"):
         byte_level(tmp_path)
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=said) as refusal:
