@@ -36,6 +36,7 @@ from models.packing import IN_A_WORD, Int4
 from models.parallel.share import Share, Slices
 
 HEAD, EMBEDDING, BODY = "lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight"
+MOST_FAULTS = 3  # most faults of a kind that a refusal names
 # Bytes after which a file is mapped again, because pages read from a mapping count as the process's memory
 MAPPED_BYTES = 2**27
 # How the names of norms end to which 1 is added, where it is, also those before a prediction layer
@@ -150,16 +151,21 @@ def accounted(
     if faults:
         file = description_in(path)
         source = "config.json" if file is None else f"config.json and {file.name}"
-        raise ValueError(
-            f"the weights in {path} are not those of its {source}:\n  "
-            + "\n  ".join(faults)
-            + (
-                f"\nDownload the checkpoint again, or correct {source}."
-                if file is None
-                else "\nTake configuration, description and weights of one export."
-            )
-        )
+        fix = f"download the checkpoint again, or correct {source}"
+        if file is not None:
+            fix = "take configuration, description and weights of one export"
+        raise ValueError(f"the weights in {path} are not those of its {source}: {_some_of(faults)}; {fix}")
     return found
+
+
+def _some_of(faults: list[str]) -> str:
+    """Return the first faults of each kind in one line, and the number of the others."""
+    by_kind: dict[str, list[str]] = {}
+    for fault in faults:
+        by_kind.setdefault(fault.partition(":")[0], []).append(fault)
+    shown = [fault for some in by_kind.values() for fault in some[:MOST_FAULTS]]
+    more = [f"and {len(faults) - len(shown)} more"] if len(faults) > len(shown) else []
+    return "; ".join([*shown, *more])
 
 
 def random(decoder: Decoder, seed: int) -> None:

@@ -123,7 +123,7 @@ def test_a_layer_that_is_not_whole_is_named(tmp_path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     del tensors["model.layers.3.hnorm.weight"]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RecipeError, match=r"its layer: .*\n  missing: model.layers.3.hnorm.weight \[48\]"):
+    with pytest.raises(RecipeError, match=r"its layer: .*: missing: model.layers.3.hnorm.weight \[48\]"):
         engine_of(path, "cpu", 3)
 
 

@@ -94,13 +94,26 @@ def test_every_fault_is_named_at_once(tmp_path: Path) -> None:
     save_file(tensors, path / SINGLE)
     with pytest.raises(ValueError, match="are not those of") as caught:
         loaded(path)
-    faults = re.findall(r"^  (.*)$", str(caught.value), re.MULTILINE)
+    said = str(caught.value)
+    faults, fix = said.partition("its config.json: ")[2].split("; ")[:-1], said.rpartition("; ")[2]
+    assert fix == "download the checkpoint again, or correct config.json"
     assert sorted(faults) == [
         f"misshapen: {LAYER}mlp.up_proj.weight is [80, 47], the model needs [80, 48]",
         f"missing: {LAYER}self_attn.k_proj.bias [24]",
         "surplus: score.weight has no place in this model",
         f"wrongly typed: {LAYER}input_layernorm.weight is I8, not one of F64, F32, BF16, F16",
     ]
+
+
+def test_of_many_faults_some_of_each_kind_are_named_in_one_line(tmp_path: Path) -> None:
+    path, tensors = biased(tmp_path)
+    del tensors[LAYER + "self_attn.k_proj.bias"]
+    tensors |= {f"score{index}.weight": torch.zeros(3) for index in range(weights.MOST_FAULTS + 7)}
+    save_file(tensors, path / SINGLE)
+    with pytest.raises(ValueError, match=r"missing: .*k_proj.bias .*; and 7 more; download") as caught:
+        loaded(path)
+    assert str(caught.value).count("surplus: ") == weights.MOST_FAULTS
+    assert "\n" not in str(caught.value)
 
 
 def test_saved_frequencies_are_passed_over(tmp_path: Path) -> None:
