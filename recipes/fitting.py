@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,16 @@ def fitted(
         log.info("chosen: %s", reason)
     log.info("chosen: the same is LLM(%s)", ", ".join(repr(each) for each in (chosen.recipe, *keys)))
     return ROOT / chosen.recipe, keys
+
+
+def with_settings(overrides: Sequence[str], settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return overrides with a Python caller's keywords, which are other engines' names; None sets nothing."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    written = {
+        name: str(value) if isinstance(value, (str, Path)) else json.dumps(value)
+        for name, value in given.items()
+    }
+    return (*overrides, *(f"{name}={value}" for name, value in written.items()))
 
 
 def one_of(recipe: str | Path | None, model: str | Path | None) -> str | Path:

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from borders.refusal import BadRequest
 from continuous_batching.request import Request
 from kv_cache.page_keys import page_keys
-from recipes.fitting import fitted, one_of
+from recipes.fitting import fitted, one_of, with_settings
 from recipes.schema.reader import load
 from recipes.schema.server_section import ServerSection
 from serving.adapters import AdapterPut, ServedAdapters
@@ -259,8 +259,9 @@ Fields = Mapping[str, Any]  # fields that `parse_request` reads, and PROMPT_REPL
 class AsyncLLM:
     """A model that answers many requests at once; raises ValueError for a recipe that cannot be used.
 
-    A checkpoint's folder stands in place of a recipe as with `LLM`. `overrides` are written as on the command
-    line: "cache.page_size=32". Call `start` and `close` within the same event loop.
+    A checkpoint's folder stands in place of a recipe, and `settings` have vLLM's names, as with `LLM`.
+    `overrides` are written as on the command line: "cache.page_size=32". Call `start` and `close` within the
+    same event loop.
     """
 
     def __init__(
@@ -270,7 +271,9 @@ class AsyncLLM:
         model: str | Path | None = None,
         profile: str | None = None,
         stats: ServerStats | None = None,
+        **settings: Any,
     ) -> None:
+        overrides = with_settings(overrides, settings)
         recipe, overrides = fitted(one_of(recipe, model), overrides, profile)
         self.recipe = load(recipe, overrides, profile)
         self.text = Text.of(self.recipe)

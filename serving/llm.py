@@ -4,8 +4,8 @@
     for output in llm.generate(["348+275="], SamplingParams(temperature=0)):
         print(output.outputs[0].text)
 
-The names are those of vLLM's offline `LLM`, so that a program for one runs on the other. Everything is
-computed in this process; no server is needed.
+The names are those of vLLM's offline `LLM`, so that a program for one runs on the other where it uses what
+docs/using.md lists. Everything is computed in this process; no server is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from continuous_batching.engine import Engine
 from continuous_batching.scheduling.validation import longest_allowed
 from recipes.assembly.engine import build_in_sight
-from recipes.fitting import fitted, one_of
+from recipes.fitting import fitted, one_of, with_settings
 from recipes.schema.reader import load
 from serving.adapters import KnownAdapters
 from serving.answers.answers import AnswerDelta
@@ -53,8 +53,9 @@ class LLM:
 
     In place of a recipe, `recipe` or `model` names a checkpoint's folder, or ORG/NAME of a downloaded one;
     the recipe that fits it on this machine is then chosen, and logged. `overrides` are written as on the
-    command line: "cache.page_size=32". After an exception within a step of the engine, such as
-    KeyboardInterrupt, the object cannot be used any more: make another.
+    command line: "cache.page_size=32", and `settings` are those of vLLM by its own names, such as
+    `max_model_len`, as far as docs/recipe_keys.md has them. After an exception within a step of the engine,
+    such as KeyboardInterrupt, the object cannot be used any more: make another.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class LLM:
         *overrides: str,
         model: str | Path | None = None,
         profile: str | None = None,
+        **settings: Any,
     ) -> None:
+        overrides = with_settings(overrides, settings)
         asked = load(*fitted(one_of(recipe, model), overrides, profile), profile)
         self._adapters = KnownAdapters(asked.adapters)
         self.text = Text.load(asked.model.path) if asked.model.path else None

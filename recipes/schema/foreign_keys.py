@@ -56,6 +56,7 @@ FOREIGN = (
     _near("load_format", "model.weights", "random in place of dummy"),
     _near("trust_remote_code", "", "no code of a checkpoint is ever run"),
     _near("quantize", "model.quantization"),
+    _same("dtype", "model.dtype", "float16 in place of half"),
     _same("max_batch_size max_num_seqs max_bs max_running_requests maxBatchSize", "scheduler.num_slots"),
     _near(
         "max_tokens_per_batch n_slots",
