@@ -49,7 +49,10 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
         metavar="RECIPE",
         help="a YAML file, such as recipes/tiny/cpu.yaml, or a checkpoint's folder, for\nwhich one is chosen",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as cache.page_size=32")
+    # With a default, argparse does not call them required where the recipe is missing.
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="such as cache.page_size=32"
+    )
     parser.add_argument("--profile", metavar="NAME", help="a name in recipes/profiles, such as low_latency")
 
 

@@ -89,3 +89,9 @@ def test_the_page_has_the_table_that_the_checks_make(capsys: pytest.CaptureFixtu
     assert table.count("| yes") > len(divisions.FEATURES), "nothing is refused because of the model itself"
     for feature, settings in divisions.FEATURES.items():
         assert f"| {feature} | " in table, settings
+
+
+def test_keys_that_replace_a_recipes_are_not_called_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["show"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: RECIPE\n")
