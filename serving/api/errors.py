@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from borders.refusal import TOO_LONG, BadRequest
@@ -175,7 +176,7 @@ def install(app: FastAPI) -> None:
     async def plain(request: Request, error: HTTPException) -> Response:
         messages = {
             400: "the body cannot be read as JSON: it is not UTF-8, or too deep, or has too long an integer",
-            404: f"there is no {request.scope['path']}",
+            404: f"there is no {request.scope['path']}{_meant(request)}",
             405: f"{request.method} is not allowed here",
         }
         response = error_response(error.status_code, messages.get(error.status_code, str(error.detail)))
@@ -183,12 +184,23 @@ def install(app: FastAPI) -> None:
         return response
 
 
+def _meant(request: Request) -> str:
+    """Return the suffix for a path that lacks its /v1, has it twice, or ends in a slash."""
+    given = request.scope["path"]
+    path = given.rstrip("/")
+    while path.startswith("/v1/v1/"):
+        path = path.removeprefix("/v1")
+    known = {route.path for route in request.app.routes if isinstance(route, Route)} - {given}
+    return next((f"; did you mean {each}?" for each in (path, f"/v1{path}") if each in known), "")
+
+
 def _first(errors: Any) -> tuple[str, str | None]:
     """Return one line for the first of pydantic's errors, and the field that it is about."""
     error = errors[0]
     kind, place = error["type"], [str(each) for each in error["loc"] if each != "body"]
     if kind == "json_invalid":
-        return f"the body is not JSON: {error.get('ctx', {}).get('error', error['msg'])}", None
+        at = "".join(f" at character {int(index) + 1}" for index in place)
+        return f"the body is not JSON: {error.get('ctx', {}).get('error', error['msg'])}{at}", None
     if kind == "refused":  # raised by one of our own body classes
         return error["msg"], error["ctx"]["field"]
     if kind == "missing" and not place:

@@ -107,11 +107,21 @@ def test_an_unknown_route_is_not_found(client: openai.OpenAI) -> None:
         client.moderations.create(model="tiny", input="a")
 
 
+@each_of("path", ["/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completions/"])
+def test_a_base_address_that_is_a_little_wrong_is_told_the_path(http: httpx.Client, path: str) -> None:
+    response = http.post(path, json={})
+    assert response.status_code == 404
+    assert error_of(response)["message"] == f"there is no {path}; did you mean /v1/chat/completions?"
+
+
 @each_of("body", [b"", b"{", b"[]", b"null", b'"a"', b'{"a":1}' * 2, b"[" * 9999, b"\xff"])
 def test_what_is_no_json_object_is_refused(http: httpx.Client, body: bytes) -> None:
     response = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert "JSON" in error_of(response)["message"]
+    if body == b"{":
+        assert error_of(response)["message"].startswith("the body is not JSON: ")
+        assert error_of(response)["message"].endswith(" at character 2")
     untyped = http.post("/v1/completions", content=json.dumps(COMPLETION))
     assert "Content-Type: application/json" in error_of(untyped)["message"]
 
