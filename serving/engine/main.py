@@ -161,7 +161,7 @@ def main(argv: list[str]) -> int:
     gc.collect()
     gc.freeze()  # a collection that visits these lasting objects would delay a step by 0.1 s
     facts = facts_of(built, prefix_sharing=recipe.cache.prefix_sharing)
-    load_text = partial(Text.load, recipe.model.path) if recipe.model.path else lambda: None
+    load_text = partial(Text.load, recipe.model.path, is_told=False) if recipe.model.path else lambda: None
     reads = ExpertReadings(built).due, lambda: tier_reading(built.runner.cache.tier)
     worker = Worker(
         *(built.engine, socket, facts, load_text, *reads, processors),

@@ -11,6 +11,7 @@ Control tokens that a message spells out are kept as text, apart from the chat t
 from __future__ import annotations
 
 import codecs
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,9 +36,11 @@ from serving.text.tokenizer_settings import (
     template_file,
     token_text,
 )
-from serving.text.vocabulary import Vocabulary, read_tokenizer_files
+from serving.text.vocabulary import Vocabulary, missing_in, read_tokenizer_files
 from serving.tools.channels import HARMONY, NAME, ChannelFormat, check_marks, with_thinking
 from serving.tools.formats import THOUGHT_FORMATS, TOOL_FORMATS, ThoughtFormat, ToolFormat
+
+log = logging.getLogger(__name__)
 
 
 def _suffix_of(tag: str, vocabulary: Vocabulary) -> str:
@@ -111,17 +114,22 @@ class Text:
         return Text.load(recipe.model.path, recipe.server.tool_format, recipe.server.reasoning)
 
     @staticmethod
-    def load(path: str | Path | None, tool_format: str = "none", reasoning: str = "none") -> Text | None:
+    def load(
+        path: str | Path | None, tool_format: str = "none", reasoning: str = "none", *, is_told: bool = True
+    ) -> Text | None:
         """Return the tokenizer in a Hugging Face directory: tokenizer.json, or else a file of another kind.
 
         Returns None if the directory holds none, or if there is no directory; `tool_format` and
-        `reasoning` are those of a recipe. Raises ValueError for files that cannot be used.
+        `reasoning` are those of a recipe. Raises ValueError for files that cannot be used; `is_told` warns
+        of a download that is not whole.
         """
         if path is None:
             return None
         try:
             files = read_tokenizer_files(Path(path))
             if files is None:
+                if is_told and (warning := missing_in(Path(path))):
+                    log.warning("%s", warning)
                 return None
             form, thoughts = TOOL_FORMATS.get(tool_format), THOUGHT_FORMATS.get(reasoning)
             if form is not None and form.has_suffix:

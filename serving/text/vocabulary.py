@@ -8,7 +8,6 @@ a Chinese character or an emoji may be split over several tokens.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -39,8 +38,6 @@ from serving.text.tokenizer_settings import (
     templates_in,
     token_text,
 )
-
-log = logging.getLogger(__name__)
 
 
 class Vocabulary(Protocol):
@@ -283,13 +280,15 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles | None:
             return TokenizerFiles(vocabulary, known | settings, templates_in(folder, settings))
     for path in sorted([*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")]):
         check_ranks(path)
-    if is_there(folder / "tokenizer_config.json"):
-        log.warning(
-            "%s has tokenizer_config.json but none of %s: only token ids are served; download one",
-            folder,
-            ", ".join(KINDS),
-        )
     return None
+
+
+def missing_in(folder: Path) -> str:
+    """Return the warning of a folder without a vocabulary that describes one; the empty text for others."""
+    if not is_there(folder / "tokenizer_config.json"):
+        return ""
+    lacks = f"has tokenizer_config.json but none of {', '.join(KINDS)}"
+    return f"{folder} {lacks}: only token ids are served; download one"
 
 
 def check_ranks(path: Path) -> None:

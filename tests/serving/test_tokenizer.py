@@ -67,6 +67,7 @@ def test_a_directory_without_a_tokenizer_has_no_text(
     assert not caplog.messages
     (tmp_path / "tokenizer_config.json").write_text("{}")  # a download that is not whole
     assert Text.load(tmp_path) is None
+    assert Text.load(tmp_path, is_told=False) is None, "as in an engine, whose server has told it"
     (said,) = caplog.messages
     assert said == (
         f"{tmp_path} has tokenizer_config.json but none of tokenizer.json, tokenizer.model, vocab.json,"
