@@ -95,7 +95,7 @@ WAITS = 1
 DRAWN = ("Llama-2-7B, float16", "Qwen3-30B-A3B, W8A8")  # how tokens are drawn does not depend on the layers
 # A plain layer and a latent one, then one of experts in int8; the rest are other forms of these
 QUICK = ("Llama-2-7B, float16", "DeepSeek-V3, bfloat16")
-SLOW = ("Qwen3-30B-A3B, W8A8", "Qwen2.5-7B, W4A16", "Mixtral-8x7B over two, W8A8")
+MORE = ("Qwen3-30B-A3B, W8A8", "Qwen2.5-7B, W4A16", "Mixtral-8x7B over two, W8A8")
 QUICK_ANSWERS = (
     ("Qwen3-8B, bfloat16", "joins_heads"),
     ("Qwen3-30B-A3B, bfloat16", "groups_products, divides_gates"),
@@ -141,7 +141,7 @@ def counted(name: str, *overrides: str) -> dict[str, dict[str, Any]]:
     return steps_of(recipe, chosen, launches.SAMPLING if name in DRAWN else ("greedy",))
 
 
-@pytest.mark.parametrize("name", marked(MODELS, QUICK, SLOW))
+@pytest.mark.parametrize("name", marked(MODELS, QUICK, MORE))
 def test_a_step_asks_for_so_many_launches_copies_and_waits(name: str) -> None:
     steps = counted(name)
     captured = [step for way, step in steps.items() if way.startswith("captured")]

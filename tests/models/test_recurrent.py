@@ -358,7 +358,7 @@ def test_the_text_is_read_of_a_checkpoint_that_reads_images(kind: str, tmp_path:
 
     for line in [work(ALONE), *together(2, work)]:
         torch.testing.assert_close(line, wanted, rtol=0, atol=NEAR)
-    lost, named = ("experts.gate_up_proj", "experts.5.up_proj.weight") if kind else ("up_proj.weight",) * 2
+    lost, named = ("experts.gate_up_proj", "experts.0.gate_proj.weight") if kind else ("up_proj.weight",) * 2
     short = {name: each for name, each in stacked(tensors).items() if f"layers.1.mlp.{lost}" not in name}
     save_file(short, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=rf"missing: model\.layers\.1\.mlp\.{named} "):
