@@ -278,9 +278,9 @@ class AscendProduct:
     overlaps_experts: bool = False
     # One launch of a prompt's product and the ranks' sum of it is faster
     sums_products: bool = False
-    # Attention to latents returns right sums of exponents, which its page excludes. vllm-ascend asks for them
-    # in BNSD and BSND (context_parallel/mla_cp.py), and attention/npu/latent_attention.py in TND, for which
-    # no other engine vouches: run verify_npu.sh before serving latents with parallel.context above 1
+    # Attention to latents returns right sums of exponents, which its page excludes. The layouts in which they
+    # are asked for are BNSD and BSND in vllm-ascend (context_parallel/mla_cp.py), and TND here, for which no
+    # other engine vouches: run verify_npu.sh before serving latents with parallel.context above 1.
     sums_latents: bool = True
     joins_latents: bool = False  # one launch of everything before latent attention is right, and faster
     # One launch that splits the product of queries, keys and values, and norms and rotates their heads, is

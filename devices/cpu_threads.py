@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from devices.host_cores import within_quota
+from devices.host_limits import within_quota
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from devices.ascend_limits import PRODUCTS
-from devices.host_cores import usable_cores
-from devices.host_memory import host_memory_bytes
+from devices.host_limits import host_memory_bytes, usable_cores
 
 MIB = 2**20
 SMI_LIMIT_S = 60

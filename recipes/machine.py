@@ -26,7 +26,7 @@ from attention.reference import Attention
 from devices.ascend_limits import PRODUCTS, WIDE_HEAD, answered, answers_file, buffer_mib, product
 from devices.cpp_sources import NO_COMPILER
 from devices.cpu_threads import Threads, Way, barriers
-from devices.host_memory import host_memory_bytes
+from devices.host_limits import host_memory_bytes
 from devices.shapes import AttentionShape
 from devices.torch_npu_calls import ALL
 from devices.torch_npu_releases import releases

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from borders.field_table import taken_by
 from borders.refusal import BadRequest
 from continuous_batching.request import Request, TokenLogprobs
-from recipes.schema.recipe_error import nearest
 from serving.answers.answers import AnswerDelta
 from serving.text.tokenizer import Text
 
@@ -24,18 +22,7 @@ def _with_fields(params: type[Params]) -> type[Params]:
     for each in taken_by("Python"):
         params.__annotations__[each.name] = each.kind.hint | None
         setattr(params, each.name, each.default)
-    made = dataclass(slots=True, kw_only=True)(params)
-    takes = made.__init__
-
-    @functools.wraps(takes)
-    def checked(self: Params, *args: Any, **fields: Any) -> None:
-        known = [each.name for each in taken_by("Python")]
-        for name in (each for each in fields if each not in known):
-            raise TypeError(f"SamplingParams has no {name}{nearest(name, known) or '; leave it out'}")
-        takes(self, *args, **fields)
-
-    made.__init__ = checked  # type: ignore[assignment, method-assign]
-    return made
+    return dataclass(slots=True, kw_only=True)(params)
 
 
 @_with_fields

@@ -16,7 +16,7 @@ from attention.reference import Attention
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
-from devices.host_memory import host_memory_bytes
+from devices.host_limits import host_memory_bytes
 from kv_cache.device.storage import KVCache
 from kv_cache.groups import DType
 from models.checkpoint import weights

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from devices.ascend_limits import MOST_GATHERED, PAGE_STEP, PRODUCTS
-from devices.host_memory import host_memory_bytes, lies_in_memory
+from devices.host_limits import host_memory_bytes, lies_in_memory
 from kv_cache.groups import ITEM_BYTES, most_pages
 from models.config import DTYPE_BYTES, DecoderConfig, HeadConfig, IndexConfig, bytes_of_adapters
 from models.cost import Counts

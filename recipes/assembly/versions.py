@@ -7,6 +7,8 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from devices.host_limits import visible_cores
+
 PACKAGES = ("numpy", "torch", "torch_npu", "triton", "transformers")
 
 
@@ -23,7 +25,7 @@ def describe(device: str | None = None) -> dict[str, str | int]:
     return {
         **({} if device is None else {"device": device}),
         "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": visible_cores(),
         "python": platform.python_version(),
         **installed(),
         "preloaded": " ".join(preloaded) or "nothing",

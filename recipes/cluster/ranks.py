@@ -31,7 +31,7 @@ from continuous_batching.recording.agreement import Agreement
 from continuous_batching.recording.listeners import Listeners, RankLost
 from devices.cpu_threads import USUAL_THREADS
 from devices.hccl_errors import end_of_log, explained
-from devices.host_cores import usable_cores
+from devices.host_limits import usable_cores
 from kv_cache.pages import PageCopy
 from models.parallel.group import BACKENDS, Group, join
 from recipes.cluster.cluster import Cluster, hide_rank_table, ranks_here

@@ -165,7 +165,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Failure)
     @app.exception_handler(BadRequest)
     async def failed(request: Request, failure: Failure | BadRequest) -> Response:
-        request.state.failure = failure  # for those who ask in this process: a status has many reasons
+        request.state.failure = failure  # A status has many reasons; who asks in this process sees which.
         return response_of(failure)
 
     @app.exception_handler(RequestValidationError)

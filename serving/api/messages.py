@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal
 
 from fastapi import Request
 from pydantic import Field
-from pydantic_core import from_json
 from starlette.responses import Response
 
 from borders.refusal import BadRequest
@@ -34,6 +33,7 @@ from serving.api.pieces import Json, pieces_of, to_json
 from serving.api.schemas import IN_MESSAGES, Ignored, SamplingBody, Strings, takes
 from serving.async_llm import parted
 from serving.failures import Failure
+from serving.text.chat_template import read_object
 from serving.text.request_fields import parse_request
 from serving.tools.parsing import CallDelta, Parsed, Thought
 
@@ -269,11 +269,8 @@ class Blocks:
 
 def _object_of(arguments: str) -> Json:
     """Return the arguments of a call as an object; of arguments that were cut, what can be read."""
-    try:
-        read = from_json(arguments, allow_partial="trailing-strings")
-    except ValueError:
-        read = None
-    return read if isinstance(read, dict) else {"arguments": arguments}
+    read = read_object(arguments)
+    return {"arguments": arguments} if read is None else read
 
 
 def _event(event: Mapping[str, Any]) -> bytes:

@@ -55,7 +55,7 @@ _FILES = {  # keyed by whether the oldest file comes first
 }
 _BATCHES = "SELECT * FROM batches WHERE owner = ? AND place < ? ORDER BY place DESC LIMIT ?"
 WINDOW_S = 24 * 3600
-_RESERVE_BYTES = 2**24  # beyond the store's limit, so that the batches of a full store can begin and end
+_RESERVE_BYTES = 2**24  # Beyond the store's limit: the batches of a full store can begin and end.
 
 Ended = Literal["completed", "expired", "cancelled"]
 # Maps a line's number and text to its answer if it cannot be run, else to None.

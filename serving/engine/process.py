@@ -227,7 +227,7 @@ class EngineProcess:
             self._process.stdin.close()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _CLOSING_S)
-            if self._group is not None:  # at once: further ranks would wait for one that a driver keeps
+            if self._group is not None:  # Further ranks must not wait for one that a driver keeps.
                 with contextlib.suppress(ProcessLookupError):  # it and all that it has started have ended
                     os.killpg(self._group, signal.SIGKILL)
             await self._killed()

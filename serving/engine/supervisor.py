@@ -210,7 +210,7 @@ class Supervisor:
         finally:
             if engine is not None:
                 self._ending = asyncio.ensure_future(engine.end())
-                await asyncio.shield(self._ending)  # which `close` waits for
+                await asyncio.shield(self._ending)  # `close` waits for it.
 
     def _tell_end(self) -> None:
         """Say that the engine is lost, and decide when the next one is due."""

@@ -245,14 +245,23 @@ def _object_of(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments if isinstance(arguments, Mapping) else {}
     try:
-        from pydantic_core import from_json
-    except ImportError:  # one of the server's packages; without it, the template refuses the text as before
+        return read_object(arguments) or {}
+    except ImportError:  # One of the server's packages is missing: the template refuses the text as before.
         return arguments
+
+
+def read_object(arguments: str) -> dict[str, Any] | None:
+    """Return what can be read of an object in JSON that may have been cut, or None if it is no object.
+
+    Raises ImportError without the server's packages.
+    """
+    from pydantic_core import from_json
+
     try:
         read = from_json(arguments, allow_partial="trailing-strings")
     except ValueError:
-        return {}
-    return read if isinstance(read, dict) else {}
+        return None
+    return read if isinstance(read, dict) else None
 
 
 def _in_other_ways(messages: Sequence[Message]) -> Iterator[list[Message]]:

@@ -284,7 +284,7 @@ class ToolParser:
         self._name = self._lead = ""  # the name and the head of a call whose keywords are not complete
         self._scan = _Scan()
         self._tail = form.tail  # the tail of the call that has begun
-        self._brace = self._scanned = 0  # where an object begins in what is held, and how far it is read
+        self._brace = self._scanned = 0  # An object in what is held begins here, and is read so far.
         self._refused_at = NO  # where one begins in what is held that is no call
         self._reader: Reader | None = None
         wraps = ("", *(begin for begin, _ in form.wraps))

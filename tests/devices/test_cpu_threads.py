@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from devices import cpu_threads, host_cores
+from devices import cpu_threads, host_limits
 from devices.cpu_threads import Barriers, Measured, Threads, Watch, Way, beside_others, choose, measure, ways
-from devices.host_cores import group_quotas, usable_cores
-from devices.host_memory import text_of
+from devices.host_limits import group_quotas, text_of, usable_cores
 
 SPIN, SLEEP, ONE = Way(2), Way(2, sleeps=True), Way(1)
 
@@ -145,8 +144,10 @@ def test_a_quota_of_a_control_group_around_a_process_is_some_cores(
     assert group_quotas(outer, tmp_path, controller) == [3]
     assert group_quotas("", tmp_path, controller) == []
 
-    monkeypatch.setattr(host_cores, "CONTROL_GROUPS", ((tmp_path, controller),))
-    monkeypatch.setattr(host_cores, "text_of", lambda path: outer if path.name == "cgroup" else text_of(path))
+    monkeypatch.setattr(host_limits, "CPU_GROUPS", ((tmp_path, controller),))
+    monkeypatch.setattr(
+        host_limits, "text_of", lambda path: outer if path.name == "cgroup" else text_of(path)
+    )
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -10,7 +10,7 @@ import torch
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from devices.host_memory import host_memory_bytes
+from devices.host_limits import host_memory_bytes
 from models.ops.cuda.ops import CudaOps
 from recipes import machine
 from recipes.assembly.engine import build

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from devices.host_memory import host_memory_bytes
+from devices.host_limits import host_memory_bytes
 from recipes.machine import start
 from recipes.schema.recipe import DeviceSection
 from recipes.schema.recipe_error import RecipeError

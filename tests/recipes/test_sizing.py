@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attention.reference import Attention
-from devices.host_memory import group_limits, lies_in_memory
+from devices.host_limits import group_limits, lies_in_memory
 from devices.shapes import AttentionShape
 from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
