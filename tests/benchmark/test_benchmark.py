@@ -40,6 +40,7 @@ def test_the_host_benchmark_runs_what_it_says() -> None:
     assert (batch.starts >= host.CONTEXT_TOKENS[0]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_offline_benchmark_counts_every_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"

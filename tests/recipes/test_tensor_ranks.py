@@ -132,6 +132,7 @@ def together(request: pytest.FixtureRequest) -> Iterator[BuiltEngine]:
     built.engine.observer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, cases(3, 130), 13))
 def test_several_ranks_give_the_tokens_of_one(
     expected: Callable[[int], dict[str, list[int]]], together: BuiltEngine, first: int

@@ -71,6 +71,7 @@ def lead(port: str, monkeypatch: pytest.MonkeyPatch, *changes: str) -> str:
     return output.outputs[0].text
 
 
+@pytest.mark.slow
 def test_two_machines_answer_together_and_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
     port = str(free_port())
     with second_machine(port) as node:
