@@ -172,7 +172,8 @@ def most_dispatched(
     """Return the tokens that each rank may send in one launch; 0 if the operators do not take the model.
 
     `num_experts` counts the experts of all ranks, of which a token chooses `num_chosen`. The communicator's
-    buffers hold the worst case: all tokens of all ranks on one of them, in 16 bits even if int8 is sent.
+    buffers hold the worst case: all tokens of all ranks on one of them, in 16 bits even if int8 is sent. On a
+    910C they also hold what comes back, of a shared expert too, whether or not there is one.
     """
     limits, (held, rest) = _LIMITS.get(product), divmod(num_experts, ranks)
     if limits is None or ranks not in limits.ranks or rest:
@@ -186,7 +187,7 @@ def most_dispatched(
         most = (room - 2 * _MIB) // (ranks * min(held, num_chosen) * hidden * 2)
     else:
         arriving = _up(_up(2 * hidden, 32) + 64, 512) * held * ranks
-        most = room // (arriving + num_chosen * _up(2 * hidden, 512))
+        most = room // (arriving + (num_chosen + 1) * _up(2 * hidden, 512))
     return max(0, min(most, MOST_TOKENS))
 
 

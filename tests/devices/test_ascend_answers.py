@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -113,8 +116,43 @@ def test_the_communicators_buffers_bound_the_tokens() -> None:
     assert 98 * 2**20 // (8 * 8 * 2048 * 2) == 392 > most_dispatched("910B", 8, 128, 8, 2048, 200) == 64
     assert most_dispatched("910B", 16, 256, 8, 7168, 200) == 98 * 2**20 // (16 * 8 * 7168 * 2) == 56
     assert most_dispatched("910B", 16, 256, 8, 7168, 4) == 0
-    each = 16 * 16 * 14848 + 8 * 14336  # 256 pairs, and 8 rows that come back
+    each = 16 * 16 * 14848 + 9 * 14336  # 256 pairs, and 8 rows that come back beside a shared expert's
     assert most_dispatched("910C", 16, 256, 8, 7168, 200) == 100 * 2**20 // each == 26
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "experts", "chosen", "hidden", "most"),
+    [
+        ("910C", 16, 384, 8, 7168, 17),  # Kimi-K2: 18 without the shared expert's row
+        ("910C", 16, 160, 8, 5120, 57),  # GLM-4.5: 58 without it
+        ("910B", 16, 256, 8, 7168, 56),  # DeepSeek-V3
+    ],
+)
+def test_so_many_tokens_are_sent_and_not_one_more(
+    name: str, ranks: int, experts: int, chosen: int, hidden: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+    assert most_dispatched(name, ranks, experts, chosen, hidden, 200) == most
+    dispatch = operator("npu_moe_distribute_dispatch_v2")
+    conditions = Conditions(product=next(each for each in PRODUCTS.values() if each.name == name))
+
+    def refused(num_tokens: int, **said: Any) -> list[str]:
+        ids = torch.arange(chosen, dtype=torch.int32).expand(num_tokens, -1).contiguous()
+        call = dispatched(name, ranks, experts, torch.zeros(num_tokens, hidden).bfloat16(), ids) | said
+        bound = dispatch.bind(conditions, (), call)
+        return [rule.name for rule in dispatch.rules if [*rule.check(bound)]]
+
+    assert refused(most) == []
+    assert refused(most + 1) == ["buffers"]
+    monkeypatch.setenv("HCCL_BUFFSIZE", "400")
+    assert refused(most + 1) == []
+
+
+def dispatched(name: str, ranks: int, experts: int, x: torch.Tensor, ids: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments of a dispatch from the second of so many ranks."""
+    call = {"x": x, "expert_ids": ids, "moe_expert_num": experts, "ep_world_size": ranks, "ep_rank_id": 1}
+    of_tp = {"group_tp": "all", "tp_world_size": 1} if name == "910C" else {"comm_alg": "fullmesh"}
+    return {"group_ep": "all", **call, **of_tp}
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -132,16 +170,15 @@ def test_what_the_rules_refuse_is_not_sent(
     experts = ranks * held + more
     chosen = min(chosen, experts)
     ids = torch.arange(chosen, dtype=torch.int32)[None]
-    call = {"x": torch.zeros(1, hidden).bfloat16(), "expert_ids": ids, "moe_expert_num": experts}
-    call |= {"group_ep": "all", "ep_world_size": ranks, "ep_rank_id": 1}
-    call |= {"group_tp": "all", "tp_world_size": 1} if name == "910C" else {"comm_alg": "fullmesh"}
+    call = dispatched(name, ranks, experts, torch.zeros(1, hidden).bfloat16(), ids)
     dispatch = operator("npu_moe_distribute_dispatch_v2")
     conditions = Conditions(product=next(each for each in PRODUCTS.values() if each.name == name))
-    if most_dispatched(name, ranks, experts, chosen, hidden, PLENTY):
-        dispatch(conditions, **call)
-    else:
-        with pytest.raises(ContractError):
+    with patch.dict(os.environ, {"HCCL_BUFFSIZE": str(PLENTY)}):
+        if most_dispatched(name, ranks, experts, chosen, hidden, PLENTY):
             dispatch(conditions, **call)
+        else:
+            with pytest.raises(ContractError):
+                dispatch(conditions, **call)
 
 
 def test_no_other_product_sends_tokens() -> None:

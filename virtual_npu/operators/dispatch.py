@@ -11,6 +11,7 @@ Legend: N ranks, B tokens of each, C experts that a token chooses, H columns.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -175,6 +176,25 @@ def _rows(call: Call) -> Iterator[Breach]:
         yield "x", shape(x)
 
 
+def _aligned(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _buffers(call: Call) -> Iterator[Breach]:
+    """Compare the worst case of one half of the communicator's buffers, by the operators' tilings, with it."""
+    (num_tokens, chosen), held, size = call["expert_ids"].shape, _num_held(call), call["ep_world_size"]
+    row = 2 * call["x"].shape[1]
+    if call.conditions.product is A3:
+        arriving = _aligned(_aligned(row, 32) + 64, 512) * held * size
+        returning = _aligned(row, 512) * (chosen + call["shared_expert_num"])
+        needed = num_tokens * (arriving + returning)
+    else:
+        needed = num_tokens * size * min(held, chosen) * row + (2 << 20)
+    room_mib = int(os.environ.get("HCCL_BUFFSIZE", "200"))
+    if 2 * needed > room_mib << 20:
+        yield "expert_ids", f"{num_tokens} tokens, which need {2 * needed:,} bytes of {room_mib} MiB"
+
+
 def _by_row(call: Call) -> Iterator[Breach]:
     if call["quant_mode"] not in (0, 2):
         yield "quant_mode", call["quant_mode"]
@@ -288,6 +308,14 @@ OPERATORS = (
                 DISPATCH,
                 "add up what all ranks made",
                 _rows,
+            ),
+            Rule(
+                "buffers",
+                "HCCL_BUFFSIZE, 200 MiB unless it is set, holds twice what all tokens of all ranks take on one"
+                " of them; on the A3 also what comes back, of shared_expert_num experts more than are chosen",
+                CANN,
+                "send fewer tokens, or set HCCL_BUFFSIZE on every rank",
+                _buffers,
             ),
             Rule(
                 "by_row",
