@@ -181,7 +181,7 @@ def _aligned(size: int, step: int) -> int:
 
 
 def _buffers(call: Call) -> Iterator[Breach]:
-    """Compare the worst case of one half of the communicator's buffers, by the operators' tilings, with it."""
+    """Compare one half of the communicator's buffers with the worst case, by the operators' tilings."""
     (num_tokens, chosen), held, size = call["expert_ids"].shape, _num_held(call), call["ep_world_size"]
     row = 2 * call["x"].shape[1]
     if call.conditions.product is A3:
@@ -311,8 +311,8 @@ OPERATORS = (
             ),
             Rule(
                 "buffers",
-                "HCCL_BUFFSIZE, 200 MiB unless it is set, holds twice what all tokens of all ranks take on one"
-                " of them; on the A3 also what comes back, of shared_expert_num experts more than are chosen",
+                "HCCL_BUFFSIZE, 200 MiB unless it is set, holds twice what all ranks' tokens take on one rank;"
+                " on the A3 also what comes back, of shared_expert_num experts more than are chosen",
                 CANN,
                 "send fewer tokens, or set HCCL_BUFFSIZE on every rank",
                 _buffers,
