@@ -311,7 +311,7 @@ OPERATORS = (
             ),
             Rule(
                 "buffers",
-                "HCCL_BUFFSIZE, 200 MiB unless it is set, holds twice what all ranks' tokens take on one rank;"
+                "HCCL_BUFFSIZE, 200 MiB unless it is set, holds twice what all tokens take on one rank;"
                 " on the A3 also what comes back, of shared_expert_num experts more than are chosen",
                 CANN,
                 "send fewer tokens, or set HCCL_BUFFSIZE on every rank",
