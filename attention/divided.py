@@ -34,6 +34,7 @@ from kv_cache.device.transfer import to_device
 from kv_cache.pages import Index
 
 MOST_JOINED = 16  # tokens of a span that are joined from parts, each as a row of its own
+MOST_ROWS = 1024  # rows that are joined at a time, which bounds the memory of their parts
 GATHERED_TOKENS = 8192  # tokens that are gathered at a time, and for several requests in one call
 
 
@@ -63,10 +64,13 @@ class Gathered:
 
 @dataclass(frozen=True)
 class DividedMetadata(AttentionMetadata):
-    """What all layers of one step share; `write_index` has the places in undivided pages."""
+    """What all layers of one step share; `write_index` has the places in undivided pages.
+
+    A captured step has one part, whatever its rows.
+    """
 
     own: AttentionMetadata  # the places in this rank's pages; other ranks' tokens go to the null page
-    parts: AttentionMetadata | None  # None if no rows are joined from parts
+    parts: tuple[AttentionMetadata, ...]  # of MOST_ROWS joined rows each, the last of fewer
     rows: Tensor | None  # int64 [R]: their rows in the packed query; None for all
     is_without: Tensor | None  # bool [R]: whether this rank has none of their keys
     gathered: tuple[Gathered, ...] = ()
@@ -156,9 +160,18 @@ class DividedAttention(Attention):
         return self.parts.new_planes(count)
 
     def graph_sizes(
-        self, sizes: list[int], beside: int = 0, most_layers: int = 0, *, joins: bool = False
+        self,
+        sizes: list[int],
+        beside: int = 0,
+        most_layers: int = 0,
+        *,
+        joins: bool = False,
+        most_padding: int | None = None,
     ) -> list[int]:
-        return self.parts.graph_sizes(sizes, beside, most_layers, joins=joins)
+        # Padding of a page takes as many places of all neighbours' null pages as of one that is not divided
+        return self.parts.graph_sizes(
+            sizes, beside, most_layers, joins=joins, most_padding=self.shape.page_size
+        )
 
     def plan(
         self,
@@ -170,7 +183,8 @@ class DividedAttention(Attention):
         """Compute what all layers share in this step; see Attention.plan."""
         lens = batch.stops - batch.starts
         is_long = lens > MOST_JOINED
-        parts, rows, is_without = None, None, None
+        parts: tuple[AttentionMetadata, ...] = ()
+        rows, is_without = None, None
         if not is_long.all():
             parts, is_without = self._plan_parts(batch, ~is_long, page_table)
             rows = _rows(lens, ~is_long, self.device) if is_long.any() else None
@@ -193,7 +207,7 @@ class DividedAttention(Attention):
 
     def _plan_parts(
         self, batch: Batch, chosen: NDArray[np.bool_], page_table: NDArray[np.int32]
-    ) -> tuple[AttentionMetadata, Tensor]:
+    ) -> tuple[tuple[AttentionMetadata, ...], Tensor]:
         """Plan a row for each token of the chosen spans, which sees this rank's keys up to the token.
 
         A row without keys reads the first place of the null page, to which its own token has been written.
@@ -205,9 +219,12 @@ class DividedAttention(Attention):
             np.repeat(batch.slots[chosen], stops - starts), : -(-int(read.max()) // self.own_size)
         ]
         table[seen == 0, 0] = 0
-        rows = _batch(np.arange(len(read)), read - 1, read)
-        planned = self.parts.plan(rows, table, np.empty(0, dtype=np.int64))
-        return planned, to_device(seen == 0, self.device)
+        planned = []
+        for first in range(0, len(read), MOST_ROWS):
+            stop = min(first + MOST_ROWS, len(read))
+            rows = _batch(np.arange(first, stop), read[first:stop] - 1, read[first:stop])
+            planned.append(self.parts.plan(rows, table, np.empty(0, dtype=np.int64)))
+        return tuple(planned), to_device(seen == 0, self.device)
 
     def _plan_gathered(self, batch: Batch, chosen: Index, page_table: NDArray[np.int32]) -> Gathered:
         """Plan the chosen spans over gathered pages, which lie one after the other."""
@@ -240,14 +257,13 @@ class DividedAttention(Attention):
         table = torch.cat((first, table[:, 1:]), 1)
         parts = self.parts.plan_static(StaticDecodes(places, table, seen.clamp(min=1)))
         own = AttentionMetadata(parts.write_index, ())
-        return DividedMetadata(index, (), own, parts, None, seen == 0)
+        return DividedMetadata(index, (), own, (parts,), None, seen == 0)
 
     def replay(self, graph: Any, metadata: Sequence[AttentionMetadata], kv_lens: list[int]) -> None:
         """Run a captured step, with this rank's numbers of keys."""
         rank, count = self.neighbours.rank, self.neighbours.size
         own = [max(1, (length + count - 1 - rank) // count) for length in kv_lens]
-        parts = [_divided(each).parts for each in metadata]
-        self.parts.replay(graph, [each for each in parts if each is not None], own)
+        self.parts.replay(graph, [part for each in metadata for part in _divided(each).parts], own)
 
     def write(
         self,
@@ -307,8 +323,8 @@ class DividedAttention(Attention):
         made = _divided(metadata)
         if made.joins_all(query):
             return self.joined(query, layer_keys, layer_values, made, layer, scales)
-        output = torch.empty_like(query)
-        if made.parts is not None:
+        output = torch.zeros_like(query)
+        if made.parts:
             rows = query[made.joined_rows]
             output[made.joined_rows] = self.joined(rows, layer_keys, layer_values, made, layer, scales)
         for each in made.gathered:
@@ -333,16 +349,31 @@ class DividedAttention(Attention):
         scales: ChannelScales | None = None,
     ) -> Tensor:
         """Attend from queries [R, H, D] to the parts of all neighbours; returns [R, H, V]."""
-        count, num_heads = self.neighbours.size, query.shape[1]
-        assert metadata.parts is not None, "these rows were planned"
         assert metadata.is_without is not None, "these rows were planned"
+        pages, most = (layer_keys, layer_values), MOST_ROWS if len(metadata.parts) > 1 else len(query)
+        pieces = zip(query.split(most), metadata.parts, metadata.is_without.split(most), strict=True)
+        made = [self._joined(rows, *pages, part, absent, layer, scales) for rows, part, absent in pieces]
+        return made[0] if len(made) == 1 else torch.cat(made)
+
+    def _joined(
+        self,
+        query: Tensor,
+        layer_keys: Tensor,
+        layer_values: Tensor,
+        part: AttentionMetadata,
+        is_without: Tensor,
+        layer: int,
+        scales: ChannelScales | None,
+    ) -> Tensor:
+        """Compute `joined` for the rows of one part."""
+        count, num_heads = self.neighbours.size, query.shape[1]
         asked = self.neighbours.all_gather(query).transpose(0, 1).flatten(1, 2)  # [R, C * H, D]
-        read = layer_keys, layer_values, metadata.parts, layer
+        read = layer_keys, layer_values, part, layer
         if scales is None:
             found, sums = self.parts.attend_with_sums(asked, *read)
         else:
             found, sums = self.parts.attend_with_sums_by_channel(asked, scales, *read)
-        absent = metadata.is_without[:, None]
+        absent = is_without[:, None]
         found = found.float().masked_fill(absent[..., None], 0)
         sums = sums.masked_fill(absent, -torch.inf)
         parts = torch.cat((found, sums[..., None]), -1).unflatten(1, (count, num_heads))
@@ -452,8 +483,8 @@ class DividedLatentAttention(DividedAttention, LatentAttention):
         if made.joins_all(nope):
             query = torch.cat((up.absorbed(nope), rope), -1)
             return up.raised(self.joined(query, *planes, made, layer))
-        output = nope.new_empty(*nope.shape[:2], self.latent.value_dim)
-        if made.parts is not None:
+        output = nope.new_zeros(*nope.shape[:2], self.latent.value_dim)
+        if made.parts:
             rows = made.joined_rows
             query = torch.cat((up.absorbed(nope[rows]), rope[rows]), -1)
             output[rows] = up.raised(self.joined(query, *planes, made, layer))

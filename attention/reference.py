@@ -306,13 +306,20 @@ class Attention:
             output[rows] = self._dense(query[rows], *read, window, sinks, of_rows)
 
     def graph_sizes(
-        self, sizes: list[int], beside: int = 0, most_layers: int = 0, *, joins: bool = False
+        self,
+        sizes: list[int],
+        beside: int = 0,
+        most_layers: int = 0,
+        *,
+        joins: bool = False,
+        most_padding: int | None = None,
     ) -> list[int]:
         """Return which of these numbers of decodes are captured as graphs, the largest always among them.
 
         `beside` further graphs are held on the device, and another stage may have as many as `most_layers`
-        layers. With `joins`, each size has a second graph, which joins the logits of several ranks. Raises
-        ValueError if none can be captured.
+        layers. With `joins`, each size has a second graph, which joins the logits of several ranks. Where the
+        device holds fewer graphs, a step is padded by up to `most_padding` rows, a page of them unless it is
+        given. Raises ValueError if none can be captured.
         """
         raise ValueError(
             f"device.graphs: {type(self).__name__} needs the host at each span and cannot be captured: set it"

@@ -140,7 +140,13 @@ class CudaAttention(Attention):
         return CudaMetadata(places.view(torch.int64), (), pages, num_rows, sent, launches)
 
     def graph_sizes(
-        self, sizes: list[int], beside: int = 0, most_layers: int = 0, *, joins: bool = False
+        self,
+        sizes: list[int],
+        beside: int = 0,
+        most_layers: int = 0,
+        *,
+        joins: bool = False,
+        most_padding: int | None = None,
     ) -> list[int]:
         """Return all of these sizes, each of which can be captured."""
         return sizes

@@ -45,10 +45,17 @@ class AscendAttention(Attention):
         self.product.check_longest(num_tokens)
 
     def graph_sizes(
-        self, sizes: list[int], beside: int = 0, most_layers: int = 0, *, joins: bool = False
+        self,
+        sizes: list[int],
+        beside: int = 0,
+        most_layers: int = 0,
+        *,
+        joins: bool = False,
+        most_padding: int | None = None,
     ) -> list[int]:
         num_layers = max(len(self.shape.windows), most_layers)
-        return self.product.graph_sizes(sizes, num_layers, self.shape.page_size, beside, joins=joins)
+        most_padding = most_padding or self.shape.page_size
+        return self.product.graph_sizes(sizes, num_layers, most_padding, beside, joins=joins)
 
     def cuts(self, batch: Batch) -> Iterator[tuple[slice, slice]]:
         """Yield the spans of each call, and their rows of the packed query."""

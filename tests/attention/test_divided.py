@@ -18,13 +18,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention import divided
-from attention.divided import DividedAttention, DividedMetadata, shapes_of
+from attention.divided import (
+    MOST_ROWS,
+    DividedAttention,
+    DividedLatentAttention,
+    DividedMetadata,
+    Neighbours,
+    shapes_of,
+)
+from attention.latent import LatentAttention, LatentUp
 from attention.reference import Attention, ChannelScales, Windows
 from continuous_batching.batch import Batch
+from devices.ascend_limits import MOST_SPANS
 from devices.cpp_sources import missing_for_sources
-from devices.shapes import AttentionShape
+from devices.shapes import AttentionShape, LatentShape
 from recipes.machine import start
-from tests.attention.test_attention import Bench, Pair, disturb, shape
+from tests.attention.test_attention import NOTHING, Bench, Pair, disturb, shape
 from tests.attention.test_channel_scales import ChannelBench
 from tests.device_kinds import has_npu, section
 from tests.models.test_random_shares import met
@@ -149,8 +158,48 @@ KINDS = [
 def test_random_schedules(
     pair: Pair, kind: type[Bench], count: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of single queries, of short spans and of long ones, whose pages come in several pieces."""
+    """Of single queries, of short spans, joined a few at a time, and of long ones, with pages in pieces."""
     monkeypatch.setattr(divided, "GATHERED_TOKENS", 96)
+    monkeypatch.setattr(divided, "MOST_ROWS", 5)
     sizes = {"num_heads": 8, "num_kv_heads": 1, "windows": (None, None)}
     bench = kind(Ranks(pair, shape(**sizes, **changes), count))
     disturb(bench, np.random.default_rng(3))
+
+
+NO_PLACES = np.zeros(0, np.int64)
+
+
+def test_no_device_refuses_so_many_rows_at_a_time() -> None:
+    """Each joined row is a span of its own, and Ascend's calls of latents are not cut further."""
+    assert MOST_ROWS <= MOST_SPANS
+
+
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_rows_that_pad_a_step_are_zeros(is_latent: bool) -> None:
+    """They follow a joined row and a gathered span; see tests/attention/test_cpu_source.py."""
+    batch = Batch(np.array([0, 1]), np.array([20, 4]), np.array([21, 30]), NOTHING, NOTHING, NOTHING)
+    table, num_tokens = np.array([[1, 2], [3, 4]], np.int32), 1 + 26
+
+    def attended(neighbour: Neighbours) -> Tensor:
+        if not is_latent:
+            own = shape(num_heads=2, num_kv_heads=1, windows=(None,))
+            made = DividedAttention(own, *map(Attention, shapes_of(own, 2)), neighbour)
+            query = torch.ones(num_tokens + 5, 2, own.head_dim)
+            planes = [plane.zero_() for plane in made.new_planes(5)]
+            return made.attend(query, *planes, made.plan(batch, table, NO_PLACES), 0)
+        own = AttentionShape(2, 1, 32, 16, 0.2, torch.float32, (None,), latent=LatentShape(16, 20, 24))
+        latent = DividedLatentAttention(own, *map(LatentAttention, shapes_of(own, 2)), neighbour)
+        nope, rope = torch.ones(num_tokens + 5, 2, 20), torch.ones(num_tokens + 5, 2, 16)
+        planes = [plane.zero_() for plane in latent.new_planes(5)]
+        up = LatentUp(torch.ones(2, 20, 32), torch.ones(2, 32, 24))
+        return latent.attend_heads(nope, rope, up, *planes, latent.plan(batch, table, NO_PLACES), 0)
+
+    torch.use_deterministic_algorithms(True)  # which fills new tensors with NaN
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            outputs = [*threads.map(attended, met(2))]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for output in outputs:
+        assert not output[num_tokens:].any()
+        assert output.isfinite().all()
