@@ -6,6 +6,7 @@ The libraries of a kind are imported only where a recipe asks for that kind.
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import platform
@@ -13,7 +14,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ from attention.int8_sparse import latent_attention
 from attention.latent import LatentAttention
 from attention.recurrent import Recurrence
 from attention.reference import Attention
+from continuous_batching.recording.follower import differences
 from devices.ascend_limits import PRODUCTS, WIDE_HEAD, answered, answers_file, buffer_mib, product
 from devices.cpp_sources import NO_COMPILER
 from devices.cpu_threads import Threads, Way, barriers
@@ -79,8 +81,11 @@ class Machine(ABC):
         """Return what advances states of this type: the definition, or what the device does faster."""
         return Recurrence(self.device)
 
-    def join(self, group: Group, dtype: torch.dtype) -> None:
-        """Do what the ranks of an engine of this type do together before its memory is measured."""
+    def join(self, world: Group, group: Group, dtype: torch.dtype) -> None:
+        """Do what the ranks of an engine of this type do together before its memory is measured.
+
+        `group` are those of `world` that share layers. Raises ValueError where they must not differ, and do.
+        """
         return
 
     @abstractmethod
@@ -112,7 +117,7 @@ class Cpu(Machine):
     def learned(self) -> str:
         return "" if self.threads.learned is None else self.threads.learned.word
 
-    def join(self, group: Group, dtype: torch.dtype) -> None:
+    def join(self, world: Group, group: Group, dtype: torch.dtype) -> None:
         """Compile on all ranks that share layers or on none of them, and choose one way of products for all.
 
         What every rank computes for itself, as a router's choice of experts, must come out alike.
@@ -319,8 +324,8 @@ class Npu(Accelerator):
             check_release(named)
             use_compiled_kernels()
             self.cann = cann()
-            path = answers_file(ANSWERS, named.name, self.cann, virtual=asked.virtual)
-            self.product = answered(named, path)
+            self._answers = answers_file(ANSWERS, named.name, self.cann, virtual=asked.virtual)
+            self.product = answered(named, self._answers)
             self.buffer_mib = buffer_mib(os.environ)
         except (ImportError, ValueError) as error:
             raise RecipeError(
@@ -344,8 +349,19 @@ class Npu(Accelerator):
         """The log of launches, where the device is the stand-in, which records them."""
         return None if self._stand_in is None else self._stand_in.log
 
-    def join(self, group: Group, dtype: torch.dtype) -> None:
-        """Make the communicator for tokens of experts, where verify_npu.sh found that it gains time."""
+    def join(self, world: Group, group: Group, dtype: torch.dtype) -> None:
+        """Compare what is known of all ranks' devices, and open the communicator for tokens of experts.
+
+        Ranks would otherwise wait for each other in different collectives. The communicator is made where
+        verify_npu.sh found that it gains time.
+        """
+        own = asdict(self.product)
+        leaders = json.loads(world.from_leader(lambda: json.dumps(own), "the leader's answers of probes"))
+        for name, mine, theirs in differences(json.loads(json.dumps(own)), leaders):
+            raise ValueError(
+                f"{name} of the device is {mine!r} here, and {theirs!r} on the leader, by the product and the"
+                f" answers of verify_npu.sh: give all machines the same file {self._answers}"
+            )
         sends = self.product.dispatches or self.product.dispatches_beside_shared
         group.open_for_tokens(self.buffer_mib if sends else 0, self.device)
 

@@ -168,7 +168,7 @@ def assemble(
     drafts = draft_config(recipe, config)
     group, stages = _joined(world, share, drafts)
     machine = start(recipe.device, learned)
-    machine.join(group, TORCH_DTYPES[config.dtype])
+    machine.join(world, group, TORCH_DTYPES[config.dtype])
     memory = _planned(recipe, config, world, share, machine, ranks_here)
     tell(LOADING)
     # The smaller model is loaded first, so that a mistake in it is refused before the larger one is read.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from attention.divided import DividedLatentAttention, shapes_of
-from devices.ascend_limits import FRACTAL_NZ, PROBED, PRODUCTS, product
+from devices.ascend_limits import FRACTAL_NZ, PROBED, PRODUCTS, AscendProduct, product
 from doctor.verify import probes
 from doctor.verify.npu.latent_questions import DEEPSEEK
 from doctor.verify.npu.rank_questions import of_ranks
 from doctor.verify.probes import PROBES, answer
-from models.parallel.group import Alone
+from models.parallel.group import ALONE, Alone
 from recipes import machine as machines
 from recipes.assembly.decoders import shape_of
 from recipes.assembly.families import decoder_config
@@ -355,6 +355,26 @@ def test_a_recipe_follows_what_was_written(
     assert isinstance(followed, Npu)
     assert not followed.product.keeps_nan
     assert any("keeps_nan no (was yes)" in line for line in caplog.messages)
+
+
+class OfLeader(Alone):
+    """All ranks, whose leader says this of its device."""
+
+    def __init__(self, leaders: AscendProduct) -> None:
+        super().__init__()
+        self._leaders = leaders
+
+    def from_leader(self, make: Callable[[], str], name: str) -> str:
+        return json.dumps(asdict(self._leaders))
+
+
+def test_ranks_on_machines_with_other_answers_do_not_start(npu: Npu) -> None:
+    """They would wait for each other in different collectives, or add up other numbers."""
+    npu.join(OfLeader(npu.product), ALONE, torch.bfloat16)
+    other = replace(npu.product, sums_products=not npu.product.sums_products)
+    said = r"sums_products of the device is False here, and True on the leader,.*: give all machines the same"
+    with pytest.raises(ValueError, match=said):
+        npu.join(OfLeader(other), ALONE, torch.bfloat16)
 
 
 def test_a_machine_without_an_npu_has_no_questions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -227,7 +227,7 @@ def test_ranks_choose_one_way_of_products(
     """Each measures for itself, and a rank that takes another way would sum in another order."""
     monkeypatch.setattr("models.ops.cpu.ops.is_onednn_ahead", lambda own, dtype: is_ahead)
     machine = start(load(TINY, ["device.compile=auto"]).device)
-    machine.join(OneOfTwo(1, others), torch.bfloat16)
+    machine.join(Alone(), OneOfTwo(1, others), torch.bfloat16)
     ops, _ = machine.operators(shape_of(16, model_config(load(TINY))))
     packed, _ = ops.pack(some(torch.bfloat16, 48, 80), None)
     assert isinstance(packed, Panels) == (chosen is None)
