@@ -17,7 +17,7 @@ from pathlib import Path
 from recipes import divisions
 from recipes.assembly import memory_plan, sizing
 from recipes.assembly.families import share_of
-from recipes.assembly.operators import check_operators
+from recipes.assembly.operators import check_operators, divides_pages
 from recipes.cluster.cluster import find_cluster, ranks_here
 from recipes.fitting import with_recipe
 from recipes.schema import verb
@@ -69,8 +69,9 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
     _print_columns(_rows(loaded, plan.longest_tokens))
     print()
     rows = memory_plan.report(loaded.recipe, config, plan, share)
-    divided = sizing.of_divided_pages(loaded.recipe, config, memory_bytes, share)
-    _print_columns([*rows, *divided, *_decided(loaded.recipe)])
+    if divides_pages(loaded.recipe, config):
+        rows = [*rows, *sizing.of_divided_pages(loaded.recipe, config, memory_bytes, share)]
+    _print_columns([*rows, *_decided(loaded.recipe)])
 
 
 def _decided(recipe: Recipe) -> list[tuple[str, str]]:

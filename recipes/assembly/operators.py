@@ -5,7 +5,7 @@ An engine checks the same of the device that it finds, which may differ by what 
 
 from __future__ import annotations
 
-from devices.ascend_limits import PRODUCTS, AscendProduct
+from devices.ascend_limits import PRODUCTS, WIDE_HEAD, AscendProduct
 from models.checkpoint.int4 import inputs_of_experts, largest_side
 from models.config import DecoderConfig
 from models.drafting.config import MtpConfig
@@ -20,12 +20,38 @@ def check_operators(recipe: Recipe, config: DecoderConfig, longest_tokens: int, 
     Nothing is known of an NPU whose product is left to the device.
     """
     device = recipe.device
+    if share.contexts > 1 and not divides_pages(recipe, config):
+        raise ValueError(
+            f"parallel.context is {share.contexts}; this model's attention on {device.product or device.kind}"
+            " gives no sums by which parts are joined: set it to 1, or device.attention to reference"
+        )
     for product in PRODUCTS:
         if device.kind == "npu" and product.name == device.product:
             _check(recipe, share.part(config), product, longest_tokens, share.contexts)
             draft = draft_part(recipe, config, share)
             if draft is not None and not isinstance(draft, MtpConfig):  # which is as the model's own layers
                 _check(recipe, draft, product, longest_tokens)
+
+
+def divides_pages(recipe: Recipe, config: DecoderConfig) -> bool:
+    """Whether the attention of a recipe's device gives the sums by which parts of a context are joined.
+
+    An NPU whose product is left to the device may, and so may a CPU that may lack a compiler.
+    """
+    device, is_latent = recipe.device, config.latent is not None
+    if device.attention == "reference":
+        return True
+    if device.kind == "cuda":
+        return is_latent  # in plain torch
+    if device.kind == "cpu":
+        return not (is_latent and device.batch_invariant)
+    for product in PRODUCTS:
+        if product.name == device.product:
+            if is_latent:
+                return product.sums_latents
+            is_wide = config.head_dim == WIDE_HEAD and not config.int8_cache
+            return product.is_fused and not is_wide
+    return True
 
 
 def _check(

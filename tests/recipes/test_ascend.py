@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from recipes.__main__ import main
 from recipes.assembly.decoders import shape_of
 from recipes.assembly.families import share_of
 from recipes.assembly.memory_plan import GIB, MemoryPlan, report
+from recipes.assembly.operators import check_operators, divides_pages
 from recipes.assembly.sizing import plan_memory
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT, Recipe
@@ -167,6 +169,31 @@ def test_ranks_that_divide_pages_hold_as_many_times_the_tokens() -> None:
 def test_what_ranks_cannot_divide_is_refused(path: str, change: str, said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         share_of(load(path, [change]), 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "divides"),
+    [
+        (QWEN, [], True),
+        (QWEN, ["device.product=310P", "model.dtype=float16"], False),
+        (QWEN, ["device.product=null"], True),
+        ("recipes/qwen3_5/qwen3_5_9b_910b.yaml", [], False),  # single queries read heads of 256
+        (DEEPSEEK, [], True),
+        (QWEN, ["device.kind=cuda", "device.product=null"], False),
+        (
+            QWEN,
+            ["device.kind=cuda", "device.product=null", "device.attention=reference", "device.graphs=0"],
+            True,
+        ),
+    ],
+)
+def test_attention_without_sums_divides_no_pages(path: str, changes: list[str], divides: bool) -> None:
+    recipe = load(path, changes)
+    config, share = share_of(recipe, 0)
+    assert divides_pages(recipe, config) == divides
+    if not divides:
+        with pytest.raises(ValueError, match=r"parallel\.context is 2; .* gives no sums by which parts"):
+            check_operators(recipe, config, 1024, replace(share, contexts=2))
 
 
 @pytest.mark.slow
