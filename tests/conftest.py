@@ -93,7 +93,8 @@ def forked_ranks() -> Iterator[None]:
 def as_if_alone() -> Iterator[None]:
     """What a test draws, logs and leaves on the virtual NPU does not hang on the tests before it.
 
-    A verb that a test runs in this process sets the level of the log. A test that leaves a stream blocked or
+    A verb that a test runs in this process sets the level of the log, and a server's writes it to where it
+    was told to. A test that leaves a stream blocked or
     another one current is the one that fails, not those after it.
     """
     same_numbers()
@@ -101,6 +102,9 @@ def as_if_alone() -> Iterator[None]:
     level = root.level
     yield
     root.setLevel(level)
+    for handler in root.handlers[:]:
+        if type(handler).__name__ == "Lines":
+            root.removeHandler(handler)
     stand_in = sys.modules.get("virtual_npu.device")
     if stand_in is None or not stand_in._started:
         return

@@ -52,7 +52,7 @@ PAGES = [
 ]
 LARGEST_README = 8192  # bytes
 LARGEST_PICTURE = 150_000
-NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "out")
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "out", "*.pyc.*")
 Tables = list[list[list[str]]]
 
 ASCEND = DOCS / "ascend.md"

@@ -75,6 +75,8 @@ RISING = {last: sum(1 << token for token in range(last + 1, 9)) for last in rang
 def test_a_row_that_takes_long_comes_when_it_is_ready(slots: SlotPool, gate: threading.Event) -> None:
     maker = MaskMaker(patience_s=0.05)
     rows = [put(slots, Constraint(Counting), 3), put(slots, Constraint(lambda: Holding(gate)), 1)]
+    assert take(maker, slots, rows[1:]).late == [0]
+    maker._patience_s = PATIENCE_S  # for the other row alone, since this one is known to take long
     for _ in range(3):
         made = take(maker, slots, rows)
         assert (words(made), made.late) == ({0: RISING[3]}, [1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -33,11 +34,13 @@ def num_calls(scheduler: Scheduler) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
+    gc.disable()  # a collection enters functions of what earlier tests have left
     sys.setprofile(note)
     try:
         step_us(scheduler, RANDOM)
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 

@@ -5,6 +5,7 @@ That resizes, compaction and swaps change no token is in test_draft_model.py and
 
 from __future__ import annotations
 
+import os
 from itertools import chain
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def tensor_bytes(runner: ModelRunner) -> int:
 
 
 def process_bytes() -> int:
-    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+    return os.sysconf("SC_PAGE_SIZE") * int(Path("/proc/self/statm").read_text().split()[1])
 
 
 @pytest.mark.slow

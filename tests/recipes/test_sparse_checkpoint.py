@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from recipes.assembly.families import config_in
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.models.packed_checkpoints import AWQ
+from tests.peak_memory import forget_peak, peak_bytes
 from tests.recipes.published import GPT_OSS_20B, GPT_OSS_120B, QWEN3_30B_A3B, QWEN3_30B_A3B_GPTQ
 from tests.thorough import cases
 
@@ -117,19 +117,15 @@ def sparse(path: Path, tensors: list[Tensor]) -> int:
     return total
 
 
-def grown_bytes(before_kib: int) -> int:
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib)
-
-
 def test_it_is_planned_without_being_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("MODELS", str(tmp_path))
     num_bytes = written(tmp_path / "Qwen3-30B-A3B")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = forget_peak()
     main(["show", RECIPE])
-    assert grown_bytes(before) < 2**28
+    assert peak_bytes() - before < 2**28
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     norms, routers = 2 * (48 * (2 * 2048 + 2 * 128) + 2048), 48 * 128 * 2048 * 4  # held by both of two ranks
     of_a_rank = (num_bytes - norms - routers // 2) / 2 + norms + routers
@@ -142,7 +138,7 @@ def test_it_is_planned_without_being_read(
 def test_all_of_it_is_accounted_for_without_being_read(form: str, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     written(path, form)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = forget_peak()
     config = config_in(path)
     decoder = Decoder(config, Ops(), Attention(shape_of(16, config), "meta"))
     places = in_parts(weights.destinations_by_name(decoder), config.stored_form, path)
@@ -150,7 +146,7 @@ def test_all_of_it_is_accounted_for_without_being_read(form: str, tmp_path: Path
     assert sorted(name for names in found.values() for name in names) == sorted(places)
     more_of_a_linear = {"plain": 0, "awq": 2, "gptq": 3}[form]
     assert len(places) == 18_867 + more_of_a_linear * 48 * (4 + 3 * 128)
-    assert grown_bytes(before) < 2**30
+    assert peak_bytes() - before < 2**30
     lost = f"model.layers.7.mlp.experts.3.up_proj.{'weight' if form == 'plain' else LAYOUTS[form].scale}"
     more = places | {f"{lost}.2": places[lost]}
     with pytest.raises(ValueError, match=f"missing: {lost}.2"):
@@ -201,8 +197,8 @@ def test_what_is_packed_is_planned_as_what_becomes_of_it(
     (path / "config.json").write_text(json.dumps(hf))
     tensors = list(tensors_of(path, "gptq") if "qwen3" in recipe else gpt_oss_tensors(hf))
     sparse(path, tensors)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = forget_peak()
     main(["show", f"recipes/{recipe}.yaml"])
-    assert grown_bytes(before) < 2**28
+    assert peak_bytes() - before < 2**28
     said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if " GiB" in line)
     assert said["weights"].startswith(f"{held_bytes(tensors, ranks) / 2**30:,.2f} GiB")

@@ -45,7 +45,7 @@ class Served:
             self._patch.setattr(asyncio, "create_subprocess_exec", self.engines.start)
 
     def __enter__(self) -> Served:
-        os.environ["OMP_NUM_THREADS"] = "1"
+        self._patch.setenv("OMP_NUM_THREADS", "1")
         gc.collect()
         gc.freeze()  # `held` collects again and again, and need not visit all that the run has imported
         self._thread.start()

@@ -28,7 +28,7 @@ class Server:
     """`scripts.serve` on the tiny model, until it is closed; `log` is what it has said.
 
     It is a fork of a process that has done the imports (see `warm`), unless it is to be fresh. It has no
-    spare engine, unless its arguments ask for one.
+    spare engine and waits long for a step of a busy machine, unless its arguments say otherwise.
     """
 
     def __init__(
@@ -40,8 +40,9 @@ class Server:
         verb: str = "scripts.serve",  # or another that listens, which knows no recipe's keys then
     ) -> None:
         options = [*(arguments or (TINY,))]
-        if verb == "scripts.serve" and not any(each.startswith("server.spare_engine=") for each in options):
-            options.insert(1, "server.spare_engine=false")
+        for key, value in (("server.spare_engine", "false"), ("server.step_timeout_s", f"{PATIENCE_S:g}")):
+            if verb == "scripts.serve" and not any(each.startswith(f"{key}=") for each in options):
+                options.insert(1, f"{key}={value}")
 
         def set_limits() -> None:
             for name, most in (limits or {}).items():

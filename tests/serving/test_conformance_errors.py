@@ -175,7 +175,7 @@ def test_a_full_server_says_when_to_come_again(guarded: Server, guest: httpx.Cli
     for never in ({"n": 3}, {"prompt": ["a"] * 3}, {"prompt": ["a", "b"], "best_of": 2}):
         # However often it comes, and so not with 429, after which a client would come again for ever
         assert "at once; the server takes 2" in refused(guest, COMPLETION | never)["message"]
-    with guest.stream("POST", "/v1/completions", json=LONG | {"n": 2}) as running:
+    with guest.stream("POST", "/v1/completions", json=LONG | {"n": 2, "max_tokens": 1500}) as running:
         lines = running.iter_lines()  # kept: a response whose iterator is gone is closed
         next(lines)
         response = guest.post("/v1/completions", json=COMPLETION)

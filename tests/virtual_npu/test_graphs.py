@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -93,6 +94,8 @@ def test_a_freed_input_is_refused():
 
 
 def test_memory_is_given_on_while_work_that_reads_it_waits():
+    gc.collect()  # what earlier tests left would leave another place for `second`
+    torch.npu.synchronize()
     x, graph, event = column(), torch.npu.NPUGraph(), torch.npu.ExternalEvent()
     with torch.npu.graph(graph):
         waiting(event)

@@ -38,6 +38,7 @@ def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Ser
         f"server.pages_tls_authority={CERTIFICATES / 'authority.pem'}",
     ]
     asks = f"server.prompt_replicas=[{endpoint}]", f"server.page_transport={request.param}"
+    asks += ("server.page_wait_s=300",)
     found = [Server(TINY, f"server.pages_at={endpoint}", *proofs), Server(TINY, *asks, *proofs)]
     try:
         behind = [option for each in found for option in ("--replica", each.ready().url)]
