@@ -55,6 +55,13 @@ def combine(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     return sent | made, conditions
 
 
+def _many(size: int) -> Arguments:
+    """More tokens than the buffers of so many ranks hold, each of twelve experts."""
+    ids = torch.arange(12, dtype=torch.int32).repeat(256, 1)
+    x = torch.zeros(256, 7168, dtype=torch.float16)
+    return {"expert_ids": ids, "moe_expert_num": 24 * size, "x": x}
+
+
 KNOWN = {"product": A2, "communicators": Ranks()}
 _SHARED = [
     Wrong("modelled", put(global_bs=64), "global_bs", "is 64"),
@@ -78,6 +85,13 @@ DISPATCH = [
     Wrong("rows", to("x", strided), "x", "float16"),
     Wrong("rows", cut("x"), "x", "for int32"),
     Wrong("rows", to("x", lambda x: x[:, :-8].contiguous()), "x", "float16"),
+    Wrong(
+        "buffers",
+        lambda call: _many(call["ep_world_size"]),
+        "expert_ids",
+        "256 tokens, which need",
+        conditions={"product": A3},
+    ),
     Wrong("by_row", put(quant_mode=1), "quant_mode", "is 1"),
     Wrong("by_row", put(expert_scales=torch.ones(2, 2)), "expert_scales", "float32"),
     Wrong("known", to("expert_ids", lambda ids: spoil(ids, (0, 0), -1)), "expert_ids", "-1 to"),
