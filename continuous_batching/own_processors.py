@@ -24,6 +24,11 @@ class OwnProcessors:
         self._named = named
         self.error = ""  # why this request gets no logits any more
 
+    @property
+    def names(self) -> str:
+        """What they are called in a message."""
+        return f"the logits processors {', '.join(name for name, _ in self._named)}"
+
     def changed(self, prompt: TokenIds, answer: TokenIds, logits: Logits) -> Logits | None:
         """Return the processed logits behind these tokens, or None if a processor fails.
 

@@ -222,6 +222,9 @@ class Sampler:
             apply_changes(scores, sent, own)
             best, is_possible = self._ops.greedy(scores)
             changed = torch.where(is_possible, best, NONE_LEFT)
+            if own:  # a processor of the operator's may return what is no number, which is no mask
+                is_broken = scores.isnan().any(-1) | (scores == torch.inf).any(-1)
+                changed = changed.masked_fill_(is_broken, NOT_FINITE)
             chosen = torch.where(chosen == NOT_FINITE, chosen, changed)
         if "uniform" in sent:
             drawn = self._ops.draw(scores, best, chosen, sent)
