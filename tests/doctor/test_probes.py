@@ -126,7 +126,12 @@ def test_a_maximum_that_loses_nan_is_found_and_followed(
     logits[1, 5] = torch.nan
     assert NpuOps(npu.product).greedy(logits)[1].tolist() == [True, True]
     followed = NpuOps(replace(npu.product, keeps_nan=False))
-    assert followed.greedy(logits)[1].tolist() == [True, False]
+    best, is_finite = followed.greedy(logits)
+    assert is_finite.tolist() == [True, False]
+    ones = torch.ones(2, device=npu.device)
+    limits = {"uniform": ones / 2, "sharpness": ones}
+    first, second = followed.draw(logits, best, torch.where(is_finite, best, -1), limits).tolist()
+    assert first >= 0 > second, "a row without a token gets none by a draw"
     monkeypatch.setattr(npu, "product", replace(product("910", ""), keeps_nan=False))
     plain, _ = npu.operators(shape(dtype=torch.float16))
     assert plain.greedy(logits)[1].tolist() == [True, False], "without fused operators too"

@@ -26,6 +26,7 @@ from devices.ascend_limits import (
     chooses_in_groups,
     most_dispatched,
 )
+from kv_cache.device.transfer import Tensors
 from models.config import MixtureConfig
 from models.ops.npu.dispatch import Dispatch
 from models.ops.npu.grouped import joined, mixture, scaled_by_width
@@ -105,6 +106,11 @@ class PlainNpuOps(Int4Check, Ops):
         """Compute Ops.greedy; if the maximum does not keep a NaN, each logit is checked."""
         tokens, is_finite = super().greedy(logits)
         return tokens, is_finite if self.product.keeps_nan else is_finite & ~logits.isnan().any(-1)
+
+    def draw(self, logits: Tensor, best: Tensor, otherwise: Tensor, limits: Tensors) -> Tensor:
+        """Compute Ops.draw; if `best` may hide a NaN, a row that has been given no token stays without."""
+        drawn = super().draw(logits, best, otherwise, limits)
+        return drawn if self.product.keeps_nan else torch.where(otherwise < 0, otherwise, drawn)
 
 
 class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
