@@ -58,6 +58,7 @@ class StageRunner(ModelRunner):
         compute, share = self._prepared(batch), self.decoder.share
         if not share.is_last or share.tensor:
             return compute().wait
+        self.sampler.prepare(batch.owners, batch.targets, self.slots)
         started = _Started(compute)
         self._started.append(started)
         if drafts is None:

@@ -125,6 +125,16 @@ def test_the_leader_computes_a_step_when_it_is_asked_for_as_it_was_when_it_was_m
     assert torch.equal(*expected)
 
 
+def test_masks_are_begun_while_the_stages_before_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, _, kept = runner_of(1)
+    begun: list[list[int]] = []
+    monkeypatch.setattr(kept, "prepare", lambda rows, targets, slots: begun.append(targets.tolist()))
+    wait = runner.start(span(LEN - 1, LEN))
+    assert begun == [[LEN]]
+    wait()
+    assert begun == [[LEN]]
+
+
 def test_a_captured_step_of_the_leader_has_its_inputs_before_it_is_run() -> None:
     runner, _, _ = runner_of(1)
     graphs = runner.graphs = TakesAll()
