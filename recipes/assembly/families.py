@@ -351,8 +351,12 @@ def _mtp_config(recipe: Recipe, config: DecoderConfig) -> MtpConfig:
 
 
 def _num_kept(recipe: Recipe) -> int:
-    """Return the number of features that a page keeps for a head."""
-    return min(recipe.cache.page_size, recipe.speculation.max_tokens + 1)
+    """Return the number of features that a page keeps for a head.
+
+    A step writes those of the last known token and of its drafts. If a token comes late, the entry of the
+    last known one is computed again, from the feature before these.
+    """
+    return min(recipe.cache.page_size, recipe.speculation.max_tokens + 2)
 
 
 def _head_config(recipe: Recipe, config: DecoderConfig, path: Path) -> Eagle3Config:

@@ -34,7 +34,7 @@ class HeadRunner(ChecksumRunner):
         super().__init__(slots, pool, host_pool, groups)
         self.head = ChecksumRunner(slots, pool, host_pool)  # only its keys are used
         self.features = ChecksumRunner(slots, pool, host_pool)  # only the target's features are used
-        self.kept = min(slots.page_size, most + 1)  # features of a page
+        self.kept = min(slots.page_size, most + 2)  # features of a page
         self.num_caught_up = 0
 
     def run(self, batch: Batch, free: Free | None = None) -> Sampled:

@@ -99,7 +99,9 @@ def test_its_keys_are_there_in_every_schedule(
 ) -> None:
     scheduler, runner = made
     scheduler.speculation = drafting(scheduler.slots, most, seed, spans)
+    late = runner.late
     runner = runner_of(scheduler, spans, most, runner.groups)
+    runner.late = late
     ended = serve(scheduler, runner, plan, resizes, overlap=overlap)
     check_answers(ended, runner.fail)
     assert not scheduler.slots.draft_lag[scheduler.slots.busy].any()
@@ -153,6 +155,15 @@ def ask(
         recount(engine.scheduler)
     engine.observer.close()
     return made
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_entries_are_right_where_tokens_come_late(most: int) -> None:
+    """The feature that the first token's entry is computed from again is still there behind its drafts'."""
+    made = small(None, head_spans, most, 8)
+    made[1].late = 0.3
+    for request in ask(made, overlap=False):
+        assert request.answer.tolist() == alone(request.prompt.tolist(), 34, seed=request.params.seed or 0)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
