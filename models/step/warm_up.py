@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from continuous_batching.batch import Batch
+from continuous_batching.batch import Batch, ragged_ranges
 from kv_cache.pages import Index
 from models.step.runner import ModelRunner
 
@@ -60,26 +60,38 @@ def capture(runner: ModelRunner, most: int, width: int) -> int:
     return max(0, int(memory.memory_reserved(device)) - before)
 
 
-def largest_step_bytes(runner: ModelRunner, max_batch_tokens: int) -> int | None:
+def largest_step_bytes(runner: ModelRunner, max_batch_tokens: int, most_sampled: int = 1) -> int | None:
     """Return the most memory that a step of the whole budget needs beyond what was held; None if unknown.
 
-    The spans are as long as possible, on the null page, and every slot samples with top-p. On a CPU it is the
-    growth of the process, so memory that an earlier step has used does not count; on other devices it is the
-    allocated memory.
+    The spans are as long as possible, on the null page, and every slot samples with top-p. If guesses are
+    checked, a further step samples at each of the last `most_sampled` positions of a slot, as far as the
+    budget allows. On a CPU it is the growth of the process, so memory that an earlier step has used does not
+    count; on other devices it is the allocated memory.
     """
     device = runner.attention.device
     slots = runner.slots
     rows = np.arange(min(slots.num_slots, max_batch_tokens), dtype=np.int64)
-    lens = np.ones_like(rows)
-    for row in rows.tolist():
-        lens[row] += min(max_batch_tokens - int(lens.sum()), max(0, slots.max_tokens - 2))
+    longest = max(1, slots.max_tokens - 1)
+    counts = _shared_out(max_batch_tokens, np.ones_like(rows), min(most_sampled, longest))
+    lens = _shared_out(max_batch_tokens, counts, longest)
     before = _held_bytes(device)
     slots.temperature[rows], slots.top_p[rows] = 1.0, 0.9  # both are set again when a slot is taken
     runner.run(_batch(runner, rows, np.zeros_like(rows), lens))
+    if most_sampled > 1:
+        sampled, targets = np.repeat(rows, counts), ragged_ranges(lens + 1 - counts, lens + 1)
+        runner.run(Batch(rows, np.zeros_like(rows), lens, sampled, sampled, targets))
     slots.temperature[rows], slots.top_p[rows] = 0.0, 1.0
     runner.cache.clear_null_page()
     peak = _peak_bytes(device)
     return None if before is None or peak is None else max(0, peak - before)
+
+
+def _shared_out(total: int, lens: Index, most: int) -> Index:
+    """Return lengths that are up to `most` each and `total` in all, the first ones first."""
+    made = lens.copy()
+    for at in range(len(made)):
+        made[at] += min(total - int(made.sum()), most - int(made[at]))
+    return made
 
 
 def _held_bytes(device: torch.device) -> int | None:

@@ -440,7 +440,7 @@ def _measure(
     """
     budget = engine.scheduler.max_batch_tokens
     start_s = time.perf_counter()
-    measured = largest_step_bytes(runner, budget)
+    measured = largest_step_bytes(runner, budget, recipe.speculation.most_sampled)
     step_s = time.perf_counter() - start_s
     memory = estimated
     if measured is not None and measured + captured_bytes > estimated.activation_bytes:
@@ -466,8 +466,7 @@ def _measure(
 
 def _captured(recipe: Recipe) -> tuple[int, int]:
     """Return the most tokens of a captured step, and of a row of it."""
-    asked = recipe.speculation
-    width = 1 if asked.kind == "none" else 1 + asked.max_tokens
+    width = recipe.speculation.most_sampled
     return min(recipe.device.graphs, recipe.scheduler.num_slots * width), width
 
 

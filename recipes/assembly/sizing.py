@@ -172,10 +172,11 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     The estimate serves plans that are made before a model is loaded.
 
     They consist of all that one layer holds at once, the scores of the longest span that the budget allows,
-    what plain attention makes of the longest request, and the logits of all slots as the sampler works on
-    them. The logits have `vocab_size` tokens where `config` is a rank's part.
+    what plain attention makes of the longest request, and the logits of all slots, and of their drafts, as
+    the sampler works on them. The logits have `vocab_size` tokens where `config` is a rank's part.
     """
-    num_tokens, num_slots = step_tokens(recipe, config), recipe.scheduler.num_slots
+    num_tokens = step_tokens(recipe, config)
+    num_rows = min(num_tokens, recipe.scheduler.num_slots * recipe.speculation.most_sampled)
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     inner = max(config.inner_size(layer) for layer in range(config.num_layers))
     widths = 4 * config.hidden_size + 4 * (heads + kv_heads) + 3 * inner
@@ -199,7 +200,7 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     item_bytes = config.dtype_bytes
     if recipe.device.kind == "cpu" and _multiplied_bytes(config) != item_bytes:
         item_bytes += FLOAT32_BYTES  # rows are widened to float32, and their results lie beside them
-    logits = num_slots * (vocab_size or config.vocab_size) * (config.dtype_bytes + LOGIT_BYTES)
+    logits = num_rows * (vocab_size or config.vocab_size) * (config.dtype_bytes + LOGIT_BYTES)
     read = 0
     if recipe.parallel.context > 1:  # a request's pages are gathered for a layer at a time
         read += _longest_cached(recipe, config) * config.kv_bytes_by_group()[0] // config.num_layers

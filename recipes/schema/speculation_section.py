@@ -73,6 +73,11 @@ class SpeculationSection:
         most=1,
     )
 
+    @property
+    def most_sampled(self) -> int:
+        """The most positions of a request at which one step samples: behind each guess, and the first."""
+        return 1 if self.kind == "none" else 1 + self.max_tokens
+
 
 def speculation_contradictions(section: SpeculationSection, device_kind: str) -> Iterator[RecipeError]:
     """Yield errors for values that are each in range, and impossible."""

@@ -117,6 +117,20 @@ def test_the_largest_step_is_of_the_whole_budget_and_leaves_no_trace(monkeypatch
     assert not engine.slots.temperature.any()
 
 
+def test_the_largest_step_samples_behind_every_guess_that_its_budget_holds(monkeypatch):
+    engine = build(made()).engine
+    batches = []
+    run = engine.runner.run
+    monkeypatch.setattr(engine.runner, "run", lambda batch: batches.append(batch) or run(batch))
+    for budget, most_sampled, counts in ((16, 3, [3, 3, 3]), (7, 3, [3, 3, 1]), (16, 1, [1, 1, 1])):
+        largest_step_bytes(engine.runner, budget, most_sampled)
+        batch = batches.pop()
+        assert {each.num_tokens for each in [*batches, batch]} == {budget}
+        batches.clear()
+        assert np.bincount(batch.owners).tolist() == counts
+        assert (batch.targets[np.cumsum(counts) - 1] == batch.stops).all(), "the last of a span is behind it"
+
+
 def test_pages_give_way_to_a_step_that_takes_more_than_was_estimated(monkeypatch):
     cache = CacheSection(page_size=8, memory_fraction=0.5)
     monkeypatch.setattr(

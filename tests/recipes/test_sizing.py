@@ -28,6 +28,7 @@ from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.reader import load
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 from recipes.schema.recipe_error import RecipeError
+from recipes.schema.speculation_section import SpeculationSection
 from tests.device_kinds import has_npu, operators, section
 from tests.each_of import each_of
 from tests.kv_cache.caches import plain_cache
@@ -321,6 +322,23 @@ def test_what_a_step_takes_grows_with_its_budget():
         return estimate(replace(recipe, scheduler=scheduler), model_config(recipe))
 
     assert taken() < taken(max_batch_tokens=128) < taken(max_batch_tokens=128, num_slots=128)
+
+
+def test_the_logits_of_drafts_are_in_the_plan():
+    """As many rows as a step may sample: those of all slots' guesses, within its budget."""
+    recipe = made()
+    config = model_config(recipe)
+
+    def taken(num_guesses: int, **changes: Any) -> int:
+        drafts = (
+            SpeculationSection(kind="ngram", max_tokens=num_guesses) if num_guesses else recipe.speculation
+        )
+        return estimate(replace(recipe, speculation=drafts, **changes), config)
+
+    a_row = (taken(1) - taken(0)) // recipe.scheduler.num_slots
+    assert a_row >= config.vocab_size * (config.dtype_bytes + 8)
+    assert taken(4) - taken(0) == 4 * recipe.scheduler.num_slots * a_row
+    assert taken(64) == taken(60), "no step has more rows than tokens"
 
 
 def test_a_step_that_takes_too_much_is_refused():
