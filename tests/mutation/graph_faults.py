@@ -47,6 +47,13 @@ FAULTS = {
         "a request gets the token of the padding before it",
         "tests/models/test_captured_draws.py::test_drafts_are_checked_in_captured_steps",
     ),
+    "missed_after_its_part": TextFault(
+        "virtual_npu/cann/communicator.c",
+        "    watch->is_gone = is_gone(communicator, rank);\n",
+        "    if (is_gone(communicator, rank)) return say_gone(communicator, rank);\n",
+        "a collective is refused that was complete when a rank ended",
+        "tests/virtual_npu/test_hccl.py::test_a_rank_that_leaves_after_its_part_is_not_missed",
+    ),
     "results_of_collectives_not_compared": Fault(
         "doctor/verify/collectives.py::collectives_of",
         "not torch.equal(run().cpu(), wanted)",

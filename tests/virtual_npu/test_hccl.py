@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from recipes.schema.recipe import ROOT
 from tests.patience import PATIENCE_S
 from tests.serving.warm import start_session
 from tests.thorough import cases
+from tests.virtual_npu.compiled import compiled
 
 pytestmark = pytest.mark.npu
 SHARED = Path("/dev/shm")
@@ -102,6 +104,12 @@ def test_a_rank_that_hangs_is_named_with_what_it_did_last(tmp_path: Path) -> Non
         r"rank 0 waits in all_reduce .* for rank 1 \(process \d+\), which did not come within 5 s", one
     )
     assert re.search(r"it ended broadcast of 3 x float32 with root 0 \d+\.\d s ago", one)
+
+
+def test_a_rank_that_leaves_after_its_part_is_not_missed(tmp_path: Path) -> None:
+    program = compiled("leaving", tmp_path, "-Wl,--wrap=fcntl")
+    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_values_are_those_of_the_wheel() -> None:

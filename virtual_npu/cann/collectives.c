@@ -223,7 +223,8 @@ static bool is_first(const struct calls *calls, const uint64_t *at, size_t which
 int perform_calls(void *argument) {
     struct calls *calls = argument;
     struct communicator *c = calls->items[0].communicator;
-    uint64_t *at = calloc(calls->count, sizeof *at), looks = 0, since_ns = clock_ns();
+    uint64_t *at = calloc(calls->count, sizeof *at);
+    struct watch watch = {.since_ns = clock_ns()};
     int code = c->failed ? refuse(ACL_ERROR_RT_PARAM_INVALID, "the communicator has failed before") : 0;
     for (bool left = true; left && !code;) {
         const struct call *waiting = NULL;
@@ -238,10 +239,10 @@ int perform_calls(void *argument) {
             moved |= !waits;
             waiting = waiting || !waits ? waiting : call;
         }
-        if (moved) looks = 0, since_ns = clock_ns();
+        if (moved) watch = (struct watch){.since_ns = clock_ns()};
         if (moved || !waiting || code) continue;
         begin_call(c, &waiting->said);
-        code = pause_for(c, waiting->said.root, &looks, since_ns);
+        code = pause_for(c, waiting->said.root, &watch);
     }
     free(at);
     end_call(c);

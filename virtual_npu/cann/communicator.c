@@ -104,25 +104,29 @@ static int say_late(struct communicator *communicator, uint32_t rank) {
                   late->is_inside ? "began" : "ended", in_words(&late->said, theirs, sizeof theirs), since_s);
 }
 
-/* Spins at first, for ranks that are about to come. */
-int pause_for(struct communicator *communicator, uint32_t rank, uint64_t *looks, uint64_t since_ns) {
-    if (++*looks < 200) return 0;
-    usleep(*looks < 2000 ? 0 : 50);
-    if (*looks % 64) return 0;
-    if (is_gone(communicator, rank)) return say_gone(communicator, rank);
-    if (1e-9 * (clock_ns() - since_ns) > communicator->limit_s) return say_late(communicator, rank);
-    return 0;
+/* Spins at first, for ranks that are about to come. A rank may come and go between a look of the caller and
+ * the question whether it has gone: it is missed only if the look after that question does not find it either. */
+int pause_for(struct communicator *communicator, uint32_t rank, struct watch *watch) {
+    if (watch->is_gone) return say_gone(communicator, rank);
+    if (++watch->looks < 200) return 0;
+    usleep(watch->looks < 2000 ? 0 : 50);
+    if (watch->looks % 64) return 0;
+    watch->is_gone = is_gone(communicator, rank);
+    bool is_late = 1e-9 * (clock_ns() - watch->since_ns) > communicator->limit_s;
+    return is_late && !watch->is_gone ? say_late(communicator, rank) : 0;
 }
 
 int meet(struct communicator *communicator) {
     uint64_t number = ++communicator->num_meetings, since_ns = clock_ns();
     struct shown *ranks = communicator->shared->ranks;
     __atomic_store_n(&ranks[communicator->rank].num_meetings, number, __ATOMIC_RELEASE);
-    for (uint32_t rank = 0; rank < communicator->size; rank++)
-        for (uint64_t looks = 0; __atomic_load_n(&ranks[rank].num_meetings, __ATOMIC_ACQUIRE) < number;) {
-            int code = pause_for(communicator, rank, &looks, since_ns);
+    for (uint32_t rank = 0; rank < communicator->size; rank++) {
+        struct watch watch = {.since_ns = since_ns};
+        while (__atomic_load_n(&ranks[rank].num_meetings, __ATOMIC_ACQUIRE) < number) {
+            int code = pause_for(communicator, rank, &watch);
             if (code) return code;
         }
+    }
     return 0;
 }
 

@@ -65,6 +65,12 @@ struct shared {
     struct shown ranks[MAX_RANKS];
 };
 
+/* How a rank watches for another one. */
+struct watch {
+    uint64_t looks, since_ns;
+    bool is_gone; /* It has gone, but may have come before that: the caller looks once more. */
+};
+
 struct communicator {
     char name[128];
     uint32_t rank, size;
@@ -93,8 +99,8 @@ void begin_call(struct communicator *communicator, const struct said *said);
 void end_call(struct communicator *communicator);
 /* Waits for all ranks; returns 0, or a code whose message names the rank that did not come. */
 int meet(struct communicator *communicator);
-/* Waits a little for one rank, after `looks` looks since `since_ns`; returns likewise. */
-int pause_for(struct communicator *communicator, uint32_t rank, uint64_t *looks, uint64_t since_ns);
+/* Waits a little for one rank, between two looks for it; returns likewise. */
+int pause_for(struct communicator *communicator, uint32_t rank, struct watch *watch);
 uint64_t clock_ns(void);
 
 /* collectives.c */
