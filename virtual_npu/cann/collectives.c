@@ -95,22 +95,26 @@ static int agree(struct communicator *c, const struct said *said) {
     return code;
 }
 
-/* The numbers of elements that each rank sends to each are written to the windows, and compared there. */
+/* Each rank writes to its window how many elements it sends to each rank and how many it expects of each, and
+ * compares those of all, so that all refuse a call in which only two of them differ. */
 static int agree_on_counts(struct communicator *c, const struct call *call, uint64_t *most) {
-    memcpy(window(c, c->rank), call->counts[0], c->size * sizeof(uint64_t));
+    uint64_t *mine = (uint64_t *)window(c, c->rank);
+    memcpy(mine, call->counts[0], c->size * sizeof *mine);
+    memcpy(mine + c->size, call->counts[2], c->size * sizeof *mine);
     int code = meet(c);
-    for (uint32_t rank = 0; rank < c->size && !code; rank++) {
-        const uint64_t *sent = (const uint64_t *)window(c, rank);
-        for (uint32_t to = 0; to < c->size; to++) *most = sent[to] > *most ? sent[to] : *most;
-        if (sent[c->rank] != call->counts[2][rank]) {
+    if (code) return code;
+    for (uint32_t from = 0; from < c->size; from++)
+        for (uint32_t to = 0; to < c->size; to++) {
+            uint64_t sent = ((const uint64_t *)window(c, from))[to];
+            uint64_t expected = ((const uint64_t *)window(c, to))[c->size + from];
+            if (sent > *most) *most = sent;
+            if (sent == expected) continue;
             c->failed = HCCL_E_PARA;
-            code = refuse(ACL_ERROR_RT_PARAM_INVALID,
-                          "rank %u expects %lu elements of rank %u, which sends %lu: on the device this hangs", c->rank,
-                          call->counts[2][rank], rank, sent[c->rank]);
+            return refuse(ACL_ERROR_RT_PARAM_INVALID,
+                          "rank %u expects %lu elements of rank %u, which sends %lu: on the device this hangs", to,
+                          expected, from, sent);
         }
-    }
-    int other = code ? 0 : meet(c); /* the windows are used for the data next */
-    return code ? code : other;
+    return meet(c); /* The windows are used for the data next. */
 }
 
 static int all_to_all(struct communicator *c, const struct call *call) {

@@ -1,0 +1,71 @@
+"""Calls of CANN itself, with arguments that torch_npu checks before or never sends, are refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests.patience import PATIENCE_S
+from virtual_npu import VirtualDevice
+
+pytestmark = pytest.mark.npu
+
+FLOAT32 = 4
+ROOT_INFO_BYTES = 4108
+
+
+def stream() -> ctypes.c_void_p:
+    """The next stream of torch's pool."""
+    return ctypes.c_void_p(torch.npu.Stream().npu_stream)
+
+
+def said(device: VirtualDevice, call: Callable[[], int]) -> str:
+    """Why the device refuses a call; nothing where it does not."""
+    device.library.aclGetRecentErrMsg()  # An earlier test may have left a message.
+    code, why = call(), str(device.library.aclGetRecentErrMsg().decode())
+    assert bool(code) == bool(why), (code, why)
+    return why.removeprefix("virtual NPU: ")
+
+
+@contextlib.contextmanager
+def communicator(device: VirtualDevice, size: int) -> Iterator[list[ctypes.c_void_p]]:
+    """The handles of its ranks, which are threads of this process."""
+    library, info = device.library, ctypes.create_string_buffer(ROOT_INFO_BYTES)
+    handles = [ctypes.c_void_p() for _ in range(size)]
+    assert library.HcclGetRootInfo(info) == 0
+
+    def join(rank: int) -> int:
+        return int(library.HcclCommInitRootInfo(size, info, rank, ctypes.byref(handles[rank])))
+
+    with ThreadPoolExecutor(size) as threads:
+        assert [*threads.map(join, range(size))] == [0] * size
+    yield handles
+    for each in handles:
+        library.HcclCommDestroy(each)
+
+
+def test_counts_in_which_two_ranks_differ_are_refused_on_all(
+    device: VirtualDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 sends and expects what the others say, and would wait for them."""
+    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", str(PATIENCE_S))
+    one_each = [1, 1, 1]
+    sent, streams = [[1, 2, 1], one_each, one_each], [stream() for _ in one_each]
+
+    def exchange(rank: int) -> str:
+        to, of_each, offsets = (
+            (ctypes.c_uint64 * 3)(*values) for values in (sent[rank], one_each, [0, 3, 6])
+        )
+        source, target = (ctypes.c_float * 9)(), (ctypes.c_float * 9)()
+        sends, receives = (source, to, offsets, FLOAT32), (target, of_each, offsets, FLOAT32)
+        call = device.library.HcclAlltoAllV
+        return said(device, lambda: call(*sends, *receives, handles[rank], streams[rank]))
+
+    with communicator(device, 3) as handles, ThreadPoolExecutor(3) as threads:
+        refused = [*threads.map(exchange, range(3))]
+    assert refused == ["rank 1 expects 1 elements of rank 0, which sends 2: on the device this hangs"] * 3
