@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,11 +12,12 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S
+from tests.virtual_npu.captured import column
 from virtual_npu import VirtualDevice
 
 pytestmark = pytest.mark.npu
 
-FLOAT32 = 4
+FLOAT32, SUM = 4, 0
 ROOT_INFO_BYTES = 4108
 
 
@@ -69,3 +71,20 @@ def test_counts_in_which_two_ranks_differ_are_refused_on_all(
     with communicator(device, 3) as handles, ThreadPoolExecutor(3) as threads:
         refused = [*threads.map(exchange, range(3))]
     assert refused == ["rank 1 expects 1 elements of rank 0, which sends 2: on the device this hangs"] * 3
+
+
+def test_a_replay_after_its_communicator_is_destroyed_is_refused(device: VirtualDevice) -> None:
+    x, graph = column(3.0), torch.npu.NPUGraph()
+    library, data, count = device.library, ctypes.c_void_p(x.data_ptr()), ctypes.c_uint64(x.numel())
+    with communicator(device, 1) as (handle,):
+        with torch.npu.graph(graph):
+            current = ctypes.c_void_p(torch.npu.current_stream().npu_stream)
+            last = FLOAT32, SUM, handle, current
+            assert not said(device, lambda: library.HcclAllReduce(data, data, count, *last))
+        graph.replay()
+        assert x.tolist() == [3.0] * 4
+    with pytest.raises(RuntimeError, match=r"all_reduce of 4 x float32 by sum in communicator .*destroyed"):
+        graph.replay()
+    graph.reset()
+    again = said(device, lambda: library.HcclCommDestroy(handle))
+    assert re.fullmatch(r"communicator /virtual-hccl-\S+ is destroyed twice", again)

@@ -224,12 +224,23 @@ static bool is_first(const struct calls *calls, const uint64_t *at, size_t which
     return true;
 }
 
+/* Refuses a call in a communicator that is destroyed, whose shared memory is gone, or that has failed. */
+static int check_usable(const struct call *call) {
+    char text[128];
+    const struct communicator *c = call->communicator;
+    if (c->dead)
+        return refuse(ACL_ERROR_RT_INVALID_HANDLE, "rank %u calls %s in communicator %s, which is destroyed", c->rank,
+                      in_words(&call->said, text, sizeof text), c->name);
+    return c->failed ? refuse(ACL_ERROR_RT_PARAM_INVALID, "the communicator has failed before") : 0;
+}
+
 int perform_calls(void *argument) {
     struct calls *calls = argument;
     struct communicator *c = calls->items[0].communicator;
+    int code = check_usable(&calls->items[0]);
+    if (code) return code;
     uint64_t *at = calloc(calls->count, sizeof *at);
     struct watch watch = {.since_ns = clock_ns()};
-    int code = c->failed ? refuse(ACL_ERROR_RT_PARAM_INVALID, "the communicator has failed before") : 0;
     for (bool left = true; left && !code;) {
         const struct call *waiting = NULL;
         bool moved = false;
@@ -256,7 +267,8 @@ int perform_calls(void *argument) {
 int perform_call(void *argument) {
     struct call *call = argument;
     struct communicator *c = call->communicator;
-    if (c->failed) return refuse(ACL_ERROR_RT_PARAM_INVALID, "the communicator has failed before");
+    int code = check_usable(call);
+    if (code) return code;
     bool carries = call->said.operation == DISPATCH || call->said.operation == COMBINE;
     *(carries ? &c->carries_tokens : &c->carries_sums) = true;
     if (c->carries_tokens && c->carries_sums)
@@ -264,7 +276,7 @@ int perform_call(void *argument) {
                       "%s carries tokens to experts and another collective (op-plugin npu_moe_distribute_dispatch_v2: "
                       "not in one communicator): make a group for each", c->name);
     begin_call(c, &call->said);
-    int code = collective(c, call);
+    code = collective(c, call);
     end_call(c);
     return code;
 }

@@ -182,7 +182,7 @@ HcclResult join(const char *object, uint32_t size, uint32_t rank, double limit_s
             shm_unlink(object); /* every rank does it, as any may be the last alive; a mapping keeps the object */
         }
     }
-    if (code) return leave_communicator(made), code;
+    if (code) return leave_communicator(made), free(made), code;
     pthread_mutex_lock(&lock);
     made->next = joined;
     joined = made;
@@ -198,13 +198,16 @@ struct communicator *communicator_of(const char *name) {
     return each;
 }
 
-void leave_communicator(struct communicator *communicator) {
+int leave_communicator(struct communicator *communicator) {
     pthread_mutex_lock(&lock);
     struct communicator **place = &joined;
     while (*place && *place != communicator) place = &(*place)->next;
     if (*place) *place = communicator->next;
+    bool is_dead = communicator->dead;
+    communicator->dead = true;
     pthread_mutex_unlock(&lock);
+    if (is_dead) return refuse(HCCL_E_PARA, "communicator %s is destroyed twice", communicator->name);
     if (communicator->shared) munmap(communicator->shared, communicator->num_bytes);
     if (communicator->file >= 0) close(communicator->file);
-    free(communicator);
+    return HCCL_SUCCESS;
 }

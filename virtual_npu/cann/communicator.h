@@ -83,6 +83,7 @@ struct communicator {
     bool carries_tokens, carries_sums; /* it may carry only one of the two */
     double limit_s; /* most seconds to wait for a rank */
     HcclResult failed;
+    bool dead; /* It is destroyed, and kept because graphs and queues may still name it. */
     struct communicator *next; /* next communicator of this process */
 };
 
@@ -90,7 +91,7 @@ struct communicator {
 size_t width(HcclDataType type);
 const char *in_words(const struct said *said, char *text, size_t room);
 HcclResult join(const char *object, uint32_t size, uint32_t rank, double limit_s, struct communicator **made);
-void leave_communicator(struct communicator *communicator);
+int leave_communicator(struct communicator *communicator);
 struct communicator *communicator_of(const char *name); /* one of this process; NULL where there is none */
 void forget_stale(void); /* removes shared memory left by processes that ended while they joined */
 char *window(struct communicator *communicator, uint32_t rank);

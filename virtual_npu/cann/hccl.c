@@ -56,7 +56,7 @@ HcclResult HcclCommInitRootInfoConfig(uint32_t size, const HcclRootInfo *info, u
 HcclResult HcclCommInitRootInfo(uint32_t size, const HcclRootInfo *info, uint32_t rank, HcclComm *communicator) {
     return HcclCommInitRootInfoConfig(size, info, rank, NULL, communicator);
 }
-HcclResult HcclCommDestroy(HcclComm communicator) { return leave_communicator(communicator), HCCL_SUCCESS; }
+HcclResult HcclCommDestroy(HcclComm communicator) { return leave_communicator(communicator); }
 
 HcclResult HcclGetCommAsyncError(HcclComm communicator, HcclResult *error) {
     return *error = ((struct communicator *)communicator)->failed, HCCL_SUCCESS;
