@@ -17,7 +17,7 @@ from virtual_npu import VirtualDevice
 
 pytestmark = pytest.mark.npu
 
-FLOAT32, SUM = 4, 0
+FLOAT32, NO_TYPE, SUM = 4, 12, 0
 ROOT_INFO_BYTES = 4108
 
 
@@ -88,3 +88,27 @@ def test_a_replay_after_its_communicator_is_destroyed_is_refused(device: Virtual
     graph.reset()
     again = said(device, lambda: library.HcclCommDestroy(handle))
     assert re.fullmatch(r"communicator /virtual-hccl-\S+ is destroyed twice", again)
+
+
+def test_what_leads_outside_of_a_communicator_is_refused(device: VirtualDevice) -> None:
+    library, data, none = device.library, (ctypes.c_float * 4)(), ctypes.c_void_p()
+    count, where = ctypes.c_uint64(4), stream()
+    no_type = "the virtual HCCL has no elements of type 12"
+    no_rank = "a communicator of 1 ranks has no rank 1"
+
+    def grouped(handle: ctypes.c_void_p) -> int:
+        assert library.HcclGroupStart() == library.HcclSend(data, count, FLOAT32, 1, handle, where) == 0
+        return int(library.HcclGroupEnd())
+
+    with communicator(device, 1) as (handle,):
+        last = handle, where
+        for call, why in (
+            (lambda: library.HcclSend(data, count, NO_TYPE, 0, *last), no_type),
+            (lambda: library.HcclRecv(data, count, NO_TYPE, 0, *last), no_type),
+            (lambda: library.HcclSend(data, count, FLOAT32, 1, *last), no_rank),
+            (lambda: library.HcclRecv(data, count, FLOAT32, 1, *last), no_rank),
+            (lambda: grouped(handle), no_rank),
+            (lambda: library.HcclBroadcast(data, count, FLOAT32, 1, *last), no_rank),
+            (lambda: library.HcclBatchSendRecv(none, 0, *last), ""),
+        ):
+            assert said(device, call) == why

@@ -78,14 +78,22 @@ static HcclResult send_task(int (*function)(void *), void *target, struct commun
     return communicator->failed ? communicator->failed : code ? HCCL_E_RUNTIME : HCCL_SUCCESS;
 }
 
+/* Refuses a type or a rank that would lead outside of a table. */
+static HcclResult check(const struct said *said, const struct communicator *communicator) {
+    if (said->type < 0 || said->type >= NUM_DATA_TYPES)
+        return refuse(HCCL_E_NOT_SUPPORT, "the virtual HCCL has no elements of type %d", said->type);
+    if (said->root >= communicator->size)
+        return refuse(HCCL_E_PARA, "a communicator of %u ranks has no rank %u", communicator->size, said->root);
+    return HCCL_SUCCESS;
+}
+
 /* Sends the call as a task with its own copy; the stream or the graph that drops the task frees the copy. */
 static HcclResult go(struct call call, HcclComm communicator, aclrtStream stream) {
+    HcclResult code = check(&call.said, communicator);
+    if (code) return code;
     struct call *kept = malloc(sizeof *kept);
     *kept = call;
     kept->communicator = communicator;
-    if (call.said.type < 0 || call.said.type >= NUM_DATA_TYPES)
-        return free(kept), refuse(HCCL_E_NOT_SUPPORT, "the virtual HCCL has no elements of type %d", call.said.type),
-               HCCL_E_NOT_SUPPORT;
     return send_task(perform_call, kept, communicator, stream);
 }
 
@@ -151,12 +159,15 @@ static _Thread_local struct {
 } group;
 
 static HcclResult go_all(const HcclSendRecvItem *items, uint32_t count, HcclComm communicator, aclrtStream stream) {
+    if (!count) return HCCL_SUCCESS;
     struct calls *kept = calloc(1, sizeof *kept + count * sizeof *kept->items);
     kept->count = count;
     for (uint32_t i = 0; i < count; i++) {
         const HcclSendRecvItem *item = &items[i];
         bool sends = item->sendRecvType == 0;
         struct said said = {sends ? SEND : RECEIVE, item->dataType, 0, item->remoteRank, item->count};
+        HcclResult code = check(&said, communicator);
+        if (code) return free(kept), code;
         kept->items[i] = (struct call){
             .communicator = communicator, .said = said, .source = item->buf, .target = item->buf};
     }
@@ -165,7 +176,7 @@ static HcclResult go_all(const HcclSendRecvItem *items, uint32_t count, HcclComm
 static HcclResult flush_group(void) {
     uint32_t count = group.count;
     group.count = 0;
-    return count ? go_all(group.items, count, group.communicator, group.stream) : HCCL_SUCCESS;
+    return go_all(group.items, count, group.communicator, group.stream);
 }
 HcclResult HcclGroupStart(void) { return group.depth++, HCCL_SUCCESS; }
 HcclResult HcclGroupEnd(void) { return --group.depth ? HCCL_SUCCESS : flush_group(); }
