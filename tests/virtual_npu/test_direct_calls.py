@@ -18,6 +18,7 @@ from virtual_npu import VirtualDevice
 pytestmark = pytest.mark.npu
 
 FLOAT32, NO_TYPE, SUM = 4, 12, 0
+HOST_TO_HOST = 0
 ROOT_INFO_BYTES = 4108
 
 
@@ -112,3 +113,27 @@ def test_what_leads_outside_of_a_communicator_is_refused(device: VirtualDevice) 
             (lambda: library.HcclBatchSendRecv(none, 0, *last), ""),
         ):
             assert said(device, call) == why
+
+
+def test_copies_and_fills_have_room_and_do_not_stop_a_capture(device: VirtualDevice) -> None:
+    library, there, here, where = device.library, (ctypes.c_char * 8)(), (ctypes.c_char * 8)(), stream()
+    room = ctypes.c_size_t(4)
+
+    def at_once(count: int) -> list[str]:
+        last = ctypes.c_size_t(count)
+        copy = said(device, lambda: library.aclrtMemcpy(there, room, here, last, HOST_TO_HOST))
+        return [copy, said(device, lambda: library.aclrtMemset(there, room, 1, last))]
+
+    def sent(count: int) -> list[str]:
+        last = ctypes.c_size_t(count)
+        copy = said(device, lambda: library.aclrtMemcpyAsync(there, room, here, last, HOST_TO_HOST, where))
+        return [copy, said(device, lambda: library.aclrtMemsetAsync(there, room, 2, last, where))]
+
+    assert at_once(5) == sent(5) == ["5 bytes are written to a place of 4"] * 2
+    assert at_once(4) == ["", ""]
+    assert there.raw == b"\1\1\1\1\0\0\0\0"
+    assert sent(4) == ["", ""]
+    assert there.raw == b"\2\2\2\2\0\0\0\0"
+    with torch.npu.graph(torch.npu.NPUGraph()):
+        in_capture = at_once(4)
+    assert in_capture == [f"a synchronous {what} during a capture" for what in ("copy", "fill")]

@@ -51,30 +51,44 @@ aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus *status) {
     return code;
 }
 
+static int check_room(size_t count, size_t room) {
+    if (count <= room) return ACL_SUCCESS;
+    return refuse(ACL_ERROR_RT_PARAM_INVALID, "%zu bytes are written to a place of %zu", count, room);
+}
+
+/* Checks what the host waits for: aclmdlRICaptureMode restricts aclrtMemset and aclrtMemcpy during a capture. */
+static int check_at_once(const char *what, size_t count, size_t room) {
+    int code = check_room(count, room);
+    if (code) return code;
+    pthread_mutex_lock(&lock);
+    if (forbidden_in_capture())
+        code = refuse(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "a synchronous %s during a capture", what);
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+
 aclError aclrtMemcpyAsync(void *target, size_t room, const void *source, size_t count, aclrtMemcpyKind kind,
                           aclrtStream stream) {
-    if (count > room)
-        return refuse(ACL_ERROR_RT_PARAM_INVALID, "%zu bytes are copied to a place of %zu", count, room);
+    int code = check_room(count, room);
+    if (code) return code;
     LOCKED(submit(stream_of(stream),
                   (struct task){.kind = COPY, .target = target, .source = source, .count = count}));
 }
 aclError aclrtMemcpy(void *target, size_t room, const void *source, size_t count, aclrtMemcpyKind kind) {
-    if (count > room)
-        return refuse(ACL_ERROR_RT_PARAM_INVALID, "%zu bytes are copied to a place of %zu", count, room);
-    pthread_mutex_lock(&lock);
-    int code = forbidden_in_capture()
-                   ? refuse(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "a synchronous copy during a capture")
-                   : ACL_SUCCESS;
-    pthread_mutex_unlock(&lock);
+    int code = check_at_once("copy", count, room);
     if (!code) memmove(target, source, count);
     return code;
 }
 aclError aclrtMemsetAsync(void *target, size_t room, int32_t value, size_t count, aclrtStream stream) {
+    int code = check_room(count, room);
+    if (code) return code;
     LOCKED(submit(stream_of(stream),
                   (struct task){.kind = FILL, .target = target, .value = value, .count = count}));
 }
 aclError aclrtMemset(void *target, size_t room, int32_t value, size_t count) {
-    return memset(target, value, count), ACL_SUCCESS;
+    int code = check_at_once("fill", count, room);
+    if (!code) memset(target, value, count);
+    return code;
 }
 aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc function, void *argument) {
     LOCKED(submit(stream_of(stream), (struct task){.kind = CALL, .function = function, .target = argument}));
