@@ -231,6 +231,40 @@ def test_updates_are_not_sent_behind_the_replay_that_waits_for_them() -> None:
         assert serve(engine, ways) == expected
 
 
+def test_inputs_stay_until_a_slow_device_has_copied_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It begins a step once the host has sent the next one, or has none to send."""
+    ways = ["top-p", "greedy", "top-k", "greedy"]
+    expected = eager_answers(*ways)
+    engine = engine_of(graphs=4, overlap=True)
+    runner: Any = engine.runner
+    begin, land = runner._begin, engine._land
+    other, held = torch.npu.Stream(), list[Any]()
+
+    @torch.inference_mode()  # The steps run inside of it, as the runner's do.
+    def release() -> None:
+        while held:
+            held.pop().record(other)
+
+    def begin_later(batch: Any) -> Any:
+        gate = torch.npu.ExternalEvent()
+        gate.wait(torch.npu.current_stream())
+        chosen = begin(batch)
+        release()
+        held.append(gate)
+        return chosen
+
+    def land_all(started: Any) -> Any:
+        if not engine._started:
+            release()
+        return land(started)
+
+    monkeypatch.setattr(runner, "_begin", begin_later)
+    monkeypatch.setattr(engine, "_land", land_all)
+    assert serve(engine, ways) == expected
+
+
 def test_a_capture_that_cannot_begin_leaves_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(graphs=0, overlap=False)
 

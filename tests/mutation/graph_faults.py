@@ -47,6 +47,13 @@ FAULTS = {
         "a request gets the token of the padding before it",
         "tests/models/test_captured_draws.py::test_drafts_are_checked_in_captured_steps",
     ),
+    "inputs_written_while_they_are_copied": Fault(
+        "models/step/graphs.py::DecodeGraphs.__init__",
+        "max(2, stages)",
+        "stages",
+        "a device that is a step behind reads the inputs of the step after",
+        "tests/models/test_captured_draws.py::test_inputs_stay_until_a_slow_device_has_copied_them",
+    ),
     "missed_after_its_part": TextFault(
         "virtual_npu/cann/communicator.c",
         "    watch->is_gone = is_gone(communicator, rank);\n",
