@@ -86,7 +86,7 @@ class Unpacking:
             ordered = axes[::-1] if layout.is_turned else axes
             parts[end] = tuple(size for size, _ in ordered), tuple(cut for _, cut in ordered), stored
         parts[layout.group] = (inputs,), (self.columns,), ("I32",)
-        parts[layout.shape] = (2,), (), ("I64",)
+        parts[layout.shape] = (2,), (), ("I64", "I32")
         parts[BIAS] = (outputs,), (), FLOATS
         return {end: part for end, part in parts.items() if end in wanted | present}
 

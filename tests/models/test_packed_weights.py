@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,16 @@ def test_what_compressed_tensors_packs_is_what_it_was_given() -> None:
     assert found.int().tolist() == [[-128, 127, 0, -1, 3, -5]]
 
 
+def rewritten(path: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Give the tensors of each file of a checkpoint other names, or values."""
+    where: dict[str, str] = {}
+    for file in checkpoint_files(path):
+        tensors = change(load_file(file))
+        save_file(tensors, file, metadata={"format": "pt"})
+        where |= dict.fromkeys(tensors, file.name)
+    (path / INDEX).write_text(json.dumps({"weight_map": where}))
+
+
 def stored(name: str, form: str, tmp_path: Path) -> tuple[Any, Path]:
     """Transformers' model of what is stored, and the directory."""
     torch.manual_seed(0)
@@ -163,6 +174,17 @@ def stored(name: str, form: str, tmp_path: Path) -> tuple[Any, Path]:
 )
 def test_the_model_answers_as_with_the_numbers_that_are_stored(name: str, form: str, tmp_path: Path) -> None:
     assert_alike(*stored(name, form, tmp_path))
+
+
+def test_a_shape_may_be_stored_in_32_bits(tmp_path: Path) -> None:
+    """As it is in the files of Kimi-K2.5, of linears in 4 bits."""
+    model, path = stored("llama", "packed", tmp_path)
+
+    def narrowed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: each.int() if name.endswith("_shape") else each for name, each in tensors.items()}
+
+    rewritten(path, narrowed)
+    assert_alike(model, path)
 
 
 @pytest.mark.parametrize("form", ["awq", "gptq_8_bits", "gptq_by_activation"])
