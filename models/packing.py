@@ -5,7 +5,8 @@ The hub has three forms, for weights [out, in] whose inputs share scales by grou
   - AWQ (arXiv 2306.00978; AutoAWQ, version gemm): `qweight` [in, out / 8] whose words hold outputs in the
     order 0, 2, 4, 6, 1, 3, 5, 7, `qzeros` [groups, out / 8] in the same order, `scales` [groups, out].
   - GPTQ (arXiv 2210.17323; AutoGPTQ, GPTQModel): `qweight` [in / 8, out], `qzeros` [groups, out / 8], less
-    one except in checkpoint_format gptq_v2, `scales` [groups, out], and `g_idx` [in], each input's group.
+    one except in checkpoint_format, or format, gptq_v2, `scales` [groups, out], and `g_idx` [in], each
+    input's group.
   - compressed-tensors, format pack-quantized: `weight_packed` [out, in / 8], `weight_scale` [out, groups],
     `weight_shape`; `weight_zero_point` [out / 8, groups] if they are not symmetric, and `weight_g_idx` if
     inputs were reordered.
@@ -146,9 +147,10 @@ def _awq(said: Mapping[str, Any]) -> Packing:
 
 
 def _gptq(said: Mapping[str, Any]) -> Packing:
-    kind = said.get("checkpoint_format") or "gptq"
+    key = "checkpoint_format" if said.get("checkpoint_format") else "format"
+    kind = str(said.get(key) or "gptq").lower()
     if kind not in ("gptq", "gptq_v2"):
-        raise _refused("checkpoint_format", kind, "gptq and gptq_v2 are read")
+        raise _refused(key, said[key], "gptq and gptq_v2 are read")
     if said.get("is_marlin_format"):
         raise _refused("is_marlin_format", said["is_marlin_format"], "gptq and gptq_v2 are read")
     if said.get("bits") not in (4, 8):

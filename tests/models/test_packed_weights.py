@@ -265,6 +265,27 @@ def test_each_rank_makes_its_part(form: str, tmp_path: Path) -> None:
 
 
 @each_of(
+    "said, is_less",
+    [
+        ({}, True),
+        ({"format": "gptq"}, True),
+        ({"format": "GPTQ_v2"}, False),
+        ({"checkpoint_format": "GPTQ_V2"}, False),
+        ({"checkpoint_format": "gptq_v2", "format": "gptq"}, False),
+        ({"checkpoint_format": "gptq", "format": "gptq_v2"}, True),
+    ],
+)
+def test_zeros_of_gptq_are_less_one_but_in_version_2_by_either_name(
+    said: dict[str, str], is_less: bool
+) -> None:
+    """As transformers' GPTQConfig reads it."""
+    theirs = transformers.GPTQConfig(**{"bits": 4} | said)
+    found = packing({"quantization_config": GPTQ | said})
+    assert found is not None
+    assert found.less_one == is_less == (theirs.format == "gptq")
+
+
+@each_of(
     "said, words",
     [
         (AWQ | {"version": "gemv"}, "version: 'gemv'; of awq the version gemm"),
@@ -274,6 +295,7 @@ def test_each_rank_makes_its_part(form: str, tmp_path: Path) -> None:
         (GPTQ | {"bits": 2}, "bits: 2; of gptq 4 and 8 bits"),
         (GPTQ | {"bits": 3}, "bits: 3; of gptq 4 and 8 bits"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format: 'marlin'"),
+        (GPTQ | {"format": "marlin"}, "format: 'marlin'; gptq and gptq_v2 are read"),
         (GPTQ | {"is_marlin_format": True}, "is_marlin_format: True"),
         (GPTQ | {"pack_dtype": "int16"}, "pack_dtype: 'int16'"),
         (GPTQ | {"dynamic": {"+:.*down": {"bits": 8}}}, "dynamic: "),
