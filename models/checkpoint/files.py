@@ -18,7 +18,7 @@ from models.checkpoint_names import alone
 from models.modelslim import description_in
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_SHARD = re.compile(r"model-(\d{1,5})-of-(\d{1,5})\.safetensors")
+_SHARD = re.compile(r"model-(\d{1,6})-of-(\d{1,6})\.safetensors")
 _LFS = b"version https://git-lfs"  # the first bytes of a pointer, where Git LFS has not fetched the file
 GPTQ_FILES = "gptq_model-*.safetensors"  # AutoGPTQ's name of a single file, with bits and group
 MISTRALS = "consolidated*.safetensors"  # names of Mistral's own format, whose tensors have other names, too

@@ -408,9 +408,14 @@ def relinked(path: Path, target: str) -> None:
 
 
 def test_shards_without_an_index_are_read_if_all_are_there(tmp_path: Path) -> None:
-    for number in (1, 2):
-        (tmp_path / SHARD.format(number)).touch()
-    assert checkpoint_files(tmp_path) == [tmp_path / SHARD.format(1), tmp_path / SHARD.format(2)]
+    for shard in ("model-0000{}-of-000002.safetensors", SHARD):  # DeepSeek counts with six digits
+        files = [tmp_path / shard.format(number) for number in (1, 2)]
+        for each in files:
+            each.touch()
+        assert checkpoint_files(tmp_path) == files
+        if shard != SHARD:
+            for each in files:
+                each.unlink()
     for other in ("model-00003-of-00003.safetensors", "model-2-of-2.safetensors"):
         (tmp_path / other).touch()
         with pytest.raises(ValueError, match=r"holds model-.*: keep the shards of one checkpoint"):
