@@ -78,6 +78,11 @@ class Destination:
                 room[len(tensor) :].zero_()
 
 
+def kept_rows(read: Tensor, ranges: tuple[slice, ...]) -> Tensor:
+    """Return the rows of these ranges, one after the other, of what was read; all rows if there are none."""
+    return torch.cat([read[rows] for rows in ranges]) if ranges else read
+
+
 def check_finite(file: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
     """Raise ValueError for a tensor that `dtype` cannot hold; a single NaN would spoil every answer."""
     if not tensor.is_floating_point() or not tensor.numel():

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.checkpoint.destination import FLOATS, Destination, check_finite
+from models.checkpoint.destination import FLOATS, Destination, check_finite, kept_rows
 from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint
 from models.checkpoint.stored_parts import Gathering, PartDestination
 from models.config import UP
@@ -195,7 +195,7 @@ def _static(
 
 def _widened(name: str, place: Destination) -> PartDestination:
     """Return what unpacks a weight in 4 bits to int8."""
-    gathering = Gathering((place,), name, lambda found: (unpaired(found["weight"]),))
+    gathering = Gathering((place,), name, lambda found: (kept_rows(unpaired(found["weight"]), place.ranges),))
     outputs, inputs = place.shape
     return PartDestination(
         gathering, "weight", (outputs // 2, inputs), of_pairs(name, place.slices), ("I8",), ("weight",)

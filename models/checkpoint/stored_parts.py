@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from models.checkpoint.destination import FLOATS, Destination, check_finite
+from models.checkpoint.destination import FLOATS, Destination, check_finite, kept_rows
 from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint
 from models.checkpoint.unpacking import STORED, SUFFIX, Unpacking, scaled
 from models.packing import IN_A_WORD, LAYOUTS, Packing
@@ -129,13 +129,13 @@ def _parts_of(
             "weight": (place.shape, place.slices, (STORED,)),
             f"weight{SUFFIX}": (form.shape(place.shape), (), FLOATS),
         }
-        gathering = Gathering(
-            (place,),
-            f"{stem}.weight",
-            lambda found: (
-                scaled(found["weight"], found[f"weight{SUFFIX}"], form, (rows.start, columns.start)),
-            ),
-        )
+        first = rows.start, columns.start
+
+        def multiplied_out(found: Found) -> tuple[Tensor]:
+            made = scaled(found["weight"], found[f"weight{SUFFIX}"], form, first)
+            return (kept_rows(made, place.ranges),)
+
+        gathering = Gathering((place,), f"{stem}.weight", multiplied_out)
     return {
         f"{stem}.{end}": PartDestination(gathering, end, *part, tuple(parts)) for end, part in parts.items()
     }

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.checkpoint.destination import FLOATS
+from models.checkpoint.destination import FLOATS, kept_rows
 from models.ops.operands import MIDDLE, in_words
 from models.packing import LAYOUTS, Layout, Packing
 from models.parallel.share import Slices
@@ -100,7 +100,7 @@ class Unpacking:
         for first in range(0, len(made), ROWS_AT_ONCE):
             at = slice(first, first + ROWS_AT_ONCE)
             made[at] = (numbers[at] - zeros[at][:, groups]) * scales[at][:, groups]
-        return (self._kept_rows(made),)
+        return (kept_rows(made, self.ranges),)
 
     def int4(self, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return the part as words, scales, and offsets if there are zeros, as `Int4Weight` holds it.
@@ -114,10 +114,7 @@ class Unpacking:
             raise ValueError("its inputs are not in the order of their groups, as w4a16 takes them")
         parts = [in_words(numbers), scales[:, groups]]
         parts += [] if zeros is None else [MIDDLE - zeros[:, groups]]
-        return tuple(self._kept_rows(part) for part in parts)
-
-    def _kept_rows(self, made: Tensor) -> Tensor:
-        return torch.cat([made[rows] for rows in self.ranges]) if self.ranges else made
+        return tuple(kept_rows(part, self.ranges) for part in parts)
 
     def _apart(self, found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return unsigned numbers uint8 [O, I], and scales and zeros [O, G].

@@ -15,15 +15,18 @@ from attention.latent import LatentAttention
 from models.checkpoint import weights
 from models.checkpoint.files import INDEX, SINGLE
 from models.checkpoint.unpacking import SUFFIX, scaled
+from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.ops.reference import Ops
 from models.parallel.share import Share
-from models.quantization import BlockScales
+from models.quantization import BlockScales, Quantization
 from recipes.assembly.decoders import shape_of
 from recipes.assembly.families import config_in
 from recipes.assembly.int8_checkpoint import quantize
 from recipes.assembly.scoring import score
 from tests.models.families import VARIANTS, expected_logprobs, make
+from tests.models.recurrent_variants import RECURRENT_VARIANTS
+from tests.models.state_steps import empty_decoder
 from tests.models.test_shared_weights import Rank
 
 BLOCKS = BlockScales(16, 32)  # these sizes divide no weight
@@ -39,7 +42,7 @@ def stored(path: Path) -> dict[str, Tensor]:
     """Store a checkpoint's linears so, all scales in a file of their own; what they stand for, by name."""
     tensors, scales, exact = load_file(path / SINGLE), {}, {}
     for name, weight in tensors.items():
-        is_linear = name.endswith("_proj.weight")
+        is_linear = name.endswith(("_proj.weight", "_proj_qkv.weight"))
         exact[name] = weight
         if is_linear:
             rows, columns = BLOCKS.shape(tuple(weight.shape))
@@ -111,6 +114,34 @@ def test_each_rank_scales_its_part(checkpoint: tuple[Any, Path]) -> None:
         down, own = (each.layers[0].mlp.shared.down.weight for each in (whole, part))
         half = config.shared_size // 2
         assert torch.equal(own, down[:, rank * half : (rank + 1) * half])
+
+
+def test_each_rank_scales_its_ranges(tmp_path: Path) -> None:
+    """Of Qwen3.5's joined queries, keys and values, each rank has those of its heads."""
+    (variant,) = (each for each in RECURRENT_VARIANTS if each.name == "qwen3_5")
+    _, path = make(variant, tmp_path)
+    stored(path)
+    joined = [qkv_of(path, rank, size) for rank, size in ((0, 1), (0, 2), (1, 2))]
+    assert_ranges(config_in(path), *joined)
+
+
+def qkv_of(path: Path, rank: int, size: int, quantization: Quantization | None = None) -> Tensor:
+    """What a rank holds of the queries, keys, values and gates of the first layer, which keeps a state."""
+    decoder = empty_decoder(path, group=Rank(rank, size), quantization=quantization)
+    decoder.pack = lambda: None
+    weights.load(decoder, path)
+    found: Tensor = decoder.layers[0].attention.qkvz.weight
+    return found
+
+
+def assert_ranges(config: DecoderConfig, whole: Tensor, *parts: Tensor) -> None:
+    """Each part has its ranges of the whole's queries, keys and values, and its part of the gates."""
+    assert config.recurrent is not None
+    gates = whole[config.recurrent.num_channels :].chunk(len(parts))
+    for rank, part in enumerate(parts):
+        ranges = Share(rank, len(parts)).ranges("model.layers.0.linear_attn.in_proj_qkv", config)
+        assert len(ranges) == 3
+        assert torch.equal(part, torch.cat([*(whole[each] for each in ranges), gates[rank]]))
 
 
 def loaded(path: Path, share: Share) -> Decoder:

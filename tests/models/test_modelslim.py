@@ -17,6 +17,7 @@ from torch import Tensor
 
 from continuous_batching.request import Request, SamplingParams
 from models.checkpoint import weights
+from models.checkpoint.files import SINGLE
 from models.layers.linear import Linear
 from models.layers.mixture import Mixture
 from models.parallel.group import ALONE
@@ -28,9 +29,11 @@ from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import Kind, settings, stand_in_alone
 from tests.models.families import VARIANTS, VOCABULARY, generated, make
-from tests.models.modelslim_checkpoints import DESCRIPTION, Types, checkpoint, oracle_logprobs
+from tests.models.modelslim_checkpoints import DESCRIPTION, Types, checkpoint, oracle_logprobs, stored_as
 from tests.models.product_runs import HAPPENED, NUM_NEW, AskedRequest, Run, outcome_of
+from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.models.tensor_rank import STOPS, built, empty, logits_of, table
+from tests.models.test_block_scales import assert_ranges, qkv_of
 from tests.models.test_random_shares import together
 from tests.models.test_weights import bare
 from tests.thorough import first_quick
@@ -194,6 +197,25 @@ def test_ranks_hold_their_shares_of_every_scale(
     """Two tensor ranks, which divide each expert or have half of them each."""
     ranks = partial(of_ranks, experts=experts)
     assert_answers("qwen3_moe", types, tmp_path, ranks, form={"ranks": 2, "divided": divided}, **EVEN)
+
+
+def test_ranks_widen_their_ranges(tmp_path: Path) -> None:
+    """Of Qwen3.5's joined queries, keys and values in 4 bits, which is no expert's and so becomes int8."""
+    (variant,) = (each for each in RECURRENT_VARIANTS if each.name == "qwen3_5")
+    _, path = make(variant, tmp_path)
+    tensors = load_file(path / SINGLE)
+    types = dict.fromkeys(tensors, "FLOAT")
+    for stem in ("model.layers.0.linear_attn.in_proj_qkv", "model.layers.0.linear_attn.in_proj_z"):
+        weight = tensors.pop(f"{stem}.weight")
+        made = stored_as("W4A8_DYNAMIC", weight, None, seed=0, is_half=False, role="in_proj").tensors
+        for end, tensor in made.items():
+            tensors[f"{stem}.{end}"], types[f"{stem}.{end}"] = tensor, "W4A8_DYNAMIC"
+    save_file(tensors, path / SINGLE)
+    (path / DESCRIPTION).write_text(json.dumps(types))
+    config = config_in(path)
+    joined = [qkv_of(path, rank, size, config.quantization) for rank, size in ((0, 1), (0, 2), (1, 2))]
+    assert joined[0].dtype == torch.int8
+    assert_ranges(config, *joined)
 
 
 def test_ranks_add_a_quantised_bias_once(tmp_path: Path) -> None:
