@@ -351,10 +351,12 @@ def _adapter_bytes(recipe: Recipe, part: DecoderConfig) -> int:
     asked = recipe.adapters
     if not asked.most:
         return 0
-    if part.latent is not None:
-        raise RecipeError(
-            "adapters.most", "attention over latents has no adapters here", "set it to 0", value=asked.most
-        )
+    for has, what in (
+        (part.latent is not None, "attention over latents has"),
+        (part.recurrent is not None, "layers that keep a recurrent state have"),
+    ):
+        if has:
+            raise RecipeError("adapters.most", f"{what} no adapters here", "set it to 0", value=asked.most)
     return bytes_of_adapters(part, asked.most, asked.rank)
 
 

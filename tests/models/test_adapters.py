@@ -32,6 +32,7 @@ from tests.device_kinds import settings
 from tests.each_of import each_of
 from tests.lazy import peft
 from tests.models.families import VARIANTS, VOCABULARY, followed, generated, make, wide
+from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.thorough import cases
 
 NUM_NEW = cases(12, 24)
@@ -373,6 +374,17 @@ def test_a_recipe_says_what_adapters_take_and_where_they_cannot_be(tmp_path: Pat
     )
     assert held == expected
     assert without.memory.adapter_bytes == 0
-    latent = make(next(each for each in VARIANTS if each.name == "deepseek_v2"), tmp_path)[1]
-    with pytest.raises(RecipeError, match=r"adapters\.most: attention over latents has no adapters here"):
-        built(latent, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("deepseek_v2", "attention over latents has"),
+        *((name, "layers that keep a recurrent state have") for name in ("qwen3_next", "qwen3_5")),
+    ],
+)
+def test_layers_that_cannot_have_adapters_are_named(name: str, what: str, tmp_path: Path) -> None:
+    path = make(next(each for each in [*VARIANTS, *RECURRENT_VARIANTS] if each.name == name), tmp_path)[1]
+    with pytest.raises(RecipeError, match=rf"adapters\.most: {what} no adapters here; set it to 0") as caught:
+        built(path, [], "scheduler.max_batch_tokens=80")
+    assert "\n" not in str(caught.value)
