@@ -11,6 +11,8 @@ TEXT_NAMES = (
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
 )
+# How tensors of a decoder begin that was saved without its head, as models for embeddings are
+BODY = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")
 # A decoder that is called model within a model that is itself called model, with the head beside it: as
 # transformers reads them, the first model. is taken away
 WITHIN = ("model.model.", "model.lm_head.")
@@ -46,7 +48,9 @@ HARMLESS = re.compile(
 
 
 def alone(name: str) -> str:
-    """Return the name of a tensor as if its text model were alone."""
+    """Return the name of a tensor as if its text model were alone, and saved with its head."""
+    if name.startswith(BODY):
+        return f"model.{name}"
     if name.startswith(WITHIN):
         return name.removeprefix("model.")
     for stored, plain in TEXT_NAMES:

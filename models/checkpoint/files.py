@@ -125,8 +125,9 @@ def _first(names: list[str]) -> str:
 def open_checkpoint(file: Path, framework: Literal["pt", "numpy"] = "pt") -> Any:
     """Map a safetensors file, whose tensors are those of `framework`.
 
-    Tensors of a text model within another are named as if they were alone. Raises ValueError if the file is
-    damaged or something else, or if it has a tensor under both names.
+    Tensors of a text model within another are named as if they were alone, and those of one without its head
+    as if it had one. Raises ValueError if the file is damaged or something else, or if it has a tensor under
+    both names.
     """
     _check_fetched(file)
     try:

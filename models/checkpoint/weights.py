@@ -35,7 +35,7 @@ from models.ops.operands import MIDDLE
 from models.packing import IN_A_WORD, Int4
 from models.parallel.share import Share, Slices
 
-HEAD, EMBEDDING, BODY = "lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 MOST_FAULTS = 3  # most faults of a kind that a refusal names
 # Bytes after which a file is mapped again, because pages read from a mapping count as the process's memory
 MAPPED_BYTES = 2**27
@@ -73,19 +73,14 @@ def _read_checkpoint(decoder: Decoder, path: Path, tell: Callable[[str], None]) 
     places = in_stacks(parts, config, path)
     has_twin = config.tie_embeddings and EMBEDDING in places
     known = {HEAD: places[EMBEDDING], **places} if has_twin else places
-    share, prefix, stored = decoder.share, "", tensor_names(path)
+    share, stored = decoder.share, tensor_names(path)
     if has_twin and HEAD in stored and EMBEDDING not in stored:  # one tensor, stored by its other name
         places = {HEAD if name == EMBEDDING else name: place for name, place in places.items()}
-    if BODY in stored:  # saved without a head, as models for embeddings are
-        prefix = EMBEDDING.removesuffix(BODY)
-        places, known = (
-            {name.removeprefix(prefix): at for name, at in some.items()} for some in (places, known)
-        )
 
     def is_unread(name: str) -> bool:
         if name.startswith(PREDICTION) or (config.reads_text_alone and name.startswith(TOWERS)):
             return True
-        return share.is_elsewhere(prefix + name, config)
+        return share.is_elsewhere(name, config)
 
     found, num_bytes = fill(path, places, known, is_unread, tell)
     # A tied checkpoint may contain its head as well; if the two differ it is not tied

@@ -12,8 +12,9 @@ from dataclasses import dataclass, fields, replace
 from models.config import DecoderConfig, HeadConfig, LayerSpec
 from models.parallel.share import Share
 
-# Names in the checkpoint of an EAGLE-3 head: its layer, and the embedding that it may have of its own
-LAYER, EMBEDDING = "midlayer.", "embed_tokens.weight"
+# Names in the checkpoint of an EAGLE-3 head, as they are read: its layer, and the embedding that it may have
+# of its own, which the file calls as a decoder without a head does
+LAYER, EMBEDDING = "midlayer.", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from attention.reference import Attention
 from models.checkpoint.destination import Destination
 from models.checkpoint.weights import fill, rooms_of
+from models.config import LAST_NORM
 from models.decoder import SelfAttention, pad_rows
 from models.drafting.config import EMBEDDING, LAYER, Eagle3Config
 from models.head import FIRST_KEY, Head
@@ -155,7 +156,7 @@ def _places(head: Eagle3) -> dict[str, Destination]:
     config, share, attention, mlp = head.config, head.share, head.self_attention, head.mlp
     assert isinstance(config, Eagle3Config), "an EAGLE-3 head has its own configuration"
     whole: dict[str, Tensor | None] = {
-        "norm.weight": head.norm,
+        f"{LAST_NORM}.weight": head.norm,
         f"{LAYER}input_layernorm.weight": head.input_norm,
         f"{LAYER}hidden_norm.weight": head.hidden_norm,
         f"{LAYER}post_attention_layernorm.weight": head.mlp_norm,

@@ -187,6 +187,19 @@ def test_a_shape_may_be_stored_in_32_bits(tmp_path: Path) -> None:
     assert_alike(model, path)
 
 
+def test_a_decoder_without_a_head_may_be_packed(tmp_path: Path) -> None:
+    """As models for embeddings are saved, whose names lack model. at their beginning."""
+    model, path = stored("qwen3", "packed_zeros", tmp_path)
+
+    def bare(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        made = {each.removeprefix("model."): tensor for each, tensor in tensors.items()}
+        assert made.keys().isdisjoint(tensors)
+        return made
+
+    rewritten(path, bare)
+    assert_alike(model, path)
+
+
 @pytest.mark.parametrize("form", ["awq", "gptq_8_bits", "gptq_by_activation"])
 def test_a_file_beside_config_json_may_describe_how_weights_are_packed(form: str, tmp_path: Path) -> None:
     """AutoGPTQ and older versions of AutoAWQ write such a file, and leave config.json as it was."""
