@@ -14,7 +14,8 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from borders.files import check_regular, is_there
-from models.checkpoint_names import alone
+from kv_cache.groups import DType
+from models.checkpoint_names import BODY, alone
 from models.modelslim import description_in
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -25,6 +26,8 @@ MISTRALS = "consolidated*.safetensors"  # names of Mistral's own format, whose t
 QUANTISED = "quant_model_weight*.safetensors"  # names of msModelSlim, beside which there may be an index
 MOST_INDEX_BYTES = 2**28  # an entry for each tensor of 256 quantised experts in 61 layers has 24 MiB
 MOST_NAMES = 20  # names that one message lists
+# Types of tensors, as safetensors names them, in which a model may be computed
+_OF_MODELS: dict[str, DType] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def checkpoint_files(path: Path) -> list[Path]:
@@ -114,6 +117,33 @@ def tensor_names(path: Path) -> set[str]:
     """Return the names of all tensors of a checkpoint; raises ValueError if files are absent or damaged."""
     opened = (open_checkpoint(file, "numpy") for file in checkpoint_files(path))
     return {name for file in opened for name in names_in(file)}
+
+
+def is_body(path: Path) -> bool:
+    """Whether a checkpoint is a decoder that was saved without its head; raises ValueError as `tensor_names`.
+
+    A file that says model. before its names, as those with a head do, tells at once that it is not.
+    """
+    has_embedding = False
+    for file in checkpoint_files(path):
+        names = stored_names(open_checkpoint(file, "numpy")).values()
+        if any(name.startswith(("model.", "language_model.", "lm_head.")) for name in names):
+            return False
+        has_embedding = has_embedding or f"{BODY[0]}weight" in names
+    return has_embedding
+
+
+def first_dtype(path: Path) -> DType | None:
+    """Return the type of the first tensor that has one of a model, or None; raises ValueError likewise.
+
+    So transformers' dtype="auto" takes it. Types in which weights are quantised are passed over.
+    """
+    for file in checkpoint_files(path):
+        opened = open_checkpoint(file, "numpy")
+        for name in names_in(opened):
+            if (dtype := _OF_MODELS.get(opened.get_slice(name).get_dtype())) is not None:
+                return dtype
+    return None
 
 
 def _first(names: list[str]) -> str:

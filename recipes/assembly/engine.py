@@ -45,6 +45,7 @@ from recipes.assembly.families import (
     impossible_ends,
     overridden_fields,
     share_of,
+    told_by_weights,
     unknown_fields,
     unread_layers,
 )
@@ -480,6 +481,8 @@ def _log(
     log.info("cache: %s pages of %s, %s", f"{memory.num_pages:,}", lines["a page"], lines["cache"])
     for line in overridden_fields(recipe):
         log.info("model.config_overrides: %s", line)
+    for line in told_by_weights(recipe):
+        log.info("weights: %s", line)
     if memory.host_because:
         log.info("host tier: %s", lines["host tier"])
     section, sources = completed(recipe.scheduler, memory.longest_tokens)

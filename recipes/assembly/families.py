@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from borders.files import is_there, json_object
 from borders.refusal import abbreviate
 from kv_cache.groups import DType
 from kv_cache.states import GRID
-from models.checkpoint.files import tensor_names
+from models.checkpoint.files import first_dtype, is_body, tensor_names
 from models.checkpoint.huggingface import check_attended, refused
 from models.checkpoint.int4 import check_groups, kept_int4
 from models.checkpoint_names import PREDICTION
@@ -520,14 +521,46 @@ def read(path: str | Path) -> dict[str, Any]:
     """Return the parsed config.json of a checkpoint directory, with what other files say of the weights.
 
     The end tokens of its generation_config.json, if there is one, replace those of config.json: a chat model
-    often ends its turn with a token of its own. What only a quantization's own file describes is added.
+    often ends its turn with a token of its own. What only a quantization's own file describes is added, and
+    what only the weights tell.
     """
     check_kind(Path(path))
     hf = _json(Path(path) / "config.json")
     if said := _quantized_apart(Path(path), hf):
         hf = {**hf, KEY: said[1]}
+    hf = {**hf, **_told_by_weights(Path(path), hf)}
     end = _ends_apart(path)
     return hf if end is None else {**hf, "eos_token_id": end}
+
+
+def _told_by_weights(path: Path, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields that a checkpoint's tensors tell in place of config.json: their type, and a tied head.
+
+    A decoder without a head answers by its embedding, whatever is said of the head that it was trained with.
+    """
+    if not any(path.glob("*.safetensors")):
+        return {}
+    text, told = hf.get("text_config"), dict[str, Any]()
+    levels = (hf, text) if isinstance(text, Mapping) else (hf,)
+    is_silent = all(each.get(key) is None for each in levels for key in ("dtype", "torch_dtype"))
+    with suppress(OSError, ValueError):  # what is wrong with files is refused where the weights are read
+        if is_silent and (dtype := first_dtype(path)) is not None:
+            told["dtype"] = dtype
+        if hf.get("tie_word_embeddings") is not True and is_body(path):
+            told["tie_word_embeddings"] = True
+    return told
+
+
+def told_by_weights(recipe: Recipe) -> list[str]:
+    """Return a line for each thing that the model's weights tell in place of its config.json."""
+    path = recipe.model.path
+    told = {} if path is None else _told_by_weights(path, _json(path / "config.json"))
+    lines = []
+    if "dtype" in told and recipe.model.dtype == "auto":
+        lines.append(f"config.json has no dtype: it is {told['dtype']}, that of the first tensor")
+    if "tie_word_embeddings" in told:
+        lines.append("they were saved without a head, which is tied to the embedding")
+    return lines
 
 
 def _ends_apart(path: str | Path) -> Any:

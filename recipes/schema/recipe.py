@@ -73,7 +73,9 @@ class ModelSection:
     )
     seed: int = key("seed of random weights", default=0, least=0, most=2**63 - 1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "type of weights, activations and cache; auto: as `config.json` says", default="auto"
+        "type of weights, activations and cache; auto: as `config.json` says, or where it is silent as the"
+        " first tensor has it",
+        default="auto",
     )
     quantization: Literal["auto", "w8a8", "w4a16"] = key(
         "w8a8: linear layers in int8, quantized while they are loaded; w4a16: those that a checkpoint packs"

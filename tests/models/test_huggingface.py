@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from recipes.assembly.families import SUPPORTED, config_in, decoder_config, impossible_ends, read
 from recipes.schema.reader import load
 from tests.each_of import each_of
+from tests.lazy import transformers
 
 LLAMA = {
     "model_type": "llama",
@@ -46,6 +49,37 @@ def test_end_tokens_that_are_never_chosen_are_left_out_while_another_remains(tmp
         config_in(tmp_path)
     file.unlink()
     assert impossible_ends(recipe, config_in(tmp_path)) == ""
+
+
+PACKED, SMALL = torch.zeros(2, dtype=torch.int32), torch.zeros(2).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_weights_tell_their_type_where_config_json_does_not(
+    dtype: torch.dtype, key: str, tmp_path: Path
+) -> None:
+    """As transformers takes it with dtype="auto": of the first tensor by name that has one of a model."""
+    other = torch.zeros(2, dtype=torch.bfloat16 if dtype == torch.float32 else torch.float32)
+    tensors = {"model.a": PACKED, "model.b": SMALL, "model.c": torch.zeros(2, dtype=dtype), "model.d": other}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {key: None}))
+    assert decoder_config(read(tmp_path)).dtype == "float32", "there are no weights"
+    file = tmp_path / "model.safetensors"
+    save_file({"model.a": PACKED, "model.b": SMALL}, file)
+    assert decoder_config(read(tmp_path)).dtype == "float32", "no tensor has a model's type"
+    save_file(tensors, file)
+    loading = transformers.modeling_utils
+    assert loading.get_state_dict_dtype(loading.load_state_dict(file, map_location="meta")) == dtype
+    assert decoder_config(read(tmp_path)).dtype == str(dtype).removeprefix("torch.")
+    text = LLAMA | {"model_type": "mistral", "num_key_value_heads": 4}
+    nested = {"model_type": "mistral3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    assert decoder_config(read(tmp_path)).dtype == str(dtype).removeprefix("torch.")
+    (tmp_path / "config.json").write_text(json.dumps(nested | {"text_config": text | {key: "float16"}}))
+    assert decoder_config(read(tmp_path)).dtype == "float16"
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    file.write_bytes(b"not safetensors")  # which who loads the weights is told
+    assert decoder_config(read(tmp_path)).dtype == "float32"
 
 
 def test_only_dynamic_rope_bounds_what_may_be_shared() -> None:

@@ -339,6 +339,18 @@ def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return made
 
 
+def test_joined_experts_of_a_decoder_without_a_head_are_read(tmp_path: Path) -> None:
+    path = make(VARIANTS["qwen3_5_moe"], tmp_path)[1]
+    whole, tensors = decoder_of(path).state_dict(), load_file(path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    bare = {name.removeprefix("model."): each for name, each in stacked(tensors).items()}
+    assert "layers.1.mlp.experts.down_proj" in bare
+    save_file(bare, path / "model.safetensors")
+    found = decoder_of(path).state_dict()
+    assert found.keys() <= whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in found)
+
+
 @pytest.mark.parametrize("kind", ["", "Moe"])
 def test_the_text_is_read_of_a_checkpoint_that_reads_images(kind: str, tmp_path: Path) -> None:
     model = with_images(kind, tmp_path)

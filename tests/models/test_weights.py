@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from dataclasses import replace
@@ -22,7 +23,9 @@ from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
 from models.ops.reference import Ops
+from recipes.assembly.engine import build
 from recipes.assembly.families import decoder_config, read
+from recipes.schema.reader import load
 from tests.lazy import transformers
 from tests.models.families import VARIANTS, make
 
@@ -177,6 +180,32 @@ def test_a_model_that_was_saved_without_its_head_is_the_same(shard_size: str, tm
     ours = loaded(path, "float32").state_dict()
     assert ours.keys() == whole.keys()
     assert all(torch.equal(ours[name], whole[name]) for name in whole)
+
+
+def test_what_weights_tell_in_place_of_config_json(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A decoder without a head is tied, and is of the type of its tensors where config.json has none."""
+    model, path = make(replace(VARIANT["llama_biased"], saved_as=torch.bfloat16), tmp_path)
+    shutil.rmtree(path)
+    model.to(torch.bfloat16).model.save_pretrained(path)
+    tensors = load_file(path / SINGLE)
+    assert "lm_head.weight" not in tensors
+    frequencies = {f"{name}rotary_emb.inv_freq": torch.zeros(6) for name in ("", "layers.0.self_attn.")}
+    save_file(tensors | frequencies, path / SINGLE, metadata={"format": "pt"})
+    said = json.loads((path / "config.json").read_text())
+    assert not said.get("tie_word_embeddings")
+    assert said.pop("dtype") == "bfloat16"
+    (path / "config.json").write_text(json.dumps(said))
+    asked = [f"model.path={path}", "device.compile=false", "device.threads=1", "cache.memory_gib=0.05"]
+    with caplog.at_level(logging.INFO):
+        built = build(load("recipes/any/cpu.yaml", [*asked, "model.dtype=auto"]))
+    assert (built.config.tie_embeddings, built.config.dtype) == (True, "bfloat16")
+    decoder = built.runner.decoder
+    assert torch.equal(decoder.embedding, tensors["embed_tokens.weight"])
+    assert torch.equal(decoder.norm, tensors["norm.weight"])
+    assert [line for line in caplog.messages if line.startswith("weights: ")] == [
+        "weights: config.json has no dtype: it is bfloat16, that of the first tensor",
+        "weights: they were saved without a head, which is tied to the embedding",
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama_biased", "qwen3"])

@@ -90,7 +90,7 @@ GPT_OSS_20B = {
     "eos_token_id": 200002, "head_dim": 64, "hidden_size": 2880, "intermediate_size": 2880,
     "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
     "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
-    "quantization_config": {"quant_method": "mxfp4"}, "torch_dtype": "bfloat16", "vocab_size": 201088,
+    "quantization_config": {"quant_method": "mxfp4"}, "vocab_size": 201088,
 }  # fmt: skip
 GLM_4_7_FLASH = {
     "eos_token_id": [154820, 154827, 154829], "hidden_size": 2048, "intermediate_size": 10240,
