@@ -58,7 +58,6 @@ class StageRunner(ModelRunner):
         compute, share = self._prepared(batch), self.decoder.share
         if not share.is_last or share.tensor:
             return compute().wait
-        self.sampler.prepare(batch.owners, batch.targets, self.slots)
         started = _Started(compute)
         self._started.append(started)
         if drafts is None:
@@ -106,11 +105,12 @@ class StageRunner(ModelRunner):
         return drafts
 
     def _prepared(self, batch: Batch) -> Callable[[], Chosen]:
-        """Return a function that computes a batch.
+        """Return a function that computes a batch, whose drafts are known.
 
         All stages decide alike whether it is a captured step, because the number of rows that they send each
         other depends on it.
         """
+        self.sampler.prepare(batch.owners, batch.targets, self.slots)
         wanted, graphs = prompt_outputs.outputs_of(batch, self.slots), self.graphs
         if graphs is not None and wanted is None and graphs.takes(batch):
             filled = graphs.filled(batch)
