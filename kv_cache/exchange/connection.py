@@ -177,6 +177,7 @@ class Connection:
         self.window: Bytes = np.empty(0, dtype=np.uint8)
         self._jobs = queue.SimpleQueue[Job | None]()
         self._lock = threading.Lock()
+        self._num_running = 0  # threads that use the socket
         self.is_open = True
         self.error: Exception | None = None  # the peer's fault that ended the connection, if any
 
@@ -188,13 +189,23 @@ class Connection:
         if has_ended:
             sock.close()
             return
-        sock.settimeout(None)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(UNREAD_S), 0))
-        channel = self._channel_over(sock)
+        try:
+            sock.settimeout(None)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(UNREAD_S), 0))
+            channel = self._channel_over(sock)
+        except OSError:
+            sock.close()
+            raise
         incoming = _Incoming(sock, channel)
         for job in (partial(self._receive, channel, incoming, first), partial(self._send, channel)):
-            threading.Thread(target=self._guarded, args=(job,), name="pages", daemon=True).start()
+            with self._lock:
+                self._num_running += 1
+            try:
+                threading.Thread(target=self._guarded, args=(job,), name="pages", daemon=True).start()
+            except RuntimeError:
+                self._leave(sock)
+                raise
 
     def greeted(self, longest_message: int = LONGEST_SHORT) -> None:
         """Note that the peer has identified itself.
@@ -234,7 +245,6 @@ class Connection:
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
-            self._socket.close()
         self._may_send.set()
         self._jobs.put(None)
         self._lost(why)
@@ -254,6 +264,19 @@ class Connection:
             self._fail(error)
         finally:
             self.end("a defect in this engine")
+            assert self._socket is not None, "its threads are started with a socket"
+            self._leave(self._socket)
+
+    def _leave(self, sock: socket.socket) -> None:
+        """Close the socket behind the last of its threads.
+
+        If it were closed before, a thread that is about to poll it would wait for another file of its number.
+        """
+        with self._lock:
+            self._num_running -= 1
+            is_last = not self._num_running
+        if is_last:
+            sock.close()
 
     def _fail(self, error: Exception) -> None:
         if self.is_open:

@@ -173,13 +173,17 @@ class _Life:
             return
         try:
             self._window = window = source._transport.expose(source._window_bytes)
-            self.connection.window = window.memory
-            self.connection.start(sock, source._hello(window))
-            if not self.connection.is_open:  # it may have ended before there was a window to close
-                window.close()
-        except (OSError, RuntimeError) as error:  # a RuntimeError means that the system has no thread for it
+        except OSError as error:
             self.connection.end(str(error))
             sock.close()
+            return
+        self.connection.window = window.memory
+        try:
+            self.connection.start(sock, source._hello(window))
+        except (OSError, RuntimeError) as error:  # a RuntimeError means that the system has no thread for it
+            self.connection.end(str(error))
+        if not self.connection.is_open:  # it may have ended before there was a window to close
+            window.close()
 
     def _ended(self, why: str) -> None:
         if self._window is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections import deque
 
 import msgspec
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from kv_cache.exchange import transports
+from kv_cache.exchange.channel import Plain
 from kv_cache.exchange.connection import Connection, Wake
 from kv_cache.exchange.messages import (
     HEAD,
@@ -142,6 +144,37 @@ def test_a_connection_that_ended_before_it_was_made_is_none() -> None:
     assert theirs.recv(1) == b""
     assert reasons == ["nobody wants it"]
     theirs.close()
+
+
+def test_a_thread_that_is_about_to_wait_sees_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another file that gets the socket's number would keep it waiting for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    number, taken = ours.fileno(), list[int]()
+    connection = Connection(lambda _: None, lambda _: None)
+    take = Plain.take
+
+    def ended_between(channel: Plain, room: memoryview) -> int | None:
+        count = take(channel, room)
+        if connection.is_open:
+            connection.end("this engine ends")
+            taken.extend(os.pipe())
+        return count
+
+    monkeypatch.setattr(Plain, "take", ended_between)
+    connection.greeted()
+    before = {*threading.enumerate()}
+    connection.start(ours)
+    for thread in {*threading.enumerate()} - before:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    assert taken
+    assert number not in taken
+    assert ours.fileno() == -1, "it is closed by the last thread"
+    theirs.close()
+    for each in taken:
+        os.close(each)
 
 
 def hello(**changes: object) -> Hello:

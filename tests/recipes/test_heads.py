@@ -66,7 +66,7 @@ def test_the_plan_counts_the_head_and_its_features(pair: tuple[Path, Path]) -> N
     assert isinstance(drafter, HeadDrafter)
     *of_layers, (features,) = drafted.runner.cache.planes
     assert of_layers[-1] is drafter.cache.of(0)
-    assert features.shape == (40, 1 + recipe.speculation.max_tokens, HIDDEN)
+    assert features.shape == (40, 2 + recipe.speculation.max_tokens, HIDDEN)
     held = [sum(each.nbytes for each in tensors) for tensors in (*of_layers, (features,))]
     assert sum(held) == drafted.memory.cache_bytes
     assert sum(held[:-2]) == plain.memory.cache_bytes

@@ -44,11 +44,12 @@ def test_what_wakes_an_engine_is_closed_with_it(monkeypatch: pytest.MonkeyPatch)
         close(descriptor)
 
     monkeypatch.setattr(os, "close", close)
+    before = {*threading.enumerate()}  # those of a test that has ended may wait for ever
     pair = Pair()
     descriptors = [each.wake.fd for each in (pair.sending, pair.fetching)]
     pair.serve(prompts(1))
     pair.close()
-    for thread in threading.enumerate():
+    for thread in {*threading.enumerate()} - before:
         if thread.name.startswith("pages"):
             thread.join(PATIENCE_S)
     assert not {*descriptors} & {*closed}
