@@ -8,8 +8,8 @@ keys of the same page do, and the first position has none. A family of heads say
 
 Features lie in the pages of the keys and values, so that whoever finds a page by its tokens, forks from it,
 or comes back to it finds them too. A page holds those of the last positions that were written to it, as many
-as a step may write and take back. Where the target has not been yet, the head's own output stands in its
-place, until the step that checks the draft overwrites it.
+as a step may write and take back, and the one before these. Where the target has not been yet, the head's own
+output stands in its place, until the step that checks the draft overwrites it.
 
 Legend: T tokens of the step, R rows, V draft vocabulary, P pages, B tokens a page, C features a page.
 """

@@ -14,7 +14,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +24,7 @@ from attention.int8_sparse import latent_attention
 from attention.latent import LatentAttention
 from attention.recurrent import Recurrence
 from attention.reference import Attention
-from continuous_batching.recording.follower import differences
-from devices.ascend_limits import PRODUCTS, WIDE_HEAD, answered, answers_file, buffer_mib, product
+from devices.ascend_limits import PROBED, PRODUCTS, WIDE_HEAD, answered, answers_file, buffer_mib, product
 from devices.cpp_sources import NO_COMPILER
 from devices.cpu_threads import Threads, Way, barriers
 from devices.host_limits import host_memory_bytes
@@ -355,12 +354,19 @@ class Npu(Accelerator):
         Ranks would otherwise wait for each other in different collectives. The communicator is made where
         verify_npu.sh found that it gains time.
         """
-        own = asdict(self.product)
+        own = {"product": self.product.name, "cann": self.cann}
+        own |= {name: getattr(self.product, name) for name in PROBED}
         leaders = json.loads(world.from_leader(lambda: json.dumps(own), "the leader's answers of probes"))
-        for name, mine, theirs in differences(json.loads(json.dumps(own)), leaders):
+        if own["product"] != leaders["product"]:
             raise ValueError(
-                f"{name} of the device is {mine!r} here, and {theirs!r} on the leader, by the product and the"
-                f" answers of verify_npu.sh: give all machines the same file {self._answers}"
+                f"the device is a {own['product']} here, and a {leaders['product']} on the leader: use"
+                " machines of one product"
+            )
+        for name in (each for each in PROBED if own[each] != leaders[each]):
+            raise ValueError(
+                f"the answer {name} is {in_yaml(own[name])} here, with CANN {self.cann}, and"
+                f" {in_yaml(leaders[name])} on the leader, with CANN {leaders['cann']}: use one version of"
+                f" CANN, and give all machines the same {self._answers}"
             )
         sends = self.product.dispatches or self.product.dispatches_beside_shared
         group.open_for_tokens(self.buffer_mib if sends else 0, self.device)

@@ -28,7 +28,7 @@ def complaint(reason: str, request: Request) -> str:
     """Explain why a request got no token, given the reason that ended its row."""
     constraint = request.constraint
     if request.processors is not None and (reason == "error" or request.processors.error):
-        return request.processors.error or f"{FAILURES['error']} behind {request.processors.names}"
+        return request.processors.error or f"{FAILURES['error']}, or not behind {request.processors.names}"
     if reason != "blocked" or constraint is None:
         return FAILURES[reason]
     if constraint.error:

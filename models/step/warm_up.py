@@ -63,10 +63,10 @@ def capture(runner: ModelRunner, most: int, width: int) -> int:
 def largest_step_bytes(runner: ModelRunner, max_batch_tokens: int, most_sampled: int = 1) -> int | None:
     """Return the most memory that a step of the whole budget needs beyond what was held; None if unknown.
 
-    The spans are as long as possible, on the null page, and every slot samples with top-p. If guesses are
-    checked, a further step samples at each of the last `most_sampled` positions of a slot, as far as the
-    budget allows. On a CPU it is the growth of the process, so memory that an earlier step has used does not
-    count; on other devices it is the allocated memory.
+    The spans are as long as possible, on the null page, and every slot samples with top-p: at its last
+    position, or as where guesses are checked at each of its last `most_sampled` ones, as far as the budget
+    allows. A drafter takes part in a step without guesses alone. On a CPU it is the growth of the process, so
+    memory that an earlier step has used does not count; on other devices it is the allocated memory.
     """
     device = runner.attention.device
     slots = runner.slots
@@ -74,12 +74,14 @@ def largest_step_bytes(runner: ModelRunner, max_batch_tokens: int, most_sampled:
     longest = max(1, slots.max_tokens - 1)
     counts = _shared_out(max_batch_tokens, np.ones_like(rows), min(most_sampled, longest))
     lens = _shared_out(max_batch_tokens, counts, longest)
-    before = _held_bytes(device)
-    slots.temperature[rows], slots.top_p[rows] = 1.0, 0.9  # both are set again when a slot is taken
-    runner.run(_batch(runner, rows, np.zeros_like(rows), lens))
+    batch = _batch(runner, rows, np.zeros_like(rows), lens)
     if most_sampled > 1:
         sampled, targets = np.repeat(rows, counts), ragged_ranges(lens + 1 - counts, lens + 1)
-        runner.run(Batch(rows, np.zeros_like(rows), lens, sampled, sampled, targets))
+        num_drafts = len(sampled) - len(rows)
+        batch = Batch(rows, batch.starts, lens, sampled, sampled, targets, num_drafts=num_drafts)
+    before = _held_bytes(device)
+    slots.temperature[rows], slots.top_p[rows] = 1.0, 0.9  # both are set again when a slot is taken
+    runner.run(batch)
     slots.temperature[rows], slots.top_p[rows] = 0.0, 1.0
     runner.cache.clear_null_page()
     peak = _peak_bytes(device)

@@ -441,8 +441,10 @@ def _measure(
     """
     budget = engine.scheduler.max_batch_tokens
     start_s = time.perf_counter()
-    measured = largest_step_bytes(runner, budget, recipe.speculation.most_sampled)
+    measured = largest_step_bytes(runner, budget)
     step_s = time.perf_counter() - start_s
+    if measured is not None and (most_sampled := recipe.speculation.most_sampled) > 1:
+        measured = max(measured, largest_step_bytes(runner, budget, most_sampled) or 0)
     memory = estimated
     if measured is not None and measured + captured_bytes > estimated.activation_bytes:
         memory = plan_memory(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +16,7 @@ from kv_cache.states import GRID
 from models.checkpoint.files import first_dtype, is_body, tensor_names
 from models.checkpoint.huggingface import check_attended, refused
 from models.checkpoint.int4 import check_groups, kept_int4
-from models.checkpoint_names import PREDICTION
+from models.checkpoint_names import PREDICTION, alone
 from models.config import DecoderConfig
 from models.drafting.config import Eagle3Config, MtpConfig, mtp_config
 from models.modelslim import check_cache, described, without_method
@@ -529,6 +530,8 @@ def read(path: str | Path) -> dict[str, Any]:
     if said := _quantized_apart(Path(path), hf):
         hf = {**hf, KEY: said[1]}
     hf = {**hf, **_told_by_weights(Path(path), hf)}
+    if KEY in hf and _is_body(Path(path)):
+        hf[KEY] = _with_head(hf[KEY])
     end = _ends_apart(path)
     return hf if end is None else {**hf, "eos_token_id": end}
 
@@ -546,20 +549,44 @@ def _told_by_weights(path: Path, hf: Mapping[str, Any]) -> dict[str, Any]:
     with suppress(OSError, ValueError):  # what is wrong with files is refused where the weights are read
         if is_silent and (dtype := first_dtype(path)) is not None:
             told["dtype"] = dtype
-        if hf.get("tie_word_embeddings") is not True and is_body(path):
-            told["tie_word_embeddings"] = True
+    if hf.get("tie_word_embeddings") is not True and _is_body(path):
+        told["tie_word_embeddings"] = True
     return told
+
+
+def _is_body(path: Path) -> bool:
+    """Whether a checkpoint is a decoder without its head; one whose files cannot be read is not."""
+    with suppress(OSError, ValueError):  # what is wrong with files is refused where the weights are read
+        return any(path.glob("*.safetensors")) and is_body(path)
+    return False
+
+
+def _with_head(said: Any) -> Any:
+    """Return what is said of the linears of a decoder without its head, which are read as if it had one."""
+    if isinstance(said, Mapping):
+        return {key: _with_head(value) for key, value in said.items()}
+    return [_with_prefix(each) for each in said] if isinstance(said, list) else said
+
+
+def _with_prefix(name: Any) -> Any:
+    """Return a linear's name, or the pattern of some that begins with the layers, as `alone` does."""
+    if not isinstance(name, str):
+        return name
+    return re.sub("^re:(?=layers)", r"re:model\\.", name) if name.startswith("re:") else alone(name)
 
 
 def told_by_weights(recipe: Recipe) -> list[str]:
     """Return a line for each thing that the model's weights tell in place of its config.json."""
-    path = recipe.model.path
-    told = {} if path is None else _told_by_weights(path, _json(path / "config.json"))
-    lines = []
-    if "dtype" in told and recipe.model.dtype == "auto":
-        lines.append(f"config.json has no dtype: it is {told['dtype']}, that of the first tensor")
-    if "tie_word_embeddings" in told:
-        lines.append("they were saved without a head, which is tied to the embedding")
+    drafts, lines = recipe.speculation, list[str]()
+    paths = {recipe.model.path: recipe.model.dtype}
+    if drafts.kind == "draft":
+        paths[drafts.draft_path] = drafts.draft_dtype
+    for path, dtype in paths.items():
+        told = {} if path is None else _told_by_weights(path, _json(path / "config.json"))
+        if "dtype" in told and dtype == "auto":
+            lines.append(f"{path} has no dtype in config.json: it is the first tensor's, {told['dtype']}")
+        if "tie_word_embeddings" in told:
+            lines.append(f"{path} was saved without a head, which is tied to the embedding")
     return lines
 
 

@@ -21,9 +21,10 @@ def check_operators(recipe: Recipe, config: DecoderConfig, longest_tokens: int, 
     """
     device = recipe.device
     if share.contexts > 1 and not divides_pages(recipe, config):
+        other = "batch_invariant to false" if device.batch_invariant else "attention to reference"
         raise ValueError(
             f"parallel.context is {share.contexts}; this model's attention on {device.product or device.kind}"
-            " gives no sums by which parts are joined: set it to 1, or device.attention to reference"
+            f" gives no sums by which parts are joined: set it to 1, or device.{other}"
         )
     for product in PRODUCTS:
         if device.kind == "npu" and product.name == device.product:
@@ -36,7 +37,7 @@ def check_operators(recipe: Recipe, config: DecoderConfig, longest_tokens: int, 
 def divides_pages(recipe: Recipe, config: DecoderConfig) -> bool:
     """Whether the attention of a recipe's device gives the sums by which parts of a context are joined.
 
-    An NPU whose product is left to the device may, and so may a CPU that may lack a compiler.
+    An NPU whose product is left to the device may, and so may a CPU whose compiler is looked for at a start.
     """
     device, is_latent = recipe.device, config.latent is not None
     if device.attention == "reference":
@@ -44,7 +45,7 @@ def divides_pages(recipe: Recipe, config: DecoderConfig) -> bool:
     if device.kind == "cuda":
         return is_latent  # in plain torch
     if device.kind == "cpu":
-        return not (is_latent and device.batch_invariant)
+        return not device.batch_invariant if is_latent else device.compile is not False
     for product in PRODUCTS:
         if product.name == device.product:
             if is_latent:

@@ -33,7 +33,7 @@ class SpeculationSection:
     )
     draft_dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "the smaller model's type, as `model.dtype`; auto: as `model.dtype`, or where that is auto as its own"
-        " `config.json` says",
+        " `config.json` says, or its first tensor where that is silent",
         default="auto",
     )
     draft_quantization: Literal["auto", "w8a8"] = key(

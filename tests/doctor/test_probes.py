@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -370,16 +370,19 @@ class OfLeader(Alone):
         self._leaders = leaders
 
     def from_leader(self, make: Callable[[], str], name: str) -> str:
-        return json.dumps(asdict(self._leaders))
+        said = {name: getattr(self._leaders, name) for name in PROBED}
+        return json.dumps({"product": self._leaders.name, "cann": "9.9"} | said)
 
 
 def test_ranks_on_machines_with_other_answers_do_not_start(npu: Npu) -> None:
     """They would wait for each other in different collectives, or add up other numbers."""
     npu.join(OfLeader(npu.product), ALONE, torch.bfloat16)
     other = replace(npu.product, sums_products=not npu.product.sums_products)
-    said = r"sums_products of the device is False here, and True on the leader,.*: give all machines the same"
+    said = r"sums_products is false here, with CANN .*, and true on the leader, with CANN 9\.9: use one"
     with pytest.raises(ValueError, match=said):
         npu.join(OfLeader(other), ALONE, torch.bfloat16)
+    with pytest.raises(ValueError, match="is a 910B here, and a 910C on the leader: use machines of one"):
+        npu.join(OfLeader(product("910C", "")), ALONE, torch.bfloat16)
 
 
 def test_a_machine_without_an_npu_has_no_questions(capsys: pytest.CaptureFixture[str]) -> None:

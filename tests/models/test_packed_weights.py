@@ -200,6 +200,21 @@ def test_a_decoder_without_a_head_may_be_packed(tmp_path: Path) -> None:
     assert_alike(model, path)
 
 
+@pytest.mark.parametrize("said", ["layers.0.mlp.down_proj", r"re:layers\.0\.mlp\.down_", "re:.*0.mlp.down"])
+def test_a_decoder_without_a_head_may_leave_linears_plain(said: str, tmp_path: Path) -> None:
+    """They are named as its tensors are, and read as those of one with a head."""
+    _, path = stored("qwen3", "packed_zeros", tmp_path)
+    rewritten(path, lambda tensors: {each.removeprefix("model."): one for each, one in tensors.items()})
+    hf = json.loads((path / "config.json").read_text())
+    hf["quantization_config"]["ignore"] = ["lm_head", said]
+    (path / "config.json").write_text(json.dumps(hf))
+    form = config_in(path).stored_form
+    assert isinstance(form, Packing)
+    assert not form.covers("model.layers.0.mlp.down_proj")
+    assert form.covers("model.layers.1.mlp.down_proj")
+    assert form.covers("model.layers.0.mlp.up_proj")
+
+
 @pytest.mark.parametrize("form", ["awq", "gptq_8_bits", "gptq_by_activation"])
 def test_a_file_beside_config_json_may_describe_how_weights_are_packed(form: str, tmp_path: Path) -> None:
     """AutoGPTQ and older versions of AutoAWQ write such a file, and leave config.json as it was."""

@@ -203,8 +203,8 @@ def test_what_weights_tell_in_place_of_config_json(tmp_path: Path, caplog: pytes
     assert torch.equal(decoder.embedding, tensors["embed_tokens.weight"])
     assert torch.equal(decoder.norm, tensors["norm.weight"])
     assert [line for line in caplog.messages if line.startswith("weights: ")] == [
-        "weights: config.json has no dtype: it is bfloat16, that of the first tensor",
-        "weights: they were saved without a head, which is tied to the embedding",
+        f"weights: {path} has no dtype in config.json: it is the first tensor's, bfloat16",
+        f"weights: {path} was saved without a head, which is tied to the embedding",
     ]
 
 

@@ -22,7 +22,7 @@ FAULTS = {
         "tests/kv_cache/test_rank_pages.py::test_pages_that_a_rank_does_not_have_are_refused",
     ),
     "parts_weighed_alike": Fault(
-        "attention/divided.py::DividedAttention.joined",
+        "attention/divided.py::DividedAttention._joined",
         "(output * (sums - total).exp()).sum(0)",
         "output.mean(0)",
         "a rank with few keys of a request counts as much as one with many",

@@ -180,6 +180,8 @@ def test_what_ranks_cannot_divide_is_refused(path: str, change: str, said: str) 
         ("recipes/qwen3_5/qwen3_5_9b_910b.yaml", [], False),  # single queries read heads of 256
         (DEEPSEEK, [], True),
         (QWEN, ["device.kind=cuda", "device.product=null"], False),
+        ("recipes/tiny/cpu.yaml", [], False),
+        ("recipes/tiny/cpu.yaml", ["device.compile=auto"], True),
         (
             QWEN,
             ["device.kind=cuda", "device.product=null", "device.attention=reference", "device.graphs=0"],

@@ -125,8 +125,8 @@ def test_the_largest_step_samples_behind_every_guess_that_its_budget_holds(monke
     for budget, most_sampled, counts in ((16, 3, [3, 3, 3]), (7, 3, [3, 3, 1]), (16, 1, [1, 1, 1])):
         largest_step_bytes(engine.runner, budget, most_sampled)
         batch = batches.pop()
-        assert {each.num_tokens for each in [*batches, batch]} == {budget}
-        batches.clear()
+        assert not batches, "it is timed as one step"
+        assert batch.num_tokens == budget
         assert np.bincount(batch.owners).tolist() == counts
         assert (batch.targets[np.cumsum(counts) - 1] == batch.stops).all(), "the last of a span is behind it"
 
