@@ -2,54 +2,109 @@
 
     python -m doctor.verify.probes recipes/tiny/npu.yaml [key=value ...] [--answers DIR]
 
-Each probe asks the recipe's device, or all ranks of the recipe, one question. The answers are written to a
-file for the product and the version of CANN, which recipes follow from then on. Status 0: every question has
-an answer, yes or no.
+Each probe asks the recipe's device, or all ranks of the recipe, one question, of the product with the answers
+before it. The answers are written to a file for the product and the version of CANN, which recipes follow
+from then on; a question that ended in an error has none. Status 0: every question has an answer, yes or no.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
 
-from devices.ascend_limits import answers_file, write_answers
+from devices.ascend_limits import answers_file, product, write_answers
 from doctor.verify.npu.latent_questions import LATENT_PROBES
 from doctor.verify.npu.launch_questions import LAUNCH_PROBES
 from doctor.verify.npu.mask_questions import MASK_PROBES
-from doctor.verify.npu.questions import QUESTIONS, Probe
+from doctor.verify.npu.questions import QUESTIONS, NotCaptured, Probe
 from doctor.verify.npu.rank_questions import of_ranks
 from recipes.machine import ANSWERS, Npu, one_line, start
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe, with_keys
 from recipes.schema.reader import load
 
+# Questions come after those whose answers change their calls: attention to latents after masks, for example.
 PROBES = (*QUESTIONS, *LAUNCH_PROBES, *MASK_PROBES, *LATENT_PROBES)
+# aclnn's refusals of a call: of its parameters, of its shapes, of its tiling
+REFUSAL = re.compile(r"error code is (161\d{3}|56100[12])\b")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to one question."""
+    """The answer to one question; None: an error came instead."""
 
     name: str
     question: str
-    answer: bool
+    answer: bool | None
     said: str
     is_right: bool = True  # a no is an answer too
 
 
 def answer(probe: Probe, machine: Npu) -> Answer:
-    """Ask a probe's question; an error of the device counts as no."""
+    """Ask a probe's question; a call that the device refuses is a no, and any other error of it no answer.
+
+    Raises RuntimeError for an error of the device, after which it may not compute in this process.
+    """
     try:
         found, said = probe.ask(machine)
-    except (RuntimeError, ValueError, OSError) as error:
+    except NotCaptured as error:
         found, said = False, one_line(error)[:500]
+    except RuntimeError as error:
+        if not REFUSAL.search(str(error)):
+            raise
+        found, said = False, one_line(error)[:500]
+    except Exception as error:  # noqa: BLE001 - an error in one question is no reason not to ask the others
+        return Answer(
+            probe.name, probe.question, None, f"{type(error).__name__}: {one_line(error)[:500]}", False
+        )
     return Answer(probe.name, probe.question, found, said)
 
 
+def answers(probes: Iterable[Probe], machine: Npu) -> Iterator[Answer]:
+    """Yield the answer to each question that applies, which the machine's product follows from then on.
+
+    After an error of the device nothing is asked any more.
+    """
+    failed = ""
+    for probe in probes:
+        if not probe.applies(machine.product):
+            continue
+        if failed:
+            yield Answer(probe.name, probe.question, None, f"not asked after the error of {failed}", False)
+            continue
+        try:
+            given = answer(probe, machine)
+        except RuntimeError as error:
+            failed = probe.name
+            given = Answer(probe.name, probe.question, None, one_line(error)[:500], False)
+        if given.answer is not None:
+            learned: dict[str, Any] = {probe.name: given.answer}
+            machine.product = replace(machine.product, **learned)
+        yield given
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ValueError unless files can be written into the folder, which is made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"answers cannot be written to {folder} ({error.strerror}): correct that, or name another folder"
+            " by --answers"
+        ) from error
+
+
 def main(argv: list[str]) -> int:
-    """Ask every question of the product, write the answers, and print them as JSON."""
+    """Ask every question of the product, write each answer, and print all as JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m doctor.verify.probes",
         description=__doc__,
@@ -59,18 +114,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--answers", type=Path, default=ANSWERS, metavar="DIR", help="where they are kept")
     options = parser.parse_intermixed_args(with_keys(argv))
     recipe = load(options.recipe, options.overrides, options.profile)
+    check_folder(options.answers)
     machine = start(recipe.device)
     found: list[Answer] = []
-    if isinstance(machine, Npu):
-        found = [
-            answer(each, machine) for each in (*PROBES, *of_ranks(recipe)) if each.applies(machine.product)
-        ]
-        path = answers_file(
-            options.answers, machine.product.name, machine.cann, virtual=machine.asked.virtual
-        )
-        write_answers(path, {each.name: each.answer for each in found})
-    print(json.dumps([asdict(each) for each in found], indent=2))
-    return 0
+    try:
+        if isinstance(machine, Npu):
+            machine.product = product(machine.product.name, machine.chip)  # without an earlier run's answers
+            path = answers_file(
+                options.answers, machine.product.name, machine.cann, virtual=machine.asked.virtual
+            )
+            for each in answers((*PROBES, *of_ranks(recipe)), machine):
+                found.append(each)
+                print(f"{each.name}: {each.answer}, {each.said}", file=sys.stderr, flush=True)
+                write_answers(path, {each.name: each.answer for each in found if each.answer is not None})
+    finally:
+        print(json.dumps([asdict(each) for each in found], indent=2))
+    return int(not all(each.is_right for each in found))
 
 
 if __name__ == "__main__":

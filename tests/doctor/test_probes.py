@@ -21,9 +21,12 @@ from attention.divided import DividedLatentAttention, shapes_of
 from devices.ascend_limits import FRACTAL_NZ, PROBED, PRODUCTS, AscendProduct, product
 from doctor.verify import probes
 from doctor.verify.npu.latent_questions import DEEPSEEK
+from doctor.verify.npu.questions import Probe
 from doctor.verify.npu.rank_questions import of_ranks
 from doctor.verify.probes import PROBES, answer
 from models.parallel.group import ALONE, Alone
+from models.parallel.group import Alone
+from models.sampling.sampler import Sampler
 from recipes import machine as machines
 from recipes.assembly.decoders import shape_of
 from recipes.assembly.families import decoder_config
@@ -73,6 +76,7 @@ def ask(name: str, npu: Npu) -> bool:
     probe = next(each for each in PROBES if each.name == name)
     found = answer(probe, npu)
     assert found.said
+    assert found.answer is not None, found.said
     return found.answer
 
 
@@ -429,3 +433,93 @@ def test_what_joins_all_before_latent_attention_is_followed(
 ) -> None:
     monkeypatch.setattr(npu, "product", replace(npu.product, joins_latents=True))
     assert ask("joins_latents", npu), "right, and as it was"
+
+
+def asked_of(npu: Npu, *errors: Exception | None) -> list[probes.Answer]:
+    """The answers where each question ends in an error, or in a yes."""
+    names = ("tiles_weights", "overlaps_experts", "prefetches")
+
+    def asks(error: Exception | None) -> Callable[[Npu], tuple[bool, str]]:
+        def ask(_: Npu) -> tuple[bool, str]:
+            if error is not None:
+                raise error
+            return True, "right"
+
+        return ask
+
+    questions = [Probe(name, "?", lambda _: True, asks(error)) for name, error in zip(names, errors)]
+    return list(probes.answers(questions, npu))
+
+
+LOST = "NPU function error: c10_npu::acl::AclrtSynchronizeStreamWithTimeout, error code is 507015"
+
+
+@pytest.mark.parametrize("error", [RuntimeError(LOST), torch.OutOfMemoryError("NPU out of memory.")])
+def test_an_error_of_the_device_is_no_answer_and_the_last_question(error: Exception, npu: Npu) -> None:
+    told = asked_of(npu, None, error, None)
+    assert [(each.answer, each.is_right) for each in told] == [(True, True), (None, False), (None, False)]
+    assert told[1].said == str(error)
+    assert told[2].said == "not asked after the error of overlaps_experts"
+    assert npu.product.tiles_weights, "the next questions are asked of a product that follows the answer"
+
+
+def test_an_error_of_one_question_alone_is_no_answer_to_it(npu: Npu) -> None:
+    told = asked_of(npu, OSError("a rank has ended: rank 1 (-6)"), AttributeError("no such operator"), None)
+    assert [each.answer for each in told] == [None, None, True]
+    assert told[0].said == "OSError: a rank has ended: rank 1 (-6)"
+
+
+def test_a_call_that_the_device_refuses_is_a_no(npu: Npu) -> None:
+    refused = "NPU function error: call aclnnGroupedMatmulV5 failed, error code is 161002"
+    told = asked_of(npu, RuntimeError(refused), None)
+    assert [(each.answer, each.is_right) for each in told] == [(False, True), (True, True)]
+
+
+def test_memory_that_ends_in_a_capture_is_no_refusal_of_it(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(sampler: Sampler, logits: Tensor, *_: Any) -> Tensor:
+        if torch.get_device_module("npu").is_current_stream_capturing():
+            raise torch.OutOfMemoryError("NPU out of memory. Tried to allocate 2 GiB")
+        return logits[:, 0]
+
+    monkeypatch.setattr(Sampler, "draw", draw)
+    with pytest.raises(torch.OutOfMemoryError):
+        ask("captures_draws", npu)
+
+
+def test_answers_are_kept_and_told_whatever_comes_after_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ends(_: Npu) -> tuple[bool, str]:
+        (kept,) = (tmp_path / "new").iterdir()  # as after an abort
+        assert json.loads(kept.read_text())["keeps_nan"] is True
+        raise KeyboardInterrupt
+
+    first = next(each for each in PROBES if each.name == "keeps_nan")
+    monkeypatch.setattr(probes, "PROBES", (first, replace(first, name="exact_angles", ask=ends)))
+    asked = ["recipes/tiny/npu.yaml", "device.virtual=true", "device.virtual_fp32=true", "--answers"]
+    with pytest.raises(KeyboardInterrupt):
+        probes.main([*asked, str(tmp_path / "new")])
+    assert [each["answer"] for each in json.loads(capsys.readouterr().out)] == [True]
+
+
+def test_a_run_with_a_question_that_is_not_answered_is_not_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(_: Npu) -> tuple[bool, str]:
+        raise RuntimeError(LOST)
+
+    first, *_, last = (each for each in PROBES if each.name in ("keeps_nan", "exact_angles"))
+    monkeypatch.setattr(probes, "PROBES", (replace(first, ask=lost), last))
+    asked = ["recipes/tiny/npu.yaml", "device.virtual=true", "device.virtual_fp32=true", "--answers"]
+    assert probes.main([*asked, str(tmp_path)]) == 1
+    assert [each["answer"] for each in json.loads(capsys.readouterr().out)] == [None, None]
+    (kept,) = tmp_path.iterdir()
+    assert not {"keeps_nan", "exact_angles"} & json.loads(kept.read_text()).keys()
+
+
+def test_a_folder_that_takes_no_answers_is_refused_before_any_question(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(ValueError, match=r"answers cannot be written to .*out/ascend \(Not a directory\): "):
+        probes.main(
+            ["recipes/tiny/npu.yaml", "device.virtual=true", "--answers", str(tmp_path / "out/ascend")]
+        )

@@ -6,10 +6,13 @@ Legend of a call of attention: H query heads, K key and value heads, D head dim,
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +51,32 @@ class Probe:
     question: str
     applies: Callable[[AscendProduct], bool]
     ask: Callable[[Npu], Found]
+
+
+class NotCaptured(Exception):
+    """A graph does not take the call that is asked about, which is a no."""
+
+
+# torch_npu refuses what it cannot capture in words; a stream or a copy that would be waited for has a code.
+UNCAPTURED = re.compile(r"error code is (107027|107030)\b|^(?!.*error code is).*captur", re.DOTALL)
+
+
+@contextmanager
+def captured(graph: Any) -> Iterator[None]:
+    """Capture what is called; raises NotCaptured if the device captures no such calls.
+
+    Any other error is one of the device. The end of a capture that an error broke off raises another one.
+    """
+    try:
+        with torch.get_device_module("npu").graph(graph):
+            yield
+    except (RuntimeError, ValueError) as error:
+        first: BaseException = error
+        while first.__context__ is not None:
+            first = first.__context__
+        if UNCAPTURED.search(str(first)):
+            raise NotCaptured(str(first)) from error
+        raise
 
 
 def keeps_nan(machine: Npu) -> Found:
@@ -126,7 +155,7 @@ def tiles_weights(machine: Npu) -> Found:
     for rows in ROWS:
         x = torch.randn(rows, SIDE).to(dtype).to(machine.device)
         wanted, graph = F.linear(x, weight), npu.NPUGraph()
-        with npu.graph(graph):
+        with captured(graph):
             found = F.linear(x, tiles)
         graph.replay()
         apart = float((found.float() - wanted.float()).abs().max())
@@ -190,7 +219,7 @@ def captures_draws(machine: Npu) -> Found:
     given, graph = logits.to(machine.device), npu.NPUGraph()
     best = sampler.best(given)
     wanted = sampler.draw(given, best, sent).tolist()
-    with npu.graph(graph):
+    with captured(graph):
         found = sampler.draw(given, best, sent)
     graph.replay()
     return found.tolist() == wanted, f"{found.tolist()} in a graph, {wanted} outside"
