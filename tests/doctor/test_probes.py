@@ -20,6 +20,7 @@ from torch import Tensor
 from attention.divided import DividedLatentAttention, shapes_of
 from devices.ascend_limits import FRACTAL_NZ, PROBED, PRODUCTS, AscendProduct, product
 from doctor.verify import probes
+from doctor.verify.npu import mask_questions
 from doctor.verify.npu.latent_questions import DEEPSEEK
 from doctor.verify.npu.questions import Probe
 from doctor.verify.npu.rank_questions import of_ranks
@@ -225,6 +226,40 @@ def test_decodes_that_are_wrong_without_a_mask_in_graphs_alone_are_found(
     lens_seen = frozen if fault == "lengths of the first replay" else like_filler
     wrong(f"npu::{form}", maskless_wrong(form, lens_seen))
     assert not ask("unmasks_decodes", npu)
+
+
+@pytest.mark.parametrize("lost_after", [1536, pytest.param(8192, marks=pytest.mark.slow)])
+def test_decodes_that_lose_the_last_of_many_keys_without_a_mask_are_found(
+    lost_after: int, npu: Npu, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shortened(_: int, lens: list[int]) -> list[int]:
+        return [each - 4 if each > lost_after else each for each in lens]
+
+    shapes = mask_questions._shapes(npu.product, mask_questions.HEADS[-1:])
+    *_, ordinary = (each for each in shapes if "bfloat16" in each[0])
+    monkeypatch.setattr(mask_questions, "_shapes", lambda *_: [ordinary])
+    assert ask("unmasks_decodes", npu)
+    form = f"{ATTENTION}.out"
+    wrong(f"npu::{form}", maskless_wrong(form, shortened))
+    assert not ask("unmasks_decodes", npu)
+
+
+@pytest.mark.parametrize("name", ["reads_wide_heads", "sums_latents"])
+def test_a_replay_that_gives_nan_is_found(name: str, npu: Npu, wrong: Any) -> None:
+    form = f"{ATTENTION}.out"
+
+    def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = operator(form)(Conditions(), *args, **kwargs)
+        found[0][-1, -1, -1] = torch.nan
+        return found
+
+    wrong(f"npu::{form}", attend)
+    assert not ask(name, npu)
+
+
+def test_a_cosine_that_is_nan_is_found(npu: Npu, wrong: Any) -> None:
+    wrong("aten::sin", lambda x: x.sin().index_fill_(0, torch.tensor([5], device=x.device), torch.nan))
+    assert not ask("exact_angles", npu)
 
 
 def test_a_band_that_counts_a_querys_own_key_is_found_and_followed(npu: Npu, wrong: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from devices.ascend_limits import JOINED_HEAD, AscendProduct
-from doctor.verify.npu.questions import NEAR, Found, Probe, fused, time_us
+from doctor.verify.npu.questions import NEAR, Found, Probe, furthest, fused, rows_apart, time_us
 from models.config import MixtureConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.ops.reference import Ops, Packed, Widths
@@ -46,8 +46,8 @@ def groups_products(machine: Npu) -> Found:
             for rows in ROWS:
                 x = _drawn(machine, dtype, rows, HIDDEN)
                 theirs, ours = (partial(_contiguous, way, x, each, widths) for way, each in zip(ways, packed))
-                if furthest := _beyond(NEAR[dtype], theirs, ours):
-                    return False, f"{furthest:.2g} from one product of {rows} rows"
+                if (far := _apart(rows_apart, theirs, ours)) > NEAR:
+                    return False, f"{far:.2g} from one product of {rows} rows"
                 times += [] if rows == ROWS[-1] else [(time_us(machine, ours), time_us(machine, theirs))]
     return _faster(machine, machine.product.groups_products, times)
 
@@ -68,8 +68,8 @@ def divides_gates(machine: Npu) -> Found:
         for rows in ROWS:
             x = _drawn(machine, torch.float32, rows, HIDDEN)
             theirs, ours = (partial(way.route, x, router, None, config) for way in ways)
-            if furthest := _beyond(NEAR_WEIGHT, theirs, ours):
-                return False, f"{furthest:.2g} from weights of {experts} experts that are divided afterwards"
+            if (far := _apart(_differing, theirs, ours)) > NEAR_WEIGHT:
+                return False, f"{far:.2g} from weights of {experts} experts that are divided afterwards"
             times += [] if rows == ROWS[-1] else [(time_us(machine, ours), time_us(machine, theirs))]
     return _faster(machine, machine.product.divides_gates, times)
 
@@ -90,8 +90,8 @@ def joins_heads(machine: Npu) -> Found:
             given = query_norm, key_norm, EPS, *_turns(machine, dtype, rows)
             theirs = partial(_one_by_one, ops, (heads, kv_heads, kv_heads), qkv, *given)
             ours = partial(joined, qkv, *given)
-            if furthest := _beyond(NEAR[dtype], theirs, ours):
-                return False, f"{furthest:.2g} from norms and rotations of {heads} heads one by one"
+            if (far := _apart(rows_apart, theirs, ours)) > NEAR:
+                return False, f"{far:.2g} from norms and rotations of {heads} heads one by one"
             times += [] if rows == ROWS[-1] else [(time_us(machine, ours), time_us(machine, theirs))]
     return _faster(machine, machine.product.joins_heads, times)
 
@@ -126,20 +126,19 @@ def _drawn(machine: Npu, dtype: torch.dtype, *sizes: int) -> Tensor:
     return torch.randn(*sizes, generator=generator).to(dtype).to(machine.device)
 
 
-def _beyond(near: float, theirs: Call, ours: Call) -> float:
-    """Return how far one call is from the other, at once and in a graph; 0 if it is near."""
+def _apart(distance: Callable[[Tensor, Tensor], float], theirs: Call, ours: Call) -> float:
+    """Return how far one call is from the other, at once and in a graph."""
     npu = torch.get_device_module("npu")
     wanted, graph = theirs(), npu.NPUGraph()
     at_once = ours()
     with npu.graph(graph):
-        captured = ours()
+        replayed = ours()
     graph.replay()
-    furthest = max(
-        float((one.float() - other.float()).abs().nan_to_num(nan=torch.inf).max())
-        for found in (at_once, captured)
-        for one, other in zip(found, wanted)
-    )
-    return furthest if furthest > near else 0.0
+    return max(distance(*pair) for found in (at_once, replayed) for pair in zip(found, wanted))
+
+
+def _differing(found: Tensor, wanted: Tensor) -> float:
+    return furthest((found.float() - wanted.float()).abs())
 
 
 def _faster(machine: Npu, known: bool, times: list[tuple[float, float]]) -> Found:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from devices.ascend_limits import DISPATCHING, AscendProduct
-from doctor.verify.npu.questions import NEAR, Found, Probe, time_us
+from doctor.verify.npu.questions import NEAR, Found, Probe, rows_apart, time_us
 from models.config import MixtureConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.ops.divided_rows import DividedRows
@@ -25,6 +25,7 @@ from recipes.schema.recipe import Recipe
 HIDDEN, INNER = 4096, 14336  # sizes of an 8B model's down projection; the ranks share its inner axis
 PROMPT = 2048  # rows
 EXPERTS = 2048, 768, 16  # hidden and inner size of Qwen3-30B-A3B's experts, and the experts of a rank
+NEAR_SUM = 2 * NEAR  # each rank's part is rounded, and so is each sum, in another order
 FEW_TOKENS = 8  # tokens of each rank in a step of decodes
 
 
@@ -64,7 +65,7 @@ def sums_products(recipe: Recipe, group: Group) -> Found:
     packed = ways[0].pack(weight, None)
     calls = [partial(ops.linear_summed, x, packed, group) for ops in ways]
     apart, joined = calls
-    return _judged(machine, group, dtype, apart, joined, machine.product.sums_products)
+    return _judged(machine, group, apart, joined, machine.product.sums_products)
 
 
 def dispatches(recipe: Recipe, group: Group) -> Found:
@@ -128,7 +129,7 @@ def _dispatched(recipe: Recipe, group: Group, *, has_shared: bool) -> Found:
         beside = partial(_expert, ops, x, *shared) if has_shared else None
         ways = [captured_call(partial(_summed, world, apart, beside))]
         ways.append(captured_call(partial(_gathered, rows, sent, beside)))
-        answers.append(_judged(machine, world, dtype, ways[0], ways[1], as_it_was))
+        answers.append(_judged(machine, world, ways[0], ways[1], as_it_was))
     return of_all(answers)
 
 
@@ -165,18 +166,16 @@ def captured_call(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
 def _judged(
     machine: Npu,
     group: Group,
-    dtype: torch.dtype,
     apart: Callable[[], Tensor],
     joined: Callable[[], Tensor],
     as_it_was: bool,
 ) -> Found:
     """Return whether the second way agrees with the first on every rank, and is faster."""
-    expected, found = (call().cpu().float() for call in (apart, joined))
-    furthest = float((found - expected).abs().max())
-    is_near = furthest <= NEAR[dtype] * float(expected.abs().max())
+    expected, found = (call().cpu() for call in (apart, joined))
+    far = rows_apart(found, expected)
     # The ranks must agree, or the others would wait for this one.
-    if not group.least(int(is_near), machine.device):
-        return False, f"{furthest:.2g} from what is made apart, or too far on another rank"
+    if not group.least(int(far <= NEAR_SUM), machine.device):
+        return False, f"{far:.2g} from what is made apart, or too far on another rank"
     if machine.asked.virtual:
         return as_it_was, "right, and as it was: a stand-in has no times"
     apart_us, joined_us = (time_us(machine, call) for call in (apart, joined))
