@@ -20,7 +20,7 @@ from torch import Tensor
 from attention.divided import DividedLatentAttention, shapes_of
 from devices.ascend_limits import FRACTAL_NZ, PROBED, PRODUCTS, AscendProduct, product
 from doctor.verify import probes
-from doctor.verify.npu import mask_questions
+from doctor.verify.npu import mask_questions, rank_questions
 from doctor.verify.npu.latent_questions import DEEPSEEK
 from doctor.verify.npu.questions import Probe
 from doctor.verify.npu.rank_questions import of_ranks
@@ -189,6 +189,43 @@ def test_sums_of_latents_that_are_wrong_are_found_and_followed(spoilt: int, npu:
     group.size = 8
     with pytest.raises(ValueError, match=r"parallel\.context is 8; FusedLatentAttention gives no sums"):
         DividedLatentAttention(whole, parts, gathered, group).check()
+
+
+@pytest.mark.parametrize("unmasks", [False, True])
+def test_sums_of_latents_are_asked_for_with_the_calls_that_the_answers_before_give(
+    unmasks: bool, npu: Npu, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = f"{ATTENTION}.out"
+    wrong(f"npu::{form}", maskless_wrong(form, lambda _, lens: [max(1, each - 1) for each in lens]))
+    before = Probe("unmasks_decodes", "?", lambda _: True, lambda _: (unmasks, "as said"))
+    (asked,) = (each for each in PROBES if each.name == "sums_latents")
+    assert [each.answer for each in probes.answers([before, asked], npu)] == [unmasks, not unmasks]
+
+
+def test_calls_are_asked_about_with_weights_in_tiles_where_these_won(
+    npu: Npu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch_npu
+
+    from models.ops.npu.ops import NpuOps
+
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(rank_questions, "in_ranks", lambda *given: asked.append(given) or [(True, "right")])
+    recipe = load("recipes/tiny/npu.yaml", ["parallel.tensor=2", "device.virtual=true"])
+    before = Probe("tiles_weights", "?", lambda _: True, lambda _: (True, "faster"))
+    (summed,) = (each for each in of_ranks(recipe) if each.name == "sums_products")
+    assert all(each.answer for each in probes.answers([before, summed], npu))
+    ((_, body, tiling),) = asked
+    assert tiling.tiles_weights
+    formats = []
+
+    def linear_summed(_: NpuOps, x: Tensor, packed: tuple[Tensor, None], group: Alone) -> Tensor:
+        formats.append(int(torch_npu.get_npu_format(packed[0])))
+        return x
+
+    monkeypatch.setattr(NpuOps, "linear_summed", linear_summed)
+    assert body(recipe, Alone(), tiling) == (False, "right, and as it was: a stand-in has no times")
+    assert set(formats) == {FRACTAL_NZ}
 
 
 def maskless_wrong(

@@ -165,14 +165,14 @@ def sums_latents(machine: Npu) -> Found:
     """Ask whether attention to latents returns right outputs and sums of exponents for rows of many heads.
 
     They are compared with plain torch on the host, in float32 over the same pages; a row has one key, and
-    another is at a page's end. In a graph, a replay has other lengths than the capture.
+    another is at a page's end. In a graph, a replay has other lengths than the capture. Drafts have a mask
+    where decodes have none, so that both are asked for then.
     """
     from attention.npu.latent_attention import FusedLatentAttention
 
     npu, page = torch.get_device_module("npu"), PAGE // 8  # Each of eight ranks holds an eighth of a page.
     config = replace(decoder_config(DEEPSEEK), num_heads=16 if machine.asked.virtual else 64)
     shape, stops = shape_of(page, config), np.array([300, 1, 2 * page, 77])
-    fused = FusedLatentAttention(shape, machine.device, machine.product)
     plain = LatentAttention(replace(shape, dtype=torch.float32))
     rows, pages = np.arange(len(stops)), -(-int(stops.max()) // page)
     table = 1 + np.arange(len(stops) * pages, dtype=np.int32).reshape(len(stops), pages)
@@ -185,14 +185,20 @@ def sums_latents(machine: Npu) -> Found:
     metadata = plain.plan(batch, table, unwritten)
     wanted = plain.attend_with_sums(query.float(), latents.float(), rope_keys.float(), metadata, 0)
     query, latents, rope_keys = (each.to(machine.device) for each in (query, latents, rope_keys))
-    found = [fused.attend_with_sums(query, latents, rope_keys, fused.plan(batch, table, unwritten), 0)]
     places = torch.zeros(len(stops), dtype=torch.int32, device=machine.device)
     decodes = StaticDecodes(places, torch.from_numpy(table).to(machine.device), places)
-    static, graph = fused.plan_static(decodes), npu.NPUGraph()
-    with npu.graph(graph):
-        captured = fused.attend_with_sums(query, latents, rope_keys, static, 0)
-    fused.replay(graph, [static], stops.tolist())
-    found.append(captured)
+    found = []
+    for unmasks in {False, machine.product.unmasks_decodes}:
+        product = replace(machine.product, unmasks_decodes=unmasks)
+        fused = FusedLatentAttention(shape, machine.device, product)
+        found.append(
+            fused.attend_with_sums(query, latents, rope_keys, fused.plan(batch, table, unwritten), 0)
+        )
+        static, graph = fused.plan_static(decodes), npu.NPUGraph()
+        with npu.graph(graph):
+            replayed = fused.attend_with_sums(query, latents, rope_keys, static, 0)
+        fused.replay(graph, [static], stops.tolist())
+        found.append(replayed)
     far = max(rows_apart(output, wanted[0]) for output, _ in found)
     far_sums = max(furthest((sums.cpu().float() - wanted[1]).abs()) for _, sums in found)
     return max(far, far_sums) <= NEAR, f"{far:.2g} from float32, and logarithms of sums {far_sums:.2g}"

@@ -250,7 +250,8 @@ def prefetches(machine: Npu) -> Found:
     dtype, side = TORCH_DTYPES[machine.product.dtypes[0]], npu.Stream()
     ops = NpuOps(replace(machine.product, prefetches=True))
     count = 1 if machine.asked.virtual else WEIGHTS
-    weights = [torch.randn(SIDE, SIDE).to(dtype).to(machine.device) for _ in range(count)]
+    drawn = (torch.randn(SIDE, SIDE).to(dtype).to(machine.device) for _ in range(count))
+    weights = [ops.pack(each, None)[0] for each in drawn]
     attend, _ = _attention(machine, dtype, [(1, 2000)] * 16, 2)
     x, graph = torch.randn(16, SIDE).to(dtype).to(machine.device), npu.NPUGraph()
 
@@ -285,8 +286,12 @@ def overlaps_experts(machine: Npu) -> Found:
     x = torch.randn(16, SIDE).to(dtype).to(machine.device)
     inner = 64 if machine.asked.virtual else EXPERT
     sizes = (2 * inner, SIDE), (SIDE, inner)
+    pack = NpuOps(machine.product).pack
     shared, others = (
-        [torch.randn(*each).to(dtype).to(machine.device) / math.sqrt(each[1]) for each in sizes]
+        [
+            pack(torch.randn(*each).to(dtype).to(machine.device) / math.sqrt(each[1]), None)[0]
+            for each in sizes
+        ]
         for _ in range(2)
     )
     found, times = [], []

@@ -35,7 +35,12 @@ def of_ranks(recipe: Recipe) -> list[Probe]:
         return []
 
     def probe(question: str, applies: Callable[[AscendProduct], bool], body: Body) -> Probe:
-        return Probe(body.__name__, question, applies, lambda _: of_all(in_ranks(recipe, body)))
+        return Probe(
+            body.__name__,
+            question,
+            applies,
+            lambda machine: of_all(in_ranks(recipe, body, machine.product)),
+        )
 
     summed = "is a prompt's product with the ranks' sum right and faster in one launch?"
     sent = "is sending tokens to the ranks of their experts right, and faster than adding up what all made?"
@@ -47,15 +52,22 @@ def of_ranks(recipe: Recipe) -> list[Probe]:
     ]
 
 
-def sums_products(recipe: Recipe, group: Group) -> Found:
+def _rank_machine(recipe: Recipe, product: AscendProduct) -> Npu:
+    """Return the machine of a rank, whose product has the answers that the run already has."""
+    machine = start(recipe.device)
+    assert isinstance(machine, Npu), "the probes ask an NPU"
+    machine.product = product
+    return machine
+
+
+def sums_products(recipe: Recipe, group: Group, product: AscendProduct) -> Found:
     """Ask each rank whether the product with its sum in one launch is right and faster than the two apart.
 
     The product is in the first dtype of the device's product.
     """
     from models.ops.npu.ops import NpuOps
 
-    machine = start(recipe.device)
-    assert isinstance(machine, Npu), "the probes ask an NPU"
+    machine = _rank_machine(recipe, product)
     dtype, rows = TORCH_DTYPES[machine.product.dtypes[0]], 256 if machine.asked.virtual else PROMPT
     inner = (256 if machine.asked.virtual else INNER) // group.size
     generator = torch.Generator().manual_seed(group.rank)
@@ -68,17 +80,17 @@ def sums_products(recipe: Recipe, group: Group) -> Found:
     return _judged(machine, group, apart, joined, machine.product.sums_products)
 
 
-def dispatches(recipe: Recipe, group: Group) -> Found:
+def dispatches(recipe: Recipe, group: Group, product: AscendProduct) -> Found:
     """Ask each rank whether sending tokens to their experts' ranks is right and faster, in captured calls."""
-    return _dispatched(recipe, group, has_shared=False)
+    return _dispatched(recipe, group, product, has_shared=False)
 
 
-def dispatches_beside_shared(recipe: Recipe, group: Group) -> Found:
+def dispatches_beside_shared(recipe: Recipe, group: Group, product: AscendProduct) -> Found:
     """Ask each rank the same where every rank has a part of a shared expert, which is added up beside."""
-    return _dispatched(recipe, group, has_shared=True)
+    return _dispatched(recipe, group, product, has_shared=True)
 
 
-def _dispatched(recipe: Recipe, group: Group, *, has_shared: bool) -> Found:
+def _dispatched(recipe: Recipe, group: Group, product: AscendProduct, *, has_shared: bool) -> Found:
     """Answer whether sending tokens is right and faster, with a shared expert or without.
 
     The experts have the sizes of Qwen3-30B's, in the first dtype of the product. The question is asked for
@@ -87,8 +99,7 @@ def _dispatched(recipe: Recipe, group: Group, *, has_shared: bool) -> Found:
     """
     from models.ops.npu.ops import NpuOps
 
-    machine = start(recipe.device)
-    assert isinstance(machine, Npu), "the probes ask an NPU"
+    machine = _rank_machine(recipe, product)
     share = Share(group.rank, group.size, experts=group.size)
     world, _ = divided(group, share)
     world.open_for_tokens(machine.buffer_mib, machine.device)
