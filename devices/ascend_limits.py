@@ -656,6 +656,7 @@ PROBED = (
     "dispatches_beside_shared",
 )
 assert {each.name for each in fields(AscendProduct)} >= set(PROBED), "the answers are facts of a product"
+ASKED_OF = ("torch_npu", "chip", "driver")  # what a file of answers says of the device beside them
 # Answers in files of earlier versions that no longer count, each with the reason
 WITHDRAWN = {"bares_decodes": "it was asked outside of graphs alone, where wrong answers were not seen"}
 
@@ -668,26 +669,42 @@ def answers_file(folder: Path, name: str, cann: str, *, virtual: bool) -> Path:
     return folder / f"{'virtual-' * virtual}{name}-cann-{cann or 'unknown'}.json"
 
 
-def write_answers(path: Path, found: Mapping[str, bool]) -> None:
-    """Write the answers of the probes."""
+def write_answers(path: Path, found: Mapping[str, bool], **asked_of: str) -> None:
+    """Write the answers of the probes, and of what they were asked, by the names of ASKED_OF."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
-        file.write(json.dumps(dict(found), indent=2) + "\n")
+        file.write(json.dumps({**asked_of, **found}, indent=2) + "\n")
 
 
-def answered(product: AscendProduct, path: Path) -> AscendProduct:
+def answered(
+    product: AscendProduct, path: Path, *, torch_npu: str = "", virtual: bool = False
+) -> AscendProduct:
     """Return the product with the answers of the file, which are logged.
 
-    It is unchanged if there is no such file.
+    It is unchanged if there is no such file, which is logged too, but for a stand-in. Answers that were asked
+    of another version of torch_npu are followed with a warning.
     """
     if not path.is_file():
+        if not virtual:
+            log.info(
+                "device: there are no answers of verify_npu.sh in %s: limits are those that are documented:"
+                " run `bash scripts/verify_npu.sh`",
+                path,
+            )
         return product
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} holds no JSON ({error}): {AGAIN}") from error
+    asked_of = {name: found.pop(name) for name in ASKED_OF if isinstance(found, dict) and name in found}
     if not isinstance(found, dict) or not all(isinstance(each, bool) for each in found.values()):
         raise ValueError(f"{path} holds no answers of yes and no by their names: {AGAIN}")
+    if torch_npu and asked_of.get("torch_npu", torch_npu) != torch_npu:
+        log.warning(
+            "device: the answers in %s were asked of torch_npu %s, and this is %s: run"
+            " `bash scripts/verify_npu.sh` again",
+            *(path, asked_of["torch_npu"], torch_npu),
+        )
     for name in sorted(WITHDRAWN.keys() & found.keys()):
         log.warning(
             "device: the answer %s in %s no longer counts, since %s: run `bash scripts/verify_npu.sh` again",

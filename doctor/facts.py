@@ -141,7 +141,7 @@ def gather() -> MachineFacts:
         max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
         environment=environment,
-        driver_version=_driver_version(),
+        driver_version=driver_version(),
         has_npu_smi=shutil.which("npu-smi") is not None,
         npu_smi_refusal=smi_refusal,
         npu_smi_error=smi_error,
@@ -282,7 +282,8 @@ def _port(tool: str, device: int) -> Port:
     )
 
 
-def _driver_version() -> str | None:
+def driver_version() -> str | None:
+    """Return the version of the driver, None where none is found."""
     places = [Path(DRIVER) / "version.info"]
     said = _field(Path("/etc/ascend_install.info"), "Driver_Install_Path_Param")
     if said:

@@ -316,15 +316,17 @@ class Npu(Accelerator):
             )
         try:
             from attention.npu.registered import check_release
-            from models.ops.npu.ops import cann, chip, use_compiled_kernels
+            from models.ops.npu.ops import cann, chip, release, use_compiled_kernels
 
             self.chip = chip()
             named = product(asked.product, self.chip)
             check_release(named)
             use_compiled_kernels()
-            self.cann = cann()
+            self.cann, self.release = cann(), release()
             self._answers = answers_file(ANSWERS, named.name, self.cann, virtual=asked.virtual)
-            self.product = answered(named, self._answers)
+            self.product = answered(
+                named, self._answers, torch_npu=self.release, virtual=asked.virtual
+            )
             self.buffer_mib = buffer_mib(os.environ)
         except (ImportError, ValueError) as error:
             raise RecipeError(

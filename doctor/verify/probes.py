@@ -20,6 +20,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from devices.ascend_limits import answers_file, product, write_answers
+from doctor.facts import driver_version
 from doctor.verify.npu.latent_questions import LATENT_PROBES
 from doctor.verify.npu.launch_questions import LAUNCH_PROBES
 from doctor.verify.npu.mask_questions import MASK_PROBES
@@ -123,10 +124,14 @@ def main(argv: list[str]) -> int:
             path = answers_file(
                 options.answers, machine.product.name, machine.cann, virtual=machine.asked.virtual
             )
+            asked_of = {"torch_npu": machine.release, "chip": machine.chip}
+            if not machine.asked.virtual and (driver := driver_version()):
+                asked_of["driver"] = driver
             for each in answers((*PROBES, *of_ranks(recipe)), machine):
                 found.append(each)
                 print(f"{each.name}: {each.answer}, {each.said}", file=sys.stderr, flush=True)
-                write_answers(path, {each.name: each.answer for each in found if each.answer is not None})
+                known = {each.name: each.answer for each in found if each.answer is not None}
+                write_answers(path, known, **asked_of)
     finally:
         print(json.dumps([asdict(each) for each in found], indent=2))
     return int(not all(each.is_right for each in found))

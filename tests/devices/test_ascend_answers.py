@@ -30,10 +30,32 @@ from virtual_npu.simulated_products import PRODUCTS
 B = product("910B", "")
 
 
-def test_without_answers_a_product_is_as_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_answers_a_product_is_as_known_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = answers_file(tmp_path, "910B", "9.0.0", virtual=False)
     with caplog.at_level(logging.INFO):
-        assert answered(B, answers_file(tmp_path, "910B", "9.0.0", virtual=False)) is B
+        assert answered(B, path, virtual=True) is B
+        assert not caplog.messages
+        assert answered(B, path) is B
+    assert caplog.messages == [
+        f"device: there are no answers of verify_npu.sh in {path}: limits are those that are documented:"
+        " run `bash scripts/verify_npu.sh`"
+    ]
+
+
+def test_answers_of_another_torch_npu_are_followed_and_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = answers_file(tmp_path, "910B", "9.0.0", virtual=False)
+    write_answers(path, {"keeps_nan": False}, torch_npu="2.10.0.post4", chip="Ascend910B1", driver="25.5.1")
+    assert not answered(B, path, torch_npu="2.10.0.post4").keeps_nan
     assert not caplog.messages
+    assert not answered(B, path, torch_npu="2.13.0").keeps_nan
+    assert caplog.messages == [
+        f"device: the answers in {path} were asked of torch_npu 2.10.0.post4, and this is 2.13.0: run"
+        " `bash scripts/verify_npu.sh` again"
+    ]
 
 
 def test_answers_are_followed_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

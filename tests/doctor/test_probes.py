@@ -430,6 +430,13 @@ def test_a_recipe_follows_what_was_written(
     asked = ["recipes/tiny/npu.yaml", "device.virtual=true", "device.virtual_fp32=true"]
     assert probes.main([*asked, "--answers", str(tmp_path)]) == 0
     assert [each["answer"] for each in json.loads(capsys.readouterr().out)] == [False, True]
+    (kept,) = tmp_path.iterdir()
+    assert json.loads(kept.read_text()) == {
+        "torch_npu": npu.release,
+        "chip": "Ascend910B1",
+        "keeps_nan": False,
+        "exact_angles": True,
+    }
     monkeypatch.setattr(machines, "ANSWERS", tmp_path)
     with caplog.at_level(logging.INFO):
         followed = start(section("npu"))
@@ -586,7 +593,7 @@ def test_a_run_with_a_question_that_is_not_answered_is_not_right(
     assert probes.main([*asked, str(tmp_path)]) == 1
     assert [each["answer"] for each in json.loads(capsys.readouterr().out)] == [None, None]
     (kept,) = tmp_path.iterdir()
-    assert not {"keeps_nan", "exact_angles"} & json.loads(kept.read_text()).keys()
+    assert json.loads(kept.read_text()).keys() == {"torch_npu", "chip"}
 
 
 def test_a_folder_that_takes_no_answers_is_refused_before_any_question(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from recipes.assembly.families import share_of
 from recipes.assembly.sizing import plan_memory
 from recipes.cluster.cluster import Cluster, find_cluster
 from recipes.cluster.launched import Launched
+from recipes.machine import ANSWERS
 from recipes.schema.reader import load
 from recipes.schema.server_section import ServerSection
 from scripts.serve import parser
@@ -207,6 +209,30 @@ def test_the_image_for_npus_has_all_that_its_setup_reads() -> None:
     (cann,) = re.findall(r"/cann:(\d+\.\d+)\.\d+-910b-", arguments["CANN_IMAGE"])
     said = (ROOT / f"requirements/{arguments['NPU']}.txt").read_text(encoding="utf-8")
     assert re.search(rf"made with CANN {re.escape(cann)}\b", said)
+
+
+def pods(node: object) -> Iterator[dict[str, Any]]:
+    """Each part of a document that has containers."""
+    if isinstance(node, dict) and "containers" in node:
+        yield node
+    if isinstance(node, dict | list):
+        for each in node.values() if isinstance(node, dict) else node:
+            yield from pods(each)
+
+
+@pytest.mark.parametrize("name", ["ascendjob", "fleet", "kuberay", "kubernetes", "volcano"])
+def test_the_answers_of_a_machines_probes_reach_the_engines_of_its_pods(name: str) -> None:
+    """ANSWERS lies in the folder that the machine keeps."""
+    found = [each for each in pods(documents(f"{name}.yaml")) if "Ascend910" in str(each["containers"])]
+    assert found
+    for pod in found:
+        (container,), (volume,) = (
+            pod["containers"],
+            (each for each in pod["volumes"] if each["name"] == "out"),
+        )
+        mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        assert volume["hostPath"]["type"] == "DirectoryOrCreate"
+        assert mounts["out"] == f"/srv/continuous-batching/{ANSWERS.parent.relative_to(ROOT)}"
 
 
 @pytest.mark.usefixtures("models")

@@ -26,6 +26,7 @@ from devices.ascend_limits import (
     chooses_in_groups,
     most_dispatched,
 )
+from devices.torch_npu_releases import public
 from kv_cache.device.transfer import Tensors
 from models.config import MixtureConfig
 from models.ops.npu.dispatch import Dispatch
@@ -62,6 +63,11 @@ def chip() -> str:
 def cann() -> str:
     """Return the version of CANN, such as 9.0.0."""
     return str(torch_npu.npu.utils.get_cann_version())
+
+
+def release() -> str:
+    """Return the version of torch_npu, such as 2.10.0.post4."""
+    return public(torch_npu.__version__)
 
 
 def use_compiled_kernels() -> None:
