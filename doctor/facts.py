@@ -105,6 +105,7 @@ class MachineFacts:
     num_devices: int | None = None  # number of devices that torch_npu sees
     # IPv4 addresses of the network interfaces of this machine, by name
     interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    other_cann: tuple[str, ...] = ()  # further places that have a CANN of their own
     closed: tuple[str, ...] = ()  # folders of driver and CANN that this user may not enter
     rank_table_error: str | None = None  # why RANK_TABLE_FILE cannot be read
     ports: tuple[Port, ...] = ()  # the devices' own network, where hccn_tool is there
@@ -152,6 +153,7 @@ def gather() -> MachineFacts:
         absent_control_nodes=tuple(each for each in CONTROL_NODES if not os.path.exists(each)),
         cann_home=home,
         cann_version=_cann_version(Path(home)) if home else None,
+        other_cann=_other_cann(environment, home),
         has_kernels=bool(home) and _has_kernels(Path(home or "")),
         has_hccl=home is not None and any(Path(home).glob("**/lib64/libhccl.so")),
         nnal_home=nnal if os.path.isdir(nnal := f"{environment.get('ASCEND', ASCEND)}/nnal") else None,
@@ -163,7 +165,7 @@ def gather() -> MachineFacts:
         npu_lacks=_npu_lacks(packages["torch_npu"], chips) if printed else None,
         num_devices=int(printed) if printed.isdecimal() else None,
         interfaces=_interfaces(),
-        closed=_closed((DRIVER, *_cann_places(environment))),
+        closed=_closed((DRIVER, *_said_places(environment), *_cann_places(environment))),
         rank_table_error=_rank_table_error(environment.get("RANK_TABLE_FILE")),
         ports=tuple(_port(tool, index) for index in range(len(nodes))) if (tool := _hccn_tool()) else (),
     )
@@ -303,16 +305,32 @@ def _field(path: Path, name: str) -> str | None:
 
 
 def _cann_home(environment: Mapping[str, str]) -> str | None:
-    return next((place for place in _cann_places(environment) if os.path.isdir(place)), None)
+    """Return the folder that a variable names, or else the first place that has CANN."""
+    said = filter(os.path.isdir, _said_places(environment))
+    return next(said, None) or next(filter(_has_set_env, _cann_places(environment)), None)
+
+
+def _other_cann(environment: Mapping[str, str], home: str | None) -> tuple[str, ...]:
+    """Return the places of other CANN than the one in use; several names may lead to one folder."""
+    found = {os.path.realpath(place): place for place in _cann_places(environment) if _has_set_env(place)}
+    return tuple(place for folder, place in found.items() if folder != os.path.realpath(home or ""))
+
+
+def _said_places(environment: Mapping[str, str]) -> list[str]:
+    names = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
+    return [place for name in names if (place := environment.get(name))]
 
 
 def _cann_places(environment: Mapping[str, str]) -> list[str]:
     """Return where CANN may lie, the place that is preferred first."""
-    said = [environment.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")]
     ascend = environment.get("ASCEND") or ASCEND
     known = [line for line in CANN_PLACES.read_text(encoding="utf-8").split("\n") if line and line[0] != "#"]
-    places = [os.path.expanduser(line.replace("ASCEND/", f"{ascend}/", 1)) for line in known]
-    return [*filter(None, said), *places]
+    return [os.path.expanduser(line.replace("ASCEND/", f"{ascend}/", 1)) for line in known]
+
+
+def _has_set_env(place: str) -> bool:
+    lies_in = place, place.removesuffix("/latest")
+    return os.path.isdir(place) and any(os.path.isfile(f"{each}/set_env.sh") for each in lies_in)
 
 
 def _closed(places: Sequence[str]) -> tuple[str, ...]:

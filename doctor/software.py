@@ -85,6 +85,18 @@ def _not_sourced(facts: MachineFacts) -> Finding | None:
     )
 
 
+def _several_cann(facts: MachineFacts) -> Finding | None:
+    if not facts.other_cann:
+        return None
+    return Finding(
+        f"CANN is in {facts.cann_home} and in {', '.join(facts.other_cann)}",
+        f"of several installations the one in {facts.cann_home} is used; torch_npu may be made for another",
+        "remove the other, or source the set_env.sh of the right one before each start",
+        "vllm-ascend, docs/source/installation.md",
+        is_fatal=False,
+    )
+
+
 def _wrong_home(facts: MachineFacts) -> Finding | None:
     names = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
     said = {name: place for name in names if (place := facts.environment.get(name))}
@@ -288,6 +300,7 @@ CHECKS: tuple[Check, ...] = (
     _old_glibc,
     _no_cann,
     _not_sourced,
+    _several_cann,
     _wrong_home,
     _no_kernels,
     _no_hccl,

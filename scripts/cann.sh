@@ -15,7 +15,7 @@ cann_home() {
         ASCEND/*) place=${ASCEND:-/usr/local/Ascend}/${place#ASCEND/} ;;
         '~/'*) place=$HOME/${place#'~/'} ;;
         esac
-        if [[ -d $place ]]; then
+        if [[ -d $place && (-f $place/set_env.sh || -f ${place%/latest}/set_env.sh) ]]; then
             echo "$place"
             return
         fi

@@ -79,8 +79,8 @@ case $device in
     npu)
         ascend=${ASCEND:-/usr/local/Ascend}
         if [[ -z ${ASCEND_TOOLKIT_HOME:-}${ASCEND_HOME_PATH:-} ]]; then
-            home=$(cann_home) || die "CANN is not in $ascend or ~/Ascend; install it, or name its place by ASCEND=..."
-            source_first "${home%/latest}/set_env.sh" "$home/set_env.sh" || die "$home has no set_env.sh"
+            home=$(cann_home) || die "CANN and its set_env.sh are not in $ascend or ~/Ascend; install it, or name its place by ASCEND=..."
+            source_first "${home%/latest}/set_env.sh" "$home/set_env.sh"
         fi
         [[ -n ${ATB_HOME_PATH:-} ]] || source_first "$ascend/nnal/atb/set_env.sh" ||
             echo "launch: no NNAL in $ascend: operators of ATB are not there" >&2

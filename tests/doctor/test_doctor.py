@@ -24,6 +24,7 @@ from doctor.facts import (
     _error_of,
     _field,
     _npu_lacks,
+    _other_cann,
     _port,
     _rank_table_error,
     gather,
@@ -114,6 +115,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("old_glibc", {"glibc": (2, 17)}, "newer system"),
     ("no_cann", {"cann_home": None, "cann_version": None, "environment": BOUND}, "install the CANN toolkit"),
     ("not_sourced", {"environment": BOUND}, "source /usr/local/Ascend/ascend-toolkit/set_env.sh"),
+    ("several_cann", {"other_cann": ("/root/Ascend/cann",)}, "source the set_env.sh of the right one"),
     ("wrong_home", shell(ASCEND_HOME_PATH="/opt/gone"), "open a new shell"),
     ("no_kernels", {"has_kernels": False}, "Ascend-cann-kernels"),
     ("no_hccl", {"has_hccl": False}, "toolkit again"),
@@ -414,6 +416,7 @@ def test_the_interfaces_of_this_machine_have_its_addresses(here: MachineFacts) -
 @pytest.mark.parametrize("by", ["ASCEND", "HOME", "ASCEND_HOME_PATH"])
 def test_cann_is_found_by_the_scripts_where_the_doctor_finds_it(place: str, by: str, tmp_path: Path) -> None:
     (tmp_path / "Ascend" / place).mkdir(parents=True)
+    (tmp_path / "Ascend" / place.removesuffix("latest") / "set_env.sh").touch()
     ascend = f"{tmp_path}/Ascend"
     named = {"ASCEND": ascend, "HOME": str(tmp_path), "ASCEND_HOME_PATH": f"{ascend}/{place}"}
     shell = {"PATH": os.environ["PATH"], "ASCEND": "/nonexistent", "HOME": "/nonexistent", by: named[by]}
@@ -424,6 +427,31 @@ def test_cann_is_found_by_the_scripts_where_the_doctor_finds_it(place: str, by: 
         assert (done.stdout.strip() or None) == _cann_home(shell)
     is_found = by == "ASCEND_HOME_PATH" or (bool(place) and not (by == "HOME" and place == "latest"))
     assert (done.returncode == 0) == is_found
+
+
+def test_of_several_cann_the_new_place_is_taken_and_the_others_are_named(tmp_path: Path) -> None:
+    environment = {"ASCEND": str(tmp_path), "HOME": "/nonexistent"}
+    old, new = tmp_path / "ascend-toolkit/latest", tmp_path / "cann"
+    for each in (old, new):
+        each.mkdir(parents=True)
+    command = ["bash", "-c", "source scripts/cann.sh; cann_home"]
+    shell = environment | {"PATH": os.environ["PATH"]}
+
+    def found() -> str | None:
+        done = subprocess.run(command, cwd=ROOT, env=shell, capture_output=True, text=True, check=False)
+        assert _cann_home(environment) == (done.stdout.strip() or None)
+        return _cann_home(environment)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", "/nonexistent")
+        assert found() is None, "no folder has a set_env.sh"
+        (old / "set_env.sh").touch()
+        assert (found(), _other_cann(environment, found())) == (str(old), ())
+        (new / "set_env.sh").touch()
+        assert (found(), _other_cann(environment, found())) == (str(new), (str(old),))
+        assert _other_cann(environment, str(old)) == (str(new),)
+        (tmp_path / "latest").symlink_to(new)
+        assert _other_cann(environment, str(new)) == (str(old),), "two names of one folder"
 
 
 def test_a_folder_that_is_closed_to_this_user_ends_nothing(

@@ -141,7 +141,7 @@ def test_all_options_without_a_value_are_known() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["generate", NPU], "CANN is not in /nonexistent or ~/Ascend; install it"),
+        (["generate", NPU], "CANN and its set_env.sh are not in /nonexistent or ~/Ascend; install it"),
         (["nothing", NPU], "there is no scripts/nothing.py"),
         (["generate"], "say what to run"),
         (["generate", "recipes/none.yaml"], "recipes/none.yaml"),

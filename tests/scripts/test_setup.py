@@ -76,6 +76,7 @@ def tree(tmp_path: Path) -> Path:
         wheel(wheels, name, version)
     cann = tmp_path / "Ascend/cann"
     cann.mkdir(parents=True)
+    (cann / "set_env.sh").touch()
     return root
 
 
