@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from doctor.verify.npu.questions import Found, time_us
-from doctor.verify.npu.rank_questions import captured_call, of_all
+from doctor.verify.npu.rank_questions import RANKS_S, captured_call, of_all
 from doctor.verify.probes import Answer
 from models.layers.dtypes import TORCH_DTYPES
 from models.parallel.group import Group
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_intermixed_args(with_keys(argv))
     recipe = load(options.recipe, options.overrides, options.profile)
     ranks = recipe.parallel.ranks
-    by_rank = in_ranks(recipe, collectives_of)
+    by_rank = in_ranks(recipe, collectives_of, within_s=RANKS_S)
     found = {name: of_all([each[name] for each in by_rank]) for name in by_rank[0]}
     answers = [
         Answer(name, f"is {name} of {ranks} ranks right?", is_right, said, is_right)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -16,6 +18,7 @@ from recipes.schema.recipe import ROOT
 
 TRACE = "trace.jsonl"
 PART_S = 1800  # most seconds that a part may take
+LATE = 124  # the status of one that takes longer, as that of `timeout`
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,23 +125,38 @@ def parts(
     ]
 
 
+def ended(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; after PART_S, or if this process is interrupted, all of it is killed.
+
+    It leads a session of its own, so that its ranks, which may hang on their devices, are killed with it.
+    What it has printed by then is kept.
+    """
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, errors="replace", start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            printed, log = process.communicate(timeout=PART_S)
+            return subprocess.CompletedProcess(command, process.returncode, printed, log)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            printed, log = process.communicate()
+            return subprocess.CompletedProcess(command, LATE, printed, f"{log}\nno end after {PART_S} s\n")
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
 def run(part: VerifyPart) -> PartOutcome:
     """Run a part's command as a module, and keep what it prints on both streams."""
     start = time.monotonic()
+    done = ended([sys.executable, "-m", *part.command])
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", *part.command],
-            cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=PART_S, check=False,
-        )  # fmt: skip
-        status, printed, log = done.returncode, done.stdout, done.stderr
-    except subprocess.TimeoutExpired as late:
-        status, printed, log = 124, "", f"no end after {late.timeout:.0f} s"
-    try:
-        result = json.loads(printed)
+        result, log = json.loads(done.stdout), done.stderr
     except ValueError:
-        result, log = None, printed + log
+        result, log = None, done.stdout + done.stderr
     duration_s = round(time.monotonic() - start, 1)
-    return PartOutcome(part.name, part.question, status, duration_s, part.counts, result, log)
+    return PartOutcome(part.name, part.question, done.returncode, duration_s, part.counts, result, log)
 
 
 def in_words(outcomes: Sequence[PartOutcome], *, virtual: bool) -> str:

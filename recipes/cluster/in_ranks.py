@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -22,10 +23,10 @@ _ENDED_S = 2.0  # time from the end of a pipe to that of its process
 Body = Callable[..., Any]  # called with the recipe of a rank, the group of all ranks, and further arguments
 
 
-def in_ranks(recipe: Recipe, body: Body, *rest: Any) -> list[Any]:
+def in_ranks(recipe: Recipe, body: Body, *rest: Any, within_s: float | None = None) -> list[Any]:
     """Run `body`, a function of a module, in a process for each rank, and return the results by rank.
 
-    Raises OSError where a rank ends before it has a result.
+    Raises OSError where a rank ends before it has a result, or has none in time; all ranks are ended then.
     """
     ranks = recipe.parallel.ranks
     devices, recipe = devices_of(recipe, ranks), recipe_of_a_rank(recipe, ranks)
@@ -56,8 +57,12 @@ def in_ranks(recipe: Recipe, body: Body, *rest: Any) -> list[Any]:
     try:
         found: list[Any] = [None] * ranks
         waiting = {pipe: rank for rank, (pipe, _) in enumerate(pipes)}
+        end_s = None if within_s is None else time.monotonic() + within_s
         while waiting:  # other ranks may wait for one that has ended, whatever its number
-            ready = wait(list(waiting))
+            ready = wait(list(waiting), None if end_s is None else max(0.0, end_s - time.monotonic()))
+            if not ready:
+                late = ", ".join(map(str, waiting.values()))
+                raise OSError(f"ranks have no result after {within_s:.0f} s: {late}")
             for pipe in [each for each in waiting if each in ready]:
                 rank = waiting.pop(pipe)
                 try:

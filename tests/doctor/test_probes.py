@@ -210,7 +210,9 @@ def test_calls_are_asked_about_with_weights_in_tiles_where_these_won(
     from models.ops.npu.ops import NpuOps
 
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(rank_questions, "in_ranks", lambda *given: asked.append(given) or [(True, "right")])
+    monkeypatch.setattr(
+        rank_questions, "in_ranks", lambda *given, **_: asked.append(given) or [(True, "right")]
+    )
     recipe = load("recipes/tiny/npu.yaml", ["parallel.tensor=2", "device.virtual=true"])
     before = Probe("tiles_weights", "?", lambda _: True, lambda _: (True, "faster"))
     (summed,) = (each for each in of_ranks(recipe) if each.name == "sums_products")

@@ -7,8 +7,10 @@ import re
 import shutil
 import subprocess
 import tarfile
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,6 +116,36 @@ def test_bytes_that_are_no_text_do_not_end_the_report(
     outcome = reporting.run(VerifyPart("tokens", "are they?", ("told",)))
     assert outcome.status == 3
     assert outcome.log.endswith(" 507899")
+
+
+HANGS = """
+import os, pathlib, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+print("keeps_nan: True", file=sys.stderr, flush=True)
+pathlib.Path("begun").touch()
+child.wait()
+"""
+
+
+def test_what_a_part_that_hangs_has_said_is_kept_and_its_ranks_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    communicate = subprocess.Popen.communicate
+
+    def once_begun(process: subprocess.Popen[str], **limits: Any) -> tuple[str, str]:
+        while not (tmp_path / "begun").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        return communicate(process, **limits)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", once_begun)
+    monkeypatch.setattr(reporting, "ROOT", tmp_path)
+    monkeypatch.setattr(reporting, "PART_S", 1)
+    outcome = reporting.run(VerifyPart("probes", "what?", ("hangs",)))
+    assert (outcome.status, outcome.is_right) == (124, False)
+    # It came to its end, for which every process that had its streams must end.
+    assert outcome.log.split("\n") == ["keeps_nan: True", "", "no end after 1 s", ""]
 
 
 def test_a_stand_in_is_named_and_its_environment_forgiven() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,19 @@ def test_a_rank_that_ends_is_told_though_the_first_waits_for_it() -> None:
     recipe = load("recipes/tiny/cpu.yaml", ["parallel.tensor=2"])
     with pytest.raises(OSError, match=r"a rank has ended: rank 1 \(-9\)"):
         in_ranks(recipe, waits_or_dies)
+
+
+def never_ends(recipe: Recipe, group: Group) -> None:
+    """What each rank of the next test does."""
+    time.sleep(10 * PATIENCE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+def test_ranks_that_have_no_result_in_time_are_ended() -> None:
+    recipe = load("recipes/tiny/cpu.yaml", ["parallel.tensor=2"])
+    with pytest.raises(OSError, match=r"ranks have no result after 1 s: 0, 1"):
+        in_ranks(recipe, never_ends, within_s=1)
+    for each in multiprocessing.active_children():
+        each.join(PATIENCE_S)
+        assert each.exitcode == -signal.SIGKILL

@@ -336,7 +336,9 @@ def run(request: dict[str, Any], files: list[int]) -> None:
     Path("/proc/self/comm").write_text(becomes.rpartition(".")[2])  # tests find it by this name
     sys.argv = [module, *arguments]
     if module == "scripts.verify":
-        vars(importlib.import_module("doctor.verify.report"))["subprocess"] = Commands(_nest())
+        nest = _nest()
+        inside = vars(importlib.import_module("doctor.verify.report"))
+        inside["ended"] = lambda command: completed(*command[2:], source=nest)
     elif arguments[-1:] != [FORKED]:
         nest, is_divided = None, any(each.startswith("parallel.") for each in arguments)
         if module.startswith("scripts."):
@@ -418,19 +420,6 @@ class Spawns:
             return int(_spawns(path, command, files))
         code = [*command[command.index(CODE) + 1 :]]
         return ask(self._nest, CODE, code, dict(os.environ), {each: each for each in {0, 1, 2, *files}})
-
-
-class Commands:
-    """Run the parts of a verification as forks; it stands in for the module subprocess."""
-
-    TimeoutExpired = subprocess.TimeoutExpired
-
-    def __init__(self, nest: socket.socket) -> None:
-        self._nest = nest
-
-    def run(self, command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        """Run `python -m MODULE ...` to its end."""
-        return completed(*command[2:], source=self._nest)
 
 
 class _Input:

@@ -26,6 +26,7 @@ HIDDEN, INNER = 4096, 14336  # sizes of an 8B model's down projection; the ranks
 PROMPT = 2048  # rows
 EXPERTS = 2048, 768, 16  # hidden and inner size of Qwen3-30B-A3B's experts, and the experts of a rank
 NEAR_SUM = 2 * NEAR  # each rank's part is rounded, and so is each sum, in another order
+RANKS_S = 500  # most seconds of a question to all ranks; several of them are a part of a verification
 FEW_TOKENS = 8  # tokens of each rank in a step of decodes
 
 
@@ -39,7 +40,7 @@ def of_ranks(recipe: Recipe) -> list[Probe]:
             body.__name__,
             question,
             applies,
-            lambda machine: of_all(in_ranks(recipe, body, machine.product)),
+            lambda machine: of_all(in_ranks(recipe, body, machine.product, within_s=RANKS_S)),
         )
 
     summed = "is a prompt's product with the ranks' sum right and faster in one launch?"
