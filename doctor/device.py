@@ -176,17 +176,20 @@ def _unhealthy(facts: MachineFacts) -> Finding | None:
 
 def _little_memory(facts: MachineFacts) -> Finding | None:
     chips = _visible(facts, facts.chips)
-    full = [
-        f"chip {index}: {chip.used_mib} of {chip.total_mib} MiB"
+    full = {
+        index: f"chip {index}: {chip.used_mib} of {chip.total_mib} MiB"
         for index, chip in chips.items()
         if chip.total_mib and chip.used_mib > (1 - FREE_SHARE) * chip.total_mib
-    ]
-    if not full or len(full) < len(chips):
+    }
+    if not full or min(chips) not in full:
         return None
+    free = ",".join(str(index) for index in chips if index not in full)
+    elsewhere = f"export {VISIBLE}={free}" if free else "choose another machine"
     return Finding(
-        f"device memory is in use ({'; '.join(full[:2])})",
-        "another process computes on every chip, or one that ended left its memory behind",
-        "end it (`npu-smi info` lists processes), choose another machine, or lower cache.memory_fraction",
+        f"device memory is in use ({'; '.join([*full.values()][:2])})",
+        f"another process computes on {'the first chip, which is npu:0' if free else 'every chip'}, or one that"
+        " ended left its memory behind",
+        f"{elsewhere}, end it (`npu-smi info` lists processes), or lower cache.memory_fraction",
         "vllm-ascend #6002: calls that block during capture (107030) where memory is tight",
         is_fatal=False,
     )

@@ -167,7 +167,7 @@ def gather() -> MachineFacts:
         interfaces=_interfaces(),
         closed=_closed((DRIVER, *_said_places(environment), *_cann_places(environment))),
         rank_table_error=_rank_table_error(environment.get("RANK_TABLE_FILE")),
-        ports=tuple(_port(tool, index) for index in range(len(nodes))) if (tool := _hccn_tool()) else (),
+        ports=_ports(nodes),
     )
 
 
@@ -262,6 +262,13 @@ def _hccn_tool() -> str | None:
     """Return the driver's tool for the devices' own network."""
     places = (shutil.which("hccn_tool"), f"{DRIVER}/tools/hccn_tool")
     return next((place for place in places if place and os.access(place, os.X_OK)), None)
+
+
+def _ports(nodes: Sequence[Path]) -> tuple[Port, ...]:
+    """Return the ports of the devices of these files, which have the host's numbers in a container too."""
+    found = [re.fullmatch(r"davinci(\d+)", node.name) for node in nodes]
+    tool = _hccn_tool()
+    return () if tool is None else tuple(_port(tool, int(each[1])) for each in found if each)
 
 
 def _port(tool: str, device: int) -> Port:

@@ -25,7 +25,7 @@ from doctor.facts import (
     _field,
     _npu_lacks,
     _other_cann,
-    _port,
+    _ports,
     _rank_table_error,
     gather,
     numbers,
@@ -110,6 +110,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("npu_smi_fails", {"npu_smi_error": "dcmi module initialize failed. ret is -8005"}, "fuser -v"),
     ("unhealthy", {"chips": (*FIT.chips, Chip("910B1", "Alarm", 1, 65536, 1, 0))}, "health -i 1 -c 0"),
     ("little_memory", {"chips": BUSY}, "lower cache.memory_fraction"),
+    ("little_memory", {"chips": FIT.chips[::-1]}, "export ASCEND_RT_VISIBLE_DEVICES=1, end it"),
     ("old_driver_for_graphs", {"driver_version": "25.5.0"}, "25.5.1 or newer"),
     ("python", {"python": (3, 13)}, "PYTHON=python3.11"),
     ("old_glibc", {"glibc": (2, 17)}, "newer system"),
@@ -374,26 +375,31 @@ def test_the_command_ends_by_its_verdict(
 
 HCCN = """#!/bin/sh
 case "$2 $3" in
-"0 -ip") echo "ipaddr:192.168.1.10"; echo "netmask:255.255.255.0" ;;
-"0 -link") echo "link status: UP" ;;
-"0 -tls") echo "dev_id:0, tls switch[0](0:disable, 1:enable), tls alarm time threshold[60]days" ;;
-"1 -link") echo "link status: DOWN" ;;
-"1 -tls") echo "dev_id:1, tls switch[1](0:disable, 1:enable)" ;;
+"4 -ip") echo "ipaddr:192.168.1.10"; echo "netmask:255.255.255.0" ;;
+"4 -link") echo "link status: UP" ;;
+"4 -tls") echo "dev_id:4, tls switch[0](0:disable, 1:enable), tls alarm time threshold[60]days" ;;
+"5 -link") echo "link status: DOWN" ;;
+"5 -tls") echo "dev_id:5, tls switch[1](0:disable, 1:enable)" ;;
 *) echo "no such thing"; exit 1 ;;
 esac
 """
 
 
-def test_the_ports_of_the_devices_are_asked_for(tmp_path: Path) -> None:
+def test_the_ports_of_the_devices_that_are_here_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tool = tmp_path / "hccn_tool"
     tool.write_text(HCCN)
     tool.chmod(0o755)
-    assert [_port(str(tool), device) for device in (0, 1, 2)] == [
-        Port(0, "192.168.1.10", "UP", False),
-        Port(1, None, "DOWN", True),
-        Port(2, None, None, None),
-    ]
-    assert _port(str(tmp_path / "nothing"), 0) == Port(0, None, None, None)
+    monkeypatch.setattr("doctor.facts._hccn_tool", lambda: str(tool))
+    here = [Path(f"/dev/davinci{number}") for number in (4, 5, 12)]  # of a container, by the host's numbers
+    assert _ports(here) == (
+        Port(4, "192.168.1.10", "UP", False),
+        Port(5, None, "DOWN", True),
+        Port(12, None, None, None),
+    )
+    tool.unlink()
+    assert _ports(here[:1]) == (Port(4, None, None, None),)
 
 
 def test_a_rank_table_is_read(tmp_path: Path) -> None:
