@@ -185,10 +185,10 @@ def _little_memory(facts: MachineFacts) -> Finding | None:
         return None
     free = ",".join(str(index) for index in chips if index not in full)
     elsewhere = f"export {VISIBLE}={free}" if free else "choose another machine"
+    taken = "the first chip, npu:0" if free else "every chip"
     return Finding(
         f"device memory is in use ({'; '.join([*full.values()][:2])})",
-        f"another process computes on {'the first chip, which is npu:0' if free else 'every chip'}, or one that"
-        " ended left its memory behind",
+        f"another process computes on {taken}, or one that ended left its memory behind",
         f"{elsewhere}, end it (`npu-smi info` lists processes), or lower cache.memory_fraction",
         "vllm-ascend #6002: calls that block during capture (107030) where memory is tight",
         is_fatal=False,

@@ -353,6 +353,29 @@ def test_a_launch_that_no_other_engine_has_is_followed_where_it_is_right(
     assert not ask(name, npu)
 
 
+@pytest.mark.parametrize(
+    ("name", "operator_name", "is_spoilt"),
+    [
+        ("joins_heads", "npu_qkv_rms_norm_rope_cache", lambda qkv, *_: qkv.dtype == torch.float16),
+        ("joins_heads", "npu_qkv_rms_norm_rope_cache", lambda qkv, *rest: rest[-1][1] == 1),
+        pytest.param(
+            *("groups_products", "npu_grouped_matmul", lambda sides, *_: sides[0].dtype == torch.float16),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["float16", "one key head", "products in float16"],
+)
+def test_a_launch_that_is_wrong_for_some_models_alone_is_found(
+    name: str, operator_name: str, is_spoilt: Callable[..., bool], npu: Npu, wrong: Any
+) -> None:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made = operator(operator_name)(Conditions(fp32=True), *args, **kwargs)
+        return type(made)(each * 1.1 for each in made) if is_spoilt(*args) else made
+
+    wrong(f"npu::{operator_name}", call)
+    assert not ask(name, npu)
+
+
 def test_a_shared_expert_that_is_not_waited_for_is_found(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:
     from models.ops.npu.ops import NpuOps
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from devices.ascend_limits import JOINED_HEAD, AscendProduct
+from devices.shapes import dtype_name
 from doctor.verify.npu.questions import NEAR, Found, Probe, furthest, fused, rows_apart, time_us
 from models.config import MixtureConfig
 from models.layers.dtypes import TORCH_DTYPES
@@ -24,7 +26,8 @@ from recipes.machine import Npu
 ROWS = (1, 32, 256)  # rows of the calls that are compared; all but the last are timed, as decodes have them
 HIDDEN = 4096
 WIDTHS = ((4096, 1024, 1024), (3584, 512, 512))  # sizes of queries, keys and values
-HEADS = ((32, 8), (16, 2), (8, 8))  # heads of queries, and of keys and values
+FEW_WIDTHS = ((1024, 256, 256),)  # a stand-in has no times, so one size is enough
+HEADS = ((32, 8), (16, 2), (8, 8), (8, 1), (4, 1))  # heads of queries, and of keys and values
 EPS, BASE = 1e-6, 1e6  # epsilon of norms, base of rotations
 MIXTURES = ((8, 2, True), (60, 4, False), (128, 8, True))  # (E, C, whether a row's weights add up to one)
 NEAR_WEIGHT = 1e-5
@@ -36,19 +39,20 @@ def groups_products(machine: Npu) -> Found:
     """Ask about the products of queries, keys and values in one launch, with biases and without."""
     from models.ops.npu.ops import NpuOps
 
-    dtype = TORCH_DTYPES[machine.product.dtypes[0]]
     ways = [NpuOps(replace(machine.product, groups_products=each)) for each in (False, True)]
     times = []
-    for widths in WIDTHS[:1] if machine.asked.virtual else WIDTHS:
+    for dtype, widths, has_bias in product(
+        _dtypes(machine), FEW_WIDTHS if machine.asked.virtual else WIDTHS, (False, True)
+    ):
         weight = _drawn(machine, dtype, sum(widths), HIDDEN) / HIDDEN**0.5
-        for bias in (None, _drawn(machine, dtype, sum(widths))):
-            packed = [way.pack_split(weight.clone(), bias, widths) for way in ways]
-            for rows in ROWS:
-                x = _drawn(machine, dtype, rows, HIDDEN)
-                theirs, ours = (partial(_contiguous, way, x, each, widths) for way, each in zip(ways, packed))
-                if (far := _apart(rows_apart, theirs, ours)) > NEAR:
-                    return False, f"{far:.2g} from one product of {rows} rows"
-                times += [] if rows == ROWS[-1] else [(time_us(machine, ours), time_us(machine, theirs))]
+        bias = _drawn(machine, dtype, sum(widths)) if has_bias else None
+        packed = [way.pack_split(weight.clone(), bias, widths) for way in ways]
+        for rows in ROWS:
+            x = _drawn(machine, dtype, rows, HIDDEN)
+            theirs, ours = (partial(_contiguous, way, x, each, widths) for way, each in zip(ways, packed))
+            if (far := _apart(rows_apart, theirs, ours)) > NEAR:
+                return False, f"{far:.2g} from one product of {rows} rows in {dtype_name(dtype)}"
+            times += [] if rows == ROWS[-1] else [(time_us(machine, ours), time_us(machine, theirs))]
     return _faster(machine, machine.product.groups_products, times)
 
 
@@ -78,9 +82,8 @@ def joins_heads(machine: Npu) -> Found:
     """Ask about the parts of one product, their norms and their rotations in one launch."""
     from models.ops.npu.ops import NpuOps
 
-    dtype, ops = TORCH_DTYPES[machine.product.dtypes[0]], NpuOps(replace(machine.product, joins_heads=True))
-    times = []
-    for heads, kv_heads in HEADS:
+    ops, times = NpuOps(replace(machine.product, joins_heads=True)), []
+    for dtype, (heads, kv_heads) in product(_dtypes(machine), HEADS):
         joined = ops.join_heads(heads, kv_heads, JOINED_HEAD, dtype, machine.device)
         assert joined is not None, "the product has the operator"
         # Rows of small numbers, so that both ways' roundings are small
@@ -91,7 +94,8 @@ def joins_heads(machine: Npu) -> Found:
             theirs = partial(_one_by_one, ops, (heads, kv_heads, kv_heads), qkv, *given)
             ours = partial(joined, qkv, *given)
             if (far := _apart(rows_apart, theirs, ours)) > NEAR:
-                return False, f"{far:.2g} from norms and rotations of {heads} heads one by one"
+                what = f"{heads} heads over {kv_heads} in {dtype_name(dtype)}"
+                return False, f"{far:.2g} from norms and rotations of {what} one by one"
             times += [] if rows == ROWS[-1] else [(time_us(machine, ours), time_us(machine, theirs))]
     return _faster(machine, machine.product.joins_heads, times)
 
@@ -119,6 +123,11 @@ def _one_by_one(
     query, key = ops.rms_norm(query, query_norm, eps), ops.rms_norm(key, key_norm, eps)
     query, key = ops.rotary(query, key, cos, sin)
     return query.flatten(1), key.flatten(1), value.flatten(1)
+
+
+def _dtypes(machine: Npu) -> list[torch.dtype]:
+    """Return the types of the models that follow the answer."""
+    return [TORCH_DTYPES[each] for each in machine.product.dtypes]
 
 
 def _drawn(machine: Npu, dtype: torch.dtype, *sizes: int) -> Tensor:
