@@ -83,7 +83,10 @@ def ask(name: str, npu: Npu) -> bool:
 
 def test_every_answer_is_asked_for_and_of_some_product() -> None:
     probes = [*PROBES, *of_ranks(load("recipes/tiny/npu.yaml", ["parallel.tensor=2"]))]
-    assert [each.name for each in probes] == list(PROBED)
+    names = [each.name for each in probes]
+    assert names == list(PROBED)
+    for earlier, later in (("unmasks_decodes", "sums_latents"), ("tiles_weights", "groups_products")):
+        assert names.index(earlier) < names.index(later), "whose call the earlier answer changes"
     asked = {
         name: [each.name for each in probes if each.applies(product(name, ""))] for name in ("310P", "910B")
     }

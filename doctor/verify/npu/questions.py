@@ -34,7 +34,7 @@ Found = tuple[bool, str]  # the answer, and what it was judged by
 HEADS, DIM, PAGE = 8, 128, 128
 MASK_SIDE = 2048  # side of the one mask of sparse_mode 3
 # Largest distance of two rows that are right, relative to the length of one: an eighth of it is bfloat16's
-# rounding of each number. A row of attention over 2,000 random keys is three times as far if one is lost.
+# rounding of each number. A row of attention over 2,000 random keys is more than twice as far if one is lost.
 NEAR = 0.01
 WEIGHTS = 12  # number of weights of 32 MiB: together more than the L2 cache of 192 MiB
 EXPERT = 1408  # columns of a shared expert
