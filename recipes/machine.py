@@ -324,9 +324,7 @@ class Npu(Accelerator):
             use_compiled_kernels()
             self.cann, self.release = cann(), release()
             self._answers = answers_file(ANSWERS, named.name, self.cann, virtual=asked.virtual)
-            self.product = answered(
-                named, self._answers, torch_npu=self.release, virtual=asked.virtual
-            )
+            self.product = answered(named, self._answers, torch_npu=self.release, virtual=asked.virtual)
             self.buffer_mib = buffer_mib(os.environ)
         except (ImportError, ValueError) as error:
             raise RecipeError(

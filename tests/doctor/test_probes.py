@@ -26,7 +26,6 @@ from doctor.verify.npu.questions import Probe
 from doctor.verify.npu.rank_questions import of_ranks
 from doctor.verify.probes import PROBES, answer
 from models.parallel.group import ALONE, Alone
-from models.parallel.group import Alone
 from models.sampling.sampler import Sampler
 from recipes import machine as machines
 from recipes.assembly.decoders import shape_of
