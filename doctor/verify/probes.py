@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -24,7 +23,7 @@ from doctor.facts import driver_version
 from doctor.verify.npu.latent_questions import LATENT_PROBES
 from doctor.verify.npu.launch_questions import LAUNCH_PROBES
 from doctor.verify.npu.mask_questions import MASK_PROBES
-from doctor.verify.npu.questions import QUESTIONS, NotCaptured, Probe
+from doctor.verify.npu.questions import QUESTIONS, Probe, is_refusal
 from doctor.verify.npu.rank_questions import of_ranks
 from recipes.machine import ANSWERS, Npu, one_line, start
 from recipes.schema import verb
@@ -33,8 +32,6 @@ from recipes.schema.reader import load
 
 # Questions come after those whose answers change their calls: attention to latents after masks, for example.
 PROBES = (*QUESTIONS, *LAUNCH_PROBES, *MASK_PROBES, *LATENT_PROBES)
-# aclnn's refusals of a call: of its parameters, of its shapes, of its tiling
-REFUSAL = re.compile(r"error code is (161\d{3}|56100[12])\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +52,8 @@ def answer(probe: Probe, machine: Npu) -> Answer:
     """
     try:
         found, said = probe.ask(machine)
-    except NotCaptured as error:
-        found, said = False, one_line(error)[:500]
     except RuntimeError as error:
-        if not REFUSAL.search(str(error)):
+        if not is_refusal(error):
             raise
         found, said = False, one_line(error)[:500]
     except Exception as error:  # noqa: BLE001 - an error in one question is no reason not to ask the others
@@ -89,6 +84,18 @@ def answers(probes: Iterable[Probe], machine: Npu) -> Iterator[Answer]:
             learned: dict[str, Any] = {probe.name: given.answer}
             machine.product = replace(machine.product, **learned)
         yield given
+
+
+def kept_answers(path: Path, names: Collection[str]) -> dict[str, bool]:
+    """Return the file's answers to these questions, each of which stays until it has a new one.
+
+    Without a no of before, a run that is broken off would let engines call what is wrong here.
+    """
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # there is none, or it is written anew
+        return {}
+    return {name: said[name] for name in names if isinstance(said, dict) and isinstance(said.get(name), bool)}
 
 
 def check_folder(folder: Path) -> None:
@@ -128,10 +135,13 @@ def main(argv: list[str]) -> int:
             asked_of = {"torch_npu": machine.release, "chip": machine.chip}
             if not machine.asked.virtual and (driver := driver_version()):
                 asked_of["driver"] = driver
-            for each in answers((*PROBES, *of_ranks(recipe)), machine):
+            asked = *PROBES, *of_ranks(recipe)
+            known = kept_answers(path, [each.name for each in asked])
+            for each in answers(asked, machine):
                 found.append(each)
                 print(f"{each.name}: {each.answer}, {each.said}", file=sys.stderr, flush=True)
-                known = {each.name: each.answer for each in found if each.answer is not None}
+                if each.answer is not None:
+                    known[each.name] = each.answer
                 write_answers(path, known, **asked_of)
     finally:
         print(json.dumps([asdict(each) for each in found], indent=2))

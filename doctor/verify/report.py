@@ -128,9 +128,22 @@ def parts(
 def ended(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; after PART_S, or if this process is interrupted, all of it is killed.
 
-    It leads a session of its own, so that its ranks, which may hang on their devices, are killed with it.
-    What it has printed by then is kept.
+    It leads a session of its own, so that its ranks, which may hang on their devices, are killed with it,
+    also where this process is to end or its terminal is gone. What it has printed by then is kept.
     """
+    before = {each: signal.signal(each, _interrupt) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        return _ended(command)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _ended(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, errors="replace", start_new_session=True,

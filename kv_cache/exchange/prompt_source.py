@@ -173,8 +173,8 @@ class _Life:
             return
         try:
             self._window = window = source._transport.expose(source._window_bytes)
-        except OSError as error:
-            self.connection.end(str(error))
+        except (OSError, RuntimeError, MemoryError) as error:  # Mooncake's own are RuntimeErrors
+            self.connection.end(str(error) or type(error).__name__)
             sock.close()
             return
         self.connection.window = window.memory

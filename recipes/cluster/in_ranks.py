@@ -19,6 +19,7 @@ from recipes.machine import start
 from recipes.schema.recipe import Recipe
 
 _ENDED_S = 2.0  # time from the end of a pipe to that of its process
+_LEFT_S = 30.0  # time in which a rank that has given its result leaves the others
 
 Body = Callable[..., Any]  # called with the recipe of a rank, the group of all ranks, and further arguments
 
@@ -71,7 +72,7 @@ def in_ranks(recipe: Recipe, body: Body, *rest: Any, within_s: float | None = No
                     processes[rank].join(_ENDED_S)
                     raise OSError(f"a rank has ended: rank {rank} ({processes[rank].exitcode})") from None
         for process in processes:
-            process.join()
+            process.join(_LEFT_S)
     finally:
         for process in processes:
             process.kill()

@@ -22,7 +22,7 @@ from devices.ascend_limits import FRACTAL_NZ, PROBED, PRODUCTS, AscendProduct, p
 from doctor.verify import probes
 from doctor.verify.npu import mask_questions, rank_questions
 from doctor.verify.npu.latent_questions import DEEPSEEK
-from doctor.verify.npu.questions import Probe
+from doctor.verify.npu.questions import NotCaptured, Probe, captured, is_refusal
 from doctor.verify.npu.rank_questions import of_ranks
 from doctor.verify.probes import PROBES, answer
 from models.parallel.group import ALONE, Alone
@@ -575,10 +575,42 @@ def test_an_error_of_one_question_alone_is_no_answer_to_it(npu: Npu) -> None:
     assert told[0].said == "OSError: a rank has ended: rank 1 (-6)"
 
 
-def test_a_call_that_the_device_refuses_is_a_no(npu: Npu) -> None:
-    refused = "NPU function error: call aclnnGroupedMatmulV5 failed, error code is 161002"
+@pytest.mark.parametrize(
+    "refused",
+    [
+        "NPU function error: call aclnnGroupedMatmulV5 failed, error code is 161002",
+        "aclnnQkvRmsNormRopeCache or aclnnQkvRmsNormRopeCacheGetWorkspaceSize not in libopapi.so",
+    ],
+)
+def test_a_call_that_the_device_refuses_or_lacks_is_a_no(refused: str, npu: Npu) -> None:
     told = asked_of(npu, RuntimeError(refused), None)
     assert [(each.answer, each.is_right) for each in told] == [(False, True), (True, True)]
+
+
+def test_what_came_first_says_whether_a_capture_was_refused(npu: Npu) -> None:
+    """The end of the capture that it broke off may raise an error of its own."""
+    module = torch.get_device_module("npu")
+    for said, kind in (("error code is 107030", NotCaptured), ("error code is 507015", RuntimeError)):
+        with pytest.raises(RuntimeError) as raised, captured(module.NPUGraph()):
+            raise RuntimeError(f"NPU function error: aclrtMemcpy, {said}")
+        assert type(raised.value) is kind
+        assert is_refusal(raised.value) == (kind is NotCaptured)
+        assert module.current_stream() == module.default_stream()
+
+
+def test_a_call_that_a_rank_is_refused_is_a_no(npu: Npu) -> None:
+    recipe = load("recipes/tiny/npu.yaml", ["device.virtual=true"])
+
+    def body(said: str) -> Any:
+        def ask(*_: object) -> Any:
+            raise RuntimeError(said)
+
+        return ask
+
+    refused = rank_questions._found(body("error code is 161002"), recipe, ALONE, npu.product)
+    assert refused == (False, "error code is 161002")
+    with pytest.raises(RuntimeError, match="507015"):
+        rank_questions._found(body(LOST), recipe, ALONE, npu.product)
 
 
 def test_memory_that_ends_in_a_capture_is_no_refusal_of_it(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -620,7 +652,11 @@ def test_a_run_with_a_question_that_is_not_answered_is_not_right(
     assert probes.main([*asked, str(tmp_path)]) == 1
     assert [each["answer"] for each in json.loads(capsys.readouterr().out)] == [None, None]
     (kept,) = tmp_path.iterdir()
-    assert json.loads(kept.read_text()).keys() == {"torch_npu", "chip"}
+    said = json.loads(kept.read_text())
+    assert said.keys() == {"torch_npu", "chip"}
+    kept.write_text(json.dumps(said | {"keeps_nan": False, "joins_heads": True}))
+    assert probes.main([*asked, str(tmp_path)]) == 1
+    assert json.loads(kept.read_text()) == said | {"keeps_nan": False}, "a no stays until it is asked again"
 
 
 def test_a_folder_that_takes_no_answers_is_refused_before_any_question(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from attention.reference import StaticDecodes
 from continuous_batching.batch import Batch
 from devices.ascend_limits import LATENT, LATENT_ROPE, PROLOG_HIDDEN, AscendProduct
 from devices.int8 import quantize_rows
-from doctor.verify.npu.questions import NEAR, Found, Probe, furthest, rows_apart, time_us
+from doctor.verify.npu.questions import NEAR, Found, Probe, captured, furthest, rows_apart, time_us
 from kv_cache.device.storage import KVCache, LayerPages
 from models.config import DecoderConfig
 from models.layers.latent import LatentSelfAttention
@@ -154,7 +154,7 @@ def _is_same_in_a_graph(way: OneLayer) -> bool:
         way.attention.write_joined, rows, scale, prolog, cos, sin, latents, rope_keys, step.metadata
     )
     wanted = call()
-    with npu.graph(graph):
+    with captured(graph):
         found = call()
     graph.replay()
     pairs = zip(found, wanted)
@@ -195,7 +195,7 @@ def sums_latents(machine: Npu) -> Found:
             fused.attend_with_sums(query, latents, rope_keys, fused.plan(batch, table, unwritten), 0)
         )
         static, graph = fused.plan_static(decodes), npu.NPUGraph()
-        with npu.graph(graph):
+        with captured(graph):
             replayed = fused.attend_with_sums(query, latents, rope_keys, static, 0)
         fused.replay(graph, [static], stops.tolist())
         found.append(replayed)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from devices.ascend_limits import JOINED_HEAD, AscendProduct
 from devices.shapes import dtype_name
-from doctor.verify.npu.questions import NEAR, Found, Probe, furthest, fused, rows_apart, time_us
+from doctor.verify.npu.questions import NEAR, Found, Probe, captured, furthest, fused, rows_apart, time_us
 from models.config import MixtureConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.ops.reference import Ops, Packed, Widths
@@ -140,7 +140,7 @@ def _apart(distance: Callable[[Tensor, Tensor], float], theirs: Call, ours: Call
     npu = torch.get_device_module("npu")
     wanted, graph = theirs(), npu.NPUGraph()
     at_once = ours()
-    with npu.graph(graph):
+    with captured(graph):
         replayed = ours()
     graph.replay()
     return max(distance(*pair) for found in (at_once, replayed) for pair in zip(found, wanted))

@@ -28,6 +28,7 @@ from doctor.verify.npu.questions import (
     Found,
     Probe,
     attention_apart,
+    captured,
     fused,
     rows_apart,
     time_us,
@@ -136,7 +137,7 @@ class Decodes:
         """Capture a step; returns its graph, its metadata and its output."""
         npu = torch.get_device_module("npu")
         graph, metadata = npu.NPUGraph(), self.planned(attention)
-        with npu.graph(graph):
+        with captured(graph):
             output = self.attend(attention, metadata)
         return graph, metadata, output
 

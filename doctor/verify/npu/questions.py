@@ -55,7 +55,7 @@ class Probe:
     ask: Callable[[Npu], Found]
 
 
-class NotCaptured(Exception):
+class NotCaptured(RuntimeError):
     """A graph does not take the call that is asked about, which is a no."""
 
 
@@ -69,16 +69,33 @@ def captured(graph: Any) -> Iterator[None]:
 
     Any other error is one of the device. The end of a capture that an error broke off raises another one.
     """
+    npu = torch.get_device_module("npu")
+    before = npu.current_stream()
     try:
-        with torch.get_device_module("npu").graph(graph):
+        with npu.graph(graph):
             yield
     except (RuntimeError, ValueError) as error:
-        first: BaseException = error
-        while first.__context__ is not None:
-            first = first.__context__
-        if UNCAPTURED.search(str(first)):
-            raise NotCaptured(str(first)) from error
+        npu.set_stream(before)  # a capture that cannot be ended leaves its own
+        if UNCAPTURED.search(said := first_of(error)):
+            raise NotCaptured(said) from error
         raise
+
+
+# Errors of the device itself, after which it may not compute in this process: of the runtime, and of memory
+_LOST = re.compile(r"error code is (507|107)\d{3}\b|out of memory", re.IGNORECASE)
+
+
+def is_refusal(error: RuntimeError) -> bool:
+    """Whether an error refuses a call or its capture, as one that CANN lacks, and the device goes on."""
+    lost = isinstance(error, torch.OutOfMemoryError) or _LOST.search(first_of(error)) is not None
+    return isinstance(error, NotCaptured) or not lost
+
+
+def first_of(error: BaseException) -> str:
+    """Return the text of the error that came first, of those that came while it was handled."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error)
 
 
 def rows_apart(found: Tensor, wanted: Tensor) -> float:
@@ -151,7 +168,7 @@ def reads_wide_heads(machine: Npu) -> Found:
         place = torch.zeros(1, dtype=torch.int32, device=machine.device)
         last = torch.from_numpy(table[4:]).to(machine.device)  # that of the decode alone
         static, graph = wide.plan_static(StaticDecodes(place, last, place)), npu.NPUGraph()
-        with npu.graph(graph):
+        with captured(graph):
             replayed = wide.attend(*sent, static, 0)
         wide.replay(graph, [static], [64])
         far.append(rows_apart(replayed, wanted))
@@ -265,7 +282,7 @@ def prefetches(machine: Npu) -> Found:
             F.linear(x, weight)
 
     wanted = F.linear(x, weights[0])
-    with npu.graph(graph):
+    with captured(graph):
         ops.prefetch((weights[0], None), x)
         ops.await_prefetch()
         found = F.linear(x, weights[0])
@@ -297,7 +314,7 @@ def overlaps_experts(machine: Npu) -> Found:
     found, times = [], []
     for overlaps in (False, True):
         ops, graph = NpuOps(replace(machine.product, overlaps_experts=overlaps)), npu.NPUGraph()
-        with npu.graph(graph):
+        with captured(graph):
             begun = ops.begin_beside(partial(_expert, ops, x, *shared))
             made = _expert(ops, x, *others) + begun()
         graph.replay()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from devices.ascend_limits import DISPATCHING, AscendProduct
-from doctor.verify.npu.questions import NEAR, Found, Probe, rows_apart, time_us
+from doctor.verify.npu.questions import NEAR, Found, Probe, captured, is_refusal, rows_apart, time_us
 from models.config import MixtureConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.ops.divided_rows import DividedRows
@@ -19,7 +19,7 @@ from models.ops.reference import Ops
 from models.parallel.group import Group, divided
 from models.parallel.share import Share
 from recipes.cluster.in_ranks import Body, in_ranks
-from recipes.machine import Npu, start
+from recipes.machine import Npu, one_line, start
 from recipes.schema.recipe import Recipe
 
 HIDDEN, INNER = 4096, 14336  # sizes of an 8B model's down projection; the ranks share its inner axis
@@ -40,7 +40,9 @@ def of_ranks(recipe: Recipe) -> list[Probe]:
             body.__name__,
             question,
             applies,
-            lambda machine: of_all(in_ranks(recipe, body, machine.product, within_s=RANKS_S)),
+            lambda machine: of_all(
+                in_ranks(recipe, partial(_found, body), machine.product, within_s=RANKS_S)
+            ),
         )
 
     summed = "is a prompt's product with the ranks' sum right and faster in one launch?"
@@ -51,6 +53,21 @@ def of_ranks(recipe: Recipe) -> list[Probe]:
         probe(sent, _sends, dispatches),
         probe(beside, _sends, dispatches_beside_shared),
     ]
+
+
+def _found(
+    body: Callable[[Recipe, Group, AscendProduct], Found],
+    recipe: Recipe,
+    group: Group,
+    product: AscendProduct,
+) -> Found:
+    """Return what a rank has found; a call that its device refuses is a no."""
+    try:
+        return body(recipe, group, product)
+    except RuntimeError as error:
+        if not is_refusal(error):
+            raise
+        return False, one_line(error)[:500]
 
 
 def _rank_machine(recipe: Recipe, product: AscendProduct) -> Npu:
@@ -165,7 +182,7 @@ def captured_call(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     call()
     npu = torch.get_device_module("npu")
     graph = npu.NPUGraph()
-    with npu.graph(graph):
+    with captured(graph):
         result = call()
 
     def replay() -> Tensor:
