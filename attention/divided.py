@@ -66,11 +66,11 @@ class Gathered:
 class DividedMetadata(AttentionMetadata):
     """What all layers of one step share; `write_index` has the places in undivided pages.
 
-    A captured step has one part, whatever its rows.
+    A part has MOST_ROWS joined rows, and the last one the rest; a captured step has one part for all rows.
     """
 
     own: AttentionMetadata  # the places in this rank's pages; other ranks' tokens go to the null page
-    parts: tuple[AttentionMetadata, ...]  # of MOST_ROWS joined rows each, the last of fewer
+    parts: tuple[AttentionMetadata, ...]
     rows: Tensor | None  # int64 [R]: their rows in the packed query; None for all
     is_without: Tensor | None  # bool [R]: whether this rank has none of their keys
     gathered: tuple[Gathered, ...] = ()

@@ -128,7 +128,8 @@ def main(argv: list[str]) -> int:
     found: list[Answer] = []
     try:
         if isinstance(machine, Npu):
-            machine.product = product(machine.product.name, machine.chip)  # without an earlier run's answers
+            # An earlier run's answers must not change what is asked now.
+            machine.product = product(machine.product.name, machine.chip)
             path = answers_file(
                 options.answers, machine.product.name, machine.cann, virtual=machine.asked.virtual
             )

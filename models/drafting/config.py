@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from models.config import DecoderConfig, HeadConfig, LayerSpec
 from models.parallel.share import Share
 
-# Names in the checkpoint of an EAGLE-3 head, as they are read: its layer, and the embedding that it may have
-# of its own, which the file calls as a decoder without a head does
+# An EAGLE-3 head's names as they are read: its layer, and the embedding that it may have of its own. The file
+# calls that one as a decoder without a head does.
 LAYER, EMBEDDING = "midlayer.", "model.embed_tokens.weight"
 
 

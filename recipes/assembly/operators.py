@@ -43,7 +43,7 @@ def divides_pages(recipe: Recipe, config: DecoderConfig) -> bool:
     if device.attention == "reference":
         return True
     if device.kind == "cuda":
-        return is_latent  # in plain torch
+        return is_latent  # Latents are read by plain torch there, which returns sums.
     if device.kind == "cpu":
         return not device.batch_invariant if is_latent else device.compile is not False
     for product in PRODUCTS:
