@@ -41,6 +41,7 @@ from tests.continuous_batching.test_schedules import (
     serve,
 )
 from tests.simulation.recorded import follow, recorded_run
+from tests.thorough import first_quick
 
 
 class Wavering:
@@ -86,7 +87,7 @@ def runner_of(
     return HeadRunner(*pools, most, groups) if spans is head_spans else DraftingRunner(*pools, groups)
 
 
-@pytest.mark.parametrize("spans", [model_spans, head_spans])
+@pytest.mark.parametrize("spans", first_quick(1, [model_spans, head_spans]))
 @over_schedules(15, 2500, schedulers(), **DRAWN)
 def test_its_keys_are_there_in_every_schedule(
     made: Made,

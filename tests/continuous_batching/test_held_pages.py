@@ -22,7 +22,7 @@ from tests.continuous_batching.test_state_schedules import (
     engine_of,
     states_of,
 )
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 SIZE = 4
 
@@ -255,7 +255,7 @@ def crowd(seed: int, engine: Engine, length: int = 40) -> tuple[list[Request], i
     return done, engine.scheduler.counters.hit_tokens
 
 
-@pytest.mark.parametrize("host", [None, 12])
+@pytest.mark.parametrize("host", first_quick(1, [12, None]))
 def test_random_schedules_with_arrivals_give_the_tokens_of_each_alone_and_replay(host: int | None) -> None:
     gave_way, hits = 0, 0
     for seed in range(cases(8, 1000)):

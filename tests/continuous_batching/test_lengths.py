@@ -141,7 +141,7 @@ def plain_rate(cost: Cost, num: int, noise: float) -> float:
 @pytest.mark.parametrize(
     ("cost", "num", "rate", "noise"),
     first_quick(
-        5,
+        2,
         pairs(
             *(COSTS, cases([1, 16], [1, 4, 16, 64])),
             *(cases([0.0, 0.3, 0.8], [0.0, 0.3, 0.6, 0.8, 0.95]), [0.0, 0.15]),

@@ -76,7 +76,7 @@ def recipe_of(config: dict[str, Any]) -> Recipe:
     )
 
 
-@pytest.mark.parametrize("family", first_quick(len(APART), [*APART, *sorted(FAMILIES.keys() - {*APART})]))
+@pytest.mark.parametrize("family", first_quick(2, [*APART, *sorted(FAMILIES.keys() - {*APART})]))
 def test_every_key_with_every_absurd_value_is_refused_or_works(family: str) -> None:
     lines: dict[str, str] = {}
     for number, (key, hf) in enumerate(configs(family)):

@@ -97,6 +97,7 @@ def test_it_plans_calls_and_answers(client: openai.OpenAI) -> None:
     assert loop.thoughts == [plan, "Now I add 348 and 275.", "The sum is 623."]
 
 
+@pytest.mark.slow
 def test_one_call_at_a_time(client: openai.OpenAI) -> None:
     loop = Loop(client, {"book": 12, "ship": 907}, parallel_tool_calls=False)
     assert json.loads(loop.ask("How much are the book and the ship? Answer in JSON.")) == {"total": 919}

@@ -68,6 +68,7 @@ def test_answers_grow_to_those_of_a_program_by_itself_and_are_found_by_their_ids
                 assert grew.token_ids[: len(each.token_ids)] == each.token_ids
 
 
+@pytest.mark.slow
 def test_a_request_that_cannot_be_sent_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its places and log-probabilities are free again, and the prompt before it is ended."""
     asked = {"prompt": "One day", "max_tokens": 500, "ignore_eos": True, "n": 3, "logprobs": 2}

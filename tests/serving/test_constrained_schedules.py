@@ -134,6 +134,7 @@ def alone() -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_answers_have_their_form(alone: dict[str, list[int]]) -> None:
     text = Text.load(ROOT / "recipes/tiny/weights")
     assert text is not None
@@ -181,6 +182,7 @@ def check_schedule(
     return engine.scheduler.counters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [

@@ -131,7 +131,7 @@ KINDS = [(number, is_stream) for number in range(len(PATHS)) for is_stream in (T
 @pytest.mark.parametrize(
     ("number", "is_stream"),
     # Of a whole answer each path's first kind, since its parts are those of a stream
-    first_quick(8, cases([each for each in KINDS if each[1] or each[0] in WHOLE], KINDS)),
+    first_quick(4, cases([each for each in KINDS if each[1] or each[0] in WHOLE], KINDS)),
 )
 def test_an_answer_goes_on_byte_for_byte_from_any_token(server: Server, number: int, is_stream: bool) -> None:
     path, fields = asked(NUM_TOKENS)[number]

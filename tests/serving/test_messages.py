@@ -89,6 +89,7 @@ def alike(message: Any) -> Any:
     return kept | {"content": blocks, "output_tokens": message["usage"]["output_tokens"]}
 
 
+@pytest.mark.slow
 def test_a_loop_of_an_agent_thinks_calls_and_answers(agent: Server) -> None:
     """With every block sent back as it came; a stream tells of the same message."""
     messages: list[Any] = [*QUESTION]

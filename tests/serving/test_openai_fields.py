@@ -26,6 +26,7 @@ from serving.failures import ClientGone, CutOff, ShutDown
 from tests.each_of import each_of
 from tests.lazy import openai
 from tests.serving.server import TINY, Server
+from tests.thorough import first_quick
 
 OWN = {"self", "extra_body", "extra_headers", "extra_query", "timeout"}  # the client's own, never sent
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
@@ -154,7 +155,9 @@ def test_too_long_an_answer_is_refused_in_the_words_that_clients_know(
     assert "scheduler." not in error.message
 
 
-@pytest.mark.parametrize("prompt", ["a " * 2100, "a" * 10**6, [5] * 2048, [[5] * 5000]], ids=len)
+@pytest.mark.parametrize(
+    "prompt", first_quick(2, [[5] * 2048, "a " * 2100, "a" * 10**6, [[5] * 5000]]), ids=len
+)
 def test_too_long_a_prompt_is_refused_so_too(client: openai.OpenAI, prompt: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length is 2048 tokens") as refusal:
         client.completions.create(model="tiny", prompt=prompt, max_tokens=1)

@@ -17,7 +17,7 @@ from serving.own_processors import KnownProcessors, read_processors
 from serving.text.tokenizer import Text
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 CLASSES = "server.logits_processors=[{}]".format(
     ", ".join(f"'tests.serving.own_classes:{name}'" for name in ("Ban", "Echo", "Fail"))
@@ -67,7 +67,7 @@ def biased(banned: list[int]) -> list[Any]:
     return answers(*(each | bias for each in (STORY, DRAWN)), SUM)
 
 
-@pytest.mark.parametrize("way", cases([way for way in WAYS if way != "plain"], [*WAYS]))
+@pytest.mark.parametrize("way", first_quick(2, cases([way for way in WAYS if way != "plain"], [*WAYS])))
 def test_a_processor_sees_prompt_and_answer_and_acts_as_a_bias_does(
     way: str, banned: list[int], biased: list[Any]
 ) -> None:

@@ -86,6 +86,7 @@ def accumulated(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [each.to_dict() for each in state._output_items.values()]
 
 
+@pytest.mark.slow
 def test_every_way_to_cut_an_answer_gives_the_same_response(text: Text) -> None:
     rng = random.Random(5)
     words = [

@@ -24,7 +24,7 @@ from tests.lazy import transformers
 from tests.models.families import VARIANTS, make
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 RECIPE = "recipes/any/cpu.yaml"
 SMALL = ("cache.memory_gib=0.05", "device.compile=false", "device.threads=1")
@@ -77,7 +77,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("said", cases(SETTINGS[:4], SETTINGS), ids=str)
+@pytest.mark.parametrize("said", first_quick(2, cases(SETTINGS[:4], SETTINGS)), ids=str)
 def test_requests_that_name_no_field_are_sampled_as_generate_samples(
     said: dict[str, Any], checkpoint: Path
 ) -> None:

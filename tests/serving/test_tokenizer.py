@@ -20,6 +20,7 @@ from serving.text.vocabulary import read_tokenizer_files
 from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.serving.conftest import KINDS, byte_level, write_settings
+from tests.thorough import first_quick
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -318,7 +319,7 @@ def num_turns(text: Text) -> int:
     return turns
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_quick(1, KINDS))
 def test_others_run_while_a_long_text_is_tokenised(kind: str, texts: dict[str, Text]) -> None:
     # A library that keeps the interpreter to itself leaves two to five turns, before and after; one that does
     # not, a hundred and more, once the machine gives this thread its share

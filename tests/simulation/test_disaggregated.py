@@ -10,6 +10,7 @@ from continuous_batching.routing.splitting import Split
 from simulation.disaggregated import DisaggregatedFleet
 from simulation.run_totals import RunTotals
 from tests.simulation.test_serve import Fixed, requests, scheduler
+from tests.thorough import first_quick
 
 
 def asked(number: int, at_s: float, tokens: int = 4, timeout_s: float | None = None) -> Request:
@@ -61,7 +62,7 @@ def test_a_link_sends_one_prompt_after_the_other() -> None:
     assert first_s == pytest.approx([0.0105 + 1.0 + 0.016, 0.0105 + 2.0 + 0.016], abs=1e-6)
 
 
-@pytest.mark.parametrize("split", ["always", "cost"])
+@pytest.mark.parametrize("split", first_quick(1, ["cost", "always"]))
 def test_no_split_request_is_lost(split: Split) -> None:
     """Nor any time that it is there, and nothing of it is left in the router."""
     totals = RunTotals(records=[])

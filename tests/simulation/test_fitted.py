@@ -93,6 +93,7 @@ def test_loads_of_stretches_are_found_again() -> None:
     assert [kept.ratio(5e-3, at) for at in (0, 100)] == pytest.approx([1.0, 3.0])
 
 
+@pytest.mark.slow
 def test_a_held_out_trace_is_foretold() -> None:
     fitted = fitted_to(Made)
     assert (fitted.costs_s >= 0).all()

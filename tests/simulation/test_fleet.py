@@ -17,6 +17,7 @@ from simulation.pipeline import Pipeline, Stages
 from simulation.replica import Replica
 from simulation.run_totals import RunTotals
 from tests.simulation.test_serve import Fixed, requests, scheduler
+from tests.thorough import first_quick
 
 
 def fleet(count: int, route: Route, trace: list[Request], *, records: bool = False) -> RunTotals:
@@ -155,7 +156,7 @@ def test_a_router_knows_the_pages_that_engines_hold() -> None:
         assert {key for key, mask in routing.held.masks.items() if mask >> number & 1} == keys
 
 
-@pytest.mark.parametrize("route", ["round_robin", "least_loaded", "text_prefix", "prefix"])
+@pytest.mark.parametrize("route", first_quick(1, ["prefix", "text_prefix", "least_loaded", "round_robin"]))
 def test_what_has_ended_counts_no_more(route: Route) -> None:
     """As with the proxy, nothing of a request is left in the router but what replicas are taken to hold."""
     routing = Routing(3, route)

@@ -56,7 +56,7 @@ def fresh(entries: list[Entry]) -> Callable[[], Scheduler]:
     return lambda: scheduler_from(header.facts)
 
 
-@pytest.mark.parametrize("case", first_quick(1, cases(["preempting in chunks", "with work ahead"], [*CASES])))
+@pytest.mark.parametrize("case", first_quick(0, cases(["preempting in chunks", "with work ahead"], [*CASES])))
 def test_the_simulation_decides_as_the_engine_did(case: str, tmp_path: Path) -> None:
     overrides, options = CASES[case]
     entries = recording(tmp_path, overrides, options)

@@ -82,6 +82,7 @@ def test_whoever_foresees_the_turns_keeps_what_is_wanted_soonest() -> None:
         assert foreseen_share(turns, num_bytes) == 1 - found / total
 
 
+@pytest.mark.slow
 def test_one_command_compares_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

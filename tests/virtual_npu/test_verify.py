@@ -45,6 +45,7 @@ def test_the_contract_lets_an_engines_calls_through(product: Product, operator: 
     assert verdict.worst == 0
 
 
+@pytest.mark.slow
 @each_of("operator", ["npu_rms_norm", "npu_fused_infer_attention_score", "npu_quant_matmul"])
 def test_a_wrong_result_shows(operator: str) -> None:
     verdict = verify(operator, scaled, "cpu", 2, seed=5)
