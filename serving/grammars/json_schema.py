@@ -34,6 +34,7 @@ MOST_DEPTH = 200  # lists and objects in each other, in constants and annotation
 MOST_PROPERTIES = 500  # properties of all objects together; a step's cost grows with them
 MOST_VALUES = 1000  # values of all enums together
 MOST_BRANCHES = 200  # branches of all anyOf, oneOf and allOf together
+LONGEST_TEXT = 16 * MOST_SCHEMA_BYTES  # characters of a schema's text, with its spaces and escapes
 LARGEST_STEP = 1000  # largest multipleOf without its decimal point; the matcher has as many states
 _BOUNDS = numbers(-(2**53), 2**53)  # JavaScript's largest integers, which its schemas name as bounds
 LONGEST_NOTE = 100  # characters of a note
@@ -41,7 +42,8 @@ MOST_REPEATS = 100_000  # largest minLength, maxLength, minItems, ...
 MOST_NOTES = 50  # notes of one schema
 _MOST_PATTERNS = 200  # patterns of one schema that are tried, which takes 1.5 ms each
 _MOST_KEPT_BYTES = 2**21  # prepared schemas are kept; an agent sends the same ones with each turn
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+# A string that is not closed ends with the text; searches would otherwise begin again at each quote in it.
+_QUOTED = re.compile(r'(?s)"(?:[^"\\]|\\.)*(?:"|\\?\Z)')
 
 _NOTES = frozenset(
     {

@@ -15,7 +15,7 @@ from typing import Any
 
 from borders.field_table import LONGEST_GRAMMAR, MOST_CHOICES
 from borders.refusal import BadRequest, abbreviate_json
-from serving.grammars.json_schema import MOST_DEPTH, Prepared, depth_of, prepared
+from serving.grammars.json_schema import LONGEST_TEXT, MOST_DEPTH, Prepared, depth_of, prepared
 from serving.grammars.thinking import KIND as THINKING
 
 CHANNELS = "channels"  # the kind of an answer on channels: `outer`, which refers to `form` as `@form`
@@ -149,6 +149,9 @@ def _written(field: str, kind: str, asked: Any, *, strict: bool = False) -> str:
 def _schema(field: str, schema: Any, strict: bool) -> Prepared:
     """Return a schema, which may be sent as a text, for the matcher."""
     if isinstance(schema, str):
+        if len(schema) > LONGEST_TEXT:
+            problem = f"is a text of {len(schema)} characters; a schema's may have {LONGEST_TEXT}"
+            raise BadRequest(field, problem, value=len(schema), limit=LONGEST_TEXT, fix="make it smaller")
         if (depth := depth_of(schema)) > MOST_DEPTH:
             raise BadRequest(field, f"is nested {depth} levels deep; lists and objects may be {MOST_DEPTH}")
         try:

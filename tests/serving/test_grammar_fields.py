@@ -12,6 +12,7 @@ from borders.field_table import LONGEST_GRAMMAR, MOST_CHOICES, MOST_SCHEMA_BYTES
 from borders.refusal import BadRequest
 from serving.grammars import json_schema
 from serving.grammars.json_schema import (
+    LONGEST_TEXT,
     MOST_BRANCHES,
     MOST_LEVELS,
     MOST_LEVELS_IN_ALL,
@@ -355,6 +356,11 @@ for number in range(4):
         ({"minProperties": 2, "additionalProperties": False, "patternProperties": {"a": {}}}, "come twice"),
         ([], "it must be a JSON schema, as an object"),
         ("{", "guided_json is no JSON"),
+        # Read in quadratic time, each of these three takes a minute or more.
+        ('"' + '\\"' * 30_000, "guided_json is no JSON"),
+        ('"' + '\\"' * 30_000 + "\\\n", "guided_json is no JSON"),
+        ('"[' + '\\"[' * 30_000 + "\\", "guided_json is no JSON"),
+        (" " * LONGEST_TEXT + "{}", "is a text of 1048578 characters; a schema's may have 1048576"),
         ({"const": float("nan")}, "cannot be written as JSON"),
     ],
 )
