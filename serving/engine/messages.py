@@ -243,7 +243,7 @@ class SampleEnd(msgspec.Struct, frozen=True, array_like=True):
     prefill_s: float | None  # time from first admission to first token
     decode_s: float | None  # time from first token to end
     hypotheses: list[BeamHypothesis]
-    is_at_fault: bool = False  # it failed because of what it asked for
+    is_at_fault: bool = False  # it ended in an error because of what it asked for
     num_drafted: int = 0  # draft tokens that were verified
     num_accepted: int = 0  # draft tokens that were accepted
 

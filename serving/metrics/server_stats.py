@@ -34,7 +34,7 @@ MOST_RECENT = 2**16  # times that are kept for the next sample of the history
 NO_GAUGES = Usage(0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0.0, 0.0, {}, 0, 0, 0, 0, 0, 0)
 REJECTS = ("queue_full", "refused", "starting", "lost", "draining", "dead", "asleep")
 ABORTS = ("disconnect", "slow_reader", "asked", "shutdown", "engine_lost", "timeout", "sibling", "order")
-ENDS = ("stop", "length", "abort", "timeout", "error", "refused", "engine_lost")
+ENDS = ("stop", "length", "abort", "timeout", "error", "blocked", "refused", "engine_lost")
 RESPONSES = ("200", "400", "401", "404", "413", "429", "499", "500", "503")
 HELD_BACK = ("slots", "tokens", "policy", "pages", "tier")
 LOOKUPS = ("whole", "too_short", "other_salt", "evicted", "window_evicted", "no_state", "unaligned", "unseen")
@@ -131,7 +131,8 @@ class CounterSums:
 class ServerStats:
     """Counts events within the event loop; times are in seconds.
 
-    A sample is one of a request's `n`; each ends for one reason of ENDS.
+    A sample is one of a request's `n`; each ends for one reason of ENDS. `error` is a failure of the model or
+    of its device, `blocked` one that is due to what the request asked for.
     """
 
     def __init__(self) -> None:
@@ -316,8 +317,9 @@ class ServerStats:
     def ended(self, answer: AnswerStream, index: int, end: SampleEnd, since_arrival_s: float) -> None:
         """Record the end of a sample."""
         self.num_open -= 1
-        self.ends[end.reason] += 1
-        self.num_corrupted += end.reason == "error"
+        reason = "blocked" if end.is_at_fault else end.reason
+        self.ends[reason] += 1
+        self.num_corrupted += reason == "error"
         if end.reason == "timeout":
             self.aborts["timeout"] += 1
         num_tokens = end.num_tokens

@@ -123,6 +123,21 @@ def test_each_sample_ends_once_for_one_reason() -> None:
     assert found["vllm:request_max_num_generation_tokens_sum", ""] == 3
 
 
+def test_what_a_client_asked_for_is_no_failure_of_the_model() -> None:
+    stats = ServerStats()
+    for is_at_fault in (True, True, False):
+        told = answer()
+        stats.added(told)
+        end = SampleEnd(0, "error", "why", 1, 0, 0, 0.25, 0.5, 1.0, [], is_at_fault=is_at_fault)
+        told.finish(0, end)
+        stats.ended(told, 0, end, 2.0)
+    found = samples(stats)
+    assert found["cb_sample_ends_total", "blocked"] == 2
+    assert found["cb_sample_ends_total", "error"] == 1
+    assert found["vllm:corrupted_requests_total", ""] == 1
+    assert found["vllm:request_success_total", "error"] == 1
+
+
 def test_a_step_is_counted_and_an_end_without_one_is_not() -> None:
     stats = ServerStats()
     stats.ready(FACTS, 1)
