@@ -608,7 +608,9 @@ class AsyncLLM:
             case Beat():
                 self.stats.beat(message)
             case AddAccepted(stream):
-                self._streams[stream][0].accept()
+                answer, _ = self._streams[stream]
+                answer.accept()
+                self.stats.accepted(answer)
             case AddRefused(stream):
                 self._refuse(stream, "refused", message.error())
             case QueueRefused(stream, reason, retry_after_s):

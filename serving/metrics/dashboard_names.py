@@ -44,7 +44,7 @@ VLLM = (
         lambda t: t.accepted_at.totals,
         "position",
     ),
-    Metric("prompt_tokens_total", "counter", "Tokens of prompts", lambda t: t.prompt_tokens),
+    Metric("prompt_tokens_total", "counter", "Tokens of accepted prompts", lambda t: t.prompt_tokens),
     Metric("generation_tokens_total", "counter", "Tokens sent to clients", lambda t: t.answer_tokens),
     Metric("request_success_total", "counter", "Samples that ended", _finished, "finished_reason"),
     Metric("corrupted_requests_total", "counter", "Samples that failed", lambda t: t.num_corrupted),

@@ -283,6 +283,9 @@ class ServerStats:
         self.num_requests += 1
         self.num_samples += num_samples
         self.num_open += num_samples
+
+    def accepted(self, answer: AnswerStream) -> None:
+        """Record that the engine accepted a request that was added."""
         self.prompt_tokens += answer.request.num_prompt_tokens
         self.prompt_lens.observe(answer.request.num_prompt_tokens)
         self.asked_samples.observe(answer.num_answers)

@@ -105,6 +105,8 @@ def test_each_sample_ends_once_for_one_reason() -> None:
     told[0].finish(0, end)
     stats.ended(told[0], 0, end, 2.0)
     stats.refused(told[1], "queue_full")
+    for each in (told[0], *told[2:]):
+        stats.accepted(each)
     stats.aborted(told[2], "engine_lost")
     stats.lost("killed")
     found = samples(stats)
@@ -114,6 +116,9 @@ def test_each_sample_ends_once_for_one_reason() -> None:
     assert ends == {"length": 1, "refused": 1, "engine_lost": 2}
     assert found["cb_samples_total", ""] == 4
     assert found["cb_samples_open", ""] == 0
+    assert found["vllm:prompt_tokens_total", ""] == 9, "a prompt that is refused is not computed"
+    for name in ("request_prompt_tokens", "request_params_n", "request_params_max_tokens"):
+        assert found[f"vllm:{name}_count", ""] == 3
     assert found["cb_rejects_total", "queue_full"] == 1
     assert found["cb_aborts_total", "engine_lost"] == 1
     assert found["vllm:request_success_total", "length"] == 1
