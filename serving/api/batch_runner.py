@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message
 from serving.api.api_keys import ApiKeys, Client
 from serving.api.errors import DEFECT, error_body
 from serving.async_llm import AsyncLLM
-from serving.batches.lines import LineCheck, WrongLine, answered, expired, name_of, read_line, refused
+from serving.batches.lines import LineCheck, WrongLine, answered, expired, read_line, refused
 from serving.batches.store import BatchStore, StoredBatch
 from serving.failures import EngineEnded, Overloaded, Unavailable
 
@@ -230,7 +230,7 @@ class Batches:
         try:
             line = read_line(text, active.batch.endpoint, self._most_line_bytes)
         except WrongLine as bad:  # the server was started again since the batch began, with other limits
-            await self._keep(active, number, refused(number, name_of(text), bad), is_error=True)
+            await self._keep(active, number, refused(number, bad), is_error=True)
             return
         name = uuid.uuid4().hex
         num_attempts = 0

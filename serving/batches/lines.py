@@ -26,6 +26,12 @@ class BatchLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body: msgspec.Raw
 
 
+class _Named(msgspec.Struct):
+    """The name of a line, whatever else it holds."""
+
+    custom_id: str
+
+
 class WrongLine(Exception):
     """A line cannot be run; `custom_id` is None if the line has no readable one."""
 
@@ -67,21 +73,23 @@ def split_lines(content: bytes) -> list[tuple[int, bytes]]:
 def name_of(text: bytes) -> str | None:
     """Return the custom_id of a line that may be wrong otherwise, or None if it has no readable one."""
     try:
-        return msgspec.json.decode(text, type=BatchLine).custom_id
+        name = msgspec.json.decode(text, type=_Named).custom_id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
+    return name if 0 < len(name) <= LONGEST_NAME else None
 
 
 def read_line(text: bytes, endpoint: str, most_bytes: int) -> BatchLine:
     """Return the request of a line; raises WrongLine."""
     if len(text) > most_bytes:
-        raise WrongLine(f"it is longer than {most_bytes} bytes (server.max_body_mib); shorten it")
+        problem = f"it is longer than {most_bytes} bytes (server.max_body_mib); shorten it"
+        raise WrongLine(problem, name_of(text))
     try:
         line = msgspec.json.decode(text, type=BatchLine)
         name = line.custom_id
         body = msgspec.json.decode(line.body, type=_Body)
     except msgspec.ValidationError as error:
-        raise WrongLine(f"it is no request of a batch: {error}") from error
+        raise WrongLine(f"it is no request of a batch: {error}", name_of(text)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WrongLine(f"it is not JSON: {error}") from error
     except RecursionError as error:
@@ -137,13 +145,13 @@ class LineCheck:
                 )
                 raise WrongLine(problem, line.custom_id)
         except WrongLine as bad:
-            return refused(number, bad.custom_id, bad)
+            return refused(number, bad)
         return None
 
 
-def refused(number: int, custom_id: str | None, bad: WrongLine) -> bytes:
+def refused(number: int, bad: WrongLine) -> bytes:
     """Return the answer to a line that cannot be run."""
-    return not_run(custom_id, "invalid_request", f"line {number}: {bad}")
+    return not_run(bad.custom_id, "invalid_request", f"line {number}: {bad}")
 
 
 def expired(_: int, text: bytes) -> bytes:

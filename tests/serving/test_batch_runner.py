@@ -53,26 +53,45 @@ def test_lines_are_the_file_again(content: bytes) -> None:
 
 
 @each_of(
-    "text, reason",
+    "text, name, reason",
     [
-        (b"{", "it is not JSON: Input data was truncated"),
-        (b'"\xff"', "it is no request of a batch: Expected `object`, got `str`"),
-        (b'{"custom_id": "a"}', "it is no request of a batch: Object missing required field `method`"),
-        (line("a", more=1), "it is no request of a batch: Object contains unknown field `more`"),
-        (line(""), "custom_id has 0 characters; it must have 1 to 1024"),
-        (line("a", custom_id=3), "it is no request of a batch: Expected `str`, got `int` - at `$.custom_id`"),
-        (line("a", method="GET"), 'method is "GET"; it must be "POST"'),
-        (line("a", url="/abort/x"), 'url is "/abort/x"; it must be the batch\'s endpoint, /v1/completions'),
-        (line("a", body=[]), "it is no request of a batch: Expected `object`, got `array`"),
-        (line("a", body={"stream": True}), "stream is set in body; a batch has no streams: leave it out"),
-        (line("a", body={"priority": 9}), "priority is set in body; a batch goes behind all other requests"),
-        (line("a", body={"x": 0})[:-1] + b" " * 70_000 + b"}", "it is longer than 65536 bytes"),
+        (b"{", None, "it is not JSON: Input data was truncated"),
+        (b'"\xff"', None, "it is no request of a batch: Expected `object`, got `str`"),
+        (b'{"custom_id": "a"}', "a", "it is no request of a batch: Object missing required field `method`"),
+        (line("a", more=1), "a", "it is no request of a batch: Object contains unknown field `more`"),
+        (line(""), None, "custom_id has 0 characters; it must have 1 to 1024"),
+        (
+            line("a", custom_id=3),
+            None,
+            "it is no request of a batch: Expected `str`, got `int` - at `$.custom_id`",
+        ),
+        (line("a", method="GET"), "a", 'method is "GET"; it must be "POST"'),
+        (
+            line("a", url="/abort/x"),
+            "a",
+            'url is "/abort/x"; it must be the batch\'s endpoint, /v1/completions',
+        ),
+        (line("a", body=[]), "a", "it is no request of a batch: Expected `object`, got `array`"),
+        (line("a", body=None), "a", "it is no request of a batch: Expected `object`, got `null`"),
+        (line("b" * 1025, more=1), None, "it is no request of a batch: Object contains unknown field"),
+        (
+            line("a", body={"stream": True}),
+            "a",
+            "stream is set in body; a batch has no streams: leave it out",
+        ),
+        (
+            line("a", body={"priority": 9}),
+            "a",
+            "priority is set in body; a batch goes behind all other requests",
+        ),
+        (line("a", body={"x": 0})[:-1] + b" " * 70_000 + b"}", "a", "it is longer than 65536 bytes"),
     ],
 )
-def test_a_wrong_line_says_what_is_wrong(text: bytes, reason: str) -> None:
+def test_a_wrong_line_says_what_is_wrong(text: bytes, name: str | None, reason: str) -> None:
     with pytest.raises(WrongLine) as told:
         read_line(text, URL, 2**16)
     assert str(told.value).startswith(reason)
+    assert told.value.custom_id == name
 
 
 def test_a_body_goes_on_as_it_was_written() -> None:
