@@ -16,7 +16,7 @@ from serving.api.pieces import Json
 # Fields of any item; items that this server made may be sent back unchanged.
 _EVERY = {"type", "id", "status"}
 _KNOWN = {
-    "message": {"role", "content"},
+    "message": {"role", "content", "phase"},  # a client of OpenAI sends back the phase that it was told
     "function_call": {"call_id", "name", "arguments"},
     "function_call_output": {"call_id", "output"},
     "reasoning": {"summary", "content", "encrypted_content"},
@@ -91,7 +91,7 @@ class _Turns:
     def _thoughts(self, place: str, given: Mapping[str, Any]) -> None:
         sent = string_at("input", f"{place}.encrypted_content", given.get("encrypted_content", ""))
         held = carried(sent, "input", f"{place}.encrypted_content")
-        if "summary" in given and "content" not in given and held is None:
+        if "summary" in given and "content" not in given and not sent:
             problem = "is a summary alone, which no model here reads"
             raise BadRequest("input", problem, fix="send the item's content", place=place)
         thoughts, content = [], given.get("content", [])

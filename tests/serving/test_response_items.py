@@ -195,6 +195,9 @@ def test_items_become_the_messages_of_their_turns(text: Text) -> None:
     assert again == {"role": "assistant", "content": again["content"], "reasoning_content": "So."}
     foreign = held | {"encrypted_content": "of another service"}
     assert "reasoning_content" not in messages_of([foreign, output[1]], None)[0]
+    foreign["summary"] = [{"type": "summary_text", "text": "It thought."}]
+    told = output[1] | {"phase": "final_answer"}
+    assert messages_of([foreign, told], None) == messages_of([output[1]], None)
     said = {"role": "assistant", "content": "b"}
     assert messages_of([said, said], None) == [said, said], "two messages are two turns"
 
