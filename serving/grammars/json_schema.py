@@ -18,7 +18,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -186,6 +186,9 @@ class _Preparation:
             self._count_levels(place)
             defs[self._names[place]] = self._made[place]
         self._check_circles(defs)
+        if not _can_end(whole, _endless(defs)):
+            problem = "has no answer that ends, since a value that it requires holds another of itself"
+            raise self._bad((), problem, "leave it out of required, or let it be null")
         if defs:
             while whole.keys() == {"$ref"}:  # its type and its properties are looked at where it is used
                 whole = defs[whole["$ref"].removeprefix("#/$defs/")]
@@ -419,6 +422,40 @@ def _same_value(schema: object) -> Iterator[str]:
         for keyword in ("anyOf", "oneOf", "allOf"):
             for each in schema.get(keyword, ()):
                 yield from _same_value(each)
+
+
+def _endless(defs: Mapping[str, Any]) -> set[str]:
+    """Return the names of the parts whose every value would hold a value of such a part."""
+    endless, num_before = set(defs), len(defs) + 1
+    while len(endless) < num_before:
+        num_before = len(endless)
+        endless -= {name for name in endless if _can_end(defs[name], endless)}
+    return endless
+
+
+def _can_end(schema: Any, endless: Collection[str]) -> bool:
+    """Return whether a schema may have a value that holds none of the endless parts.
+
+    Without references it has one as far as this looks, whatever its constraints say.
+    """
+    if isinstance(schema, bool):
+        return True
+    if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") in endless:
+        return False
+    if not all(_can_end(each, endless) for each in schema.get("allOf", ())):
+        return False
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in schema and not any(_can_end(each, endless) for each in schema[keyword]):
+            return False
+    if schema.get("type") in ("object", ["object"]):
+        named, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        rest = True if "patternProperties" in schema else others
+        return all(_can_end(named.get(name, rest), endless) for name in schema.get("required", ()))
+    if schema.get("type") in ("array", ["array"]):
+        first, least = schema.get("prefixItems", []), schema.get("minItems", 0)
+        needed = [*first[: int(least)], *([schema.get("items", True)] if least > len(first) else [])]
+        return all(_can_end(each, endless) for each in needed)
+    return True
 
 
 def _as_json(schema: object, field: str) -> tuple[str, int, int]:

@@ -308,6 +308,27 @@ for number in range(4):
     LOOPS = {"properties": {"a": LOOPS, "b": {"$ref": "#" + "/properties/a" * (4 - number)}}}
 
 
+def requiring(schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"n": schema}, "required": ["n"]}
+
+
+@each_of(
+    "schema",
+    [
+        requiring({"anyOf": [{"$ref": "#"}, {"type": "null"}]}),
+        requiring({"$ref": "#", "nullable": True}),
+        requiring({"$ref": "#"}) | {"required": []},
+        requiring({"$ref": "#"}) | {"type": ["object", "null"]},
+        requiring({"type": "array", "items": {"$ref": "#"}}),
+        requiring({"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 1}),
+        requiring({"type": "integer"}) | {"additionalProperties": {"$ref": "#"}},
+    ],
+)
+def test_what_may_hold_another_of_itself_is_taken_where_it_can_end(schema: dict[str, Any]) -> None:
+    grammars = Grammars(lambda: Bytes(), 257, [256])
+    assert grammars.beginning(json.dumps(asked(guided_json=schema))) is not None
+
+
 @each_of(
     "schema, said",
     [
@@ -350,6 +371,11 @@ for number in range(4):
             },
             "refers to itself before it comes to a value",
         ),
+        (requiring({"$ref": "#"}), "has no answer that ends, since a value that it requires holds another"),
+        (requiring({"type": "array", "items": {"$ref": "#"}, "minItems": 1}), "has no answer that ends"),
+        (requiring({"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 2}), "has no answer that"),
+        (requiring({"anyOf": [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}]}), "has no answer that ends"),
+        ({"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["a"]}, "has no answer that"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "int"}}}, 'at $defs.a.type, is "int"'),
         (LOOPS, "bytes with what its references lead to; it may have 131072"),
         ({"minProperties": 2}, "which could then come twice"),
