@@ -12,7 +12,7 @@ from continuous_batching.queueing import QueueFull
 from continuous_batching.request import Request
 from serving.grammars.matching import Grammars
 
-MOST_COMPILE_S = 10.0  # the caps on grammars need a hundredth of it; a busy machine takes longer
+MOST_COMPILE_S = 10.0  # what the caps let through takes less than a second of a free core
 MOST_WAIT_S = 60.0  # most time that a grammar waits while others are compiled
 _THREADS = 2  # more threads would take cores from the engine
 

@@ -267,6 +267,32 @@ def test_no_chain_of_references_overflows_the_matcher_s_stack(levels: int, keywo
                 grammar_of({"guided_json": schema})
 
 
+def combined(levels: int) -> dict[str, Any]:
+    """A schema of which each level has twice the alternatives of the next, all below an allOf."""
+    parts: dict[str, Any] = {f"a{levels}": {"type": "object"}}
+    for level in range(levels):
+        named = [{"type": "object", "properties": {f"{side}{level}": {"type": "string"}}} for side in "lr"]
+        parts[f"a{level}"] = {"anyOf": [{"allOf": [{"$ref": f"#/$defs/a{level + 1}"}, n]} for n in named]}
+    return {"$ref": "#/$defs/a0", "$defs": parts}
+
+
+def test_alternatives_that_combine_are_refused_before_a_mask_is_made() -> None:
+    """Their masks took seconds; what tools and large schemas need stays below the limit."""
+    grammars = Grammars(lambda: Bytes(), 257, [256])
+    names = {f"p{number}": {"type": "string"} for number in range(20)}
+    tool = f"%json {json.dumps({'type': 'object', 'properties': names})}"
+    rules = [f't{number}: "t{number}" {tool}' for number in range(128)]
+    tools = "\n".join([f"start: {' | '.join(f't{number}' for number in range(128))}", *rules])
+    grammars.beginning(json.dumps(["tools", "lark", tools]))
+    for levels in (7, 10):
+        asked_for = json.dumps(asked(guided_json=combined(levels)))
+        if levels == 7:
+            grammars.beginning(asked_for)
+        else:
+            with pytest.raises(BadRequest, match="grammar size"):
+                grammars.beginning(asked_for)
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_hostile_schemas_are_read_in_bounds(strict: bool) -> None:
     """Each took seconds or raised another error than a refusal; patience here is the runner's own limit."""
