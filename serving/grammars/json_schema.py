@@ -247,8 +247,11 @@ class _Preparation:
                 made |= {} if isinstance(leads_to, bool) else {keyword: f"#/$defs/{name}"}
             elif self._is_enforced(keyword, value, at):
                 self._value(keyword, value, at)
-                plain = str(_PLAINLY.get(value, value)) if keyword == "pattern" else value
-                if keyword != "pattern" or self._holds(plain):
+                if keyword in _COUNTS:
+                    made[keyword] = int(value)  # the matcher takes no 3.0
+                elif keyword != "pattern":
+                    made[keyword] = value
+                elif self._holds(plain := str(_PLAINLY.get(value, value))):
                     made[keyword] = plain
                 else:
                     self._note(at)

@@ -144,6 +144,13 @@ def test_the_parameters_of_a_tool_are_an_object_however_their_type_says_so(kind:
         )
 
 
+def test_a_count_with_a_point_is_written_as_the_integer_that_it_is() -> None:
+    grammar = grammar_of({"guided_json": {"type": "string", "minLength": 3.0, "maxLength": 4}})
+    assert grammar is not None
+    assert '"minLength":3,' in grammar
+    Grammars(lambda: Bytes(), 257, [256]).beginning(grammar)
+
+
 def test_notes_name_the_tool_and_what_became_any_object() -> None:
     schemas = {"a": {"minProperties": 2}, "b": {"type": "object", "": 1}}
     tools = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in schemas.items()]
