@@ -238,7 +238,7 @@ def _prompt(values: dict[str, Any], text: Text | None, tools: ToolUse | None) ->
 
 def _least_answer(values: dict[str, Any], *, fills: bool) -> int:
     """Return the number of tokens that a truncated prompt leaves for the answer."""
-    given = values.get("max_tokens", values.get("max_completion_tokens"))
+    given = values.get("max_completion_tokens", values.get("max_tokens"))
     if given is None:
         given = max(1, values.get("min_tokens", 0)) if fills else FIELDS["max_tokens"].default
     return int(given)

@@ -137,6 +137,8 @@ def test_a_prompt_is_cut_from_its_beginning() -> None:
 
     assert kept(truncate_prompt_tokens=7) == list(range(93, 100))
     assert kept(truncate_prompt_tokens=-1, max_tokens=20) == list(range(70, 100))
+    both = {"max_tokens": 5, "max_completion_tokens": 20}
+    assert kept(truncate_prompt_tokens=-1, **both) == list(range(70, 100)), "as the answer's own bound"
     assert kept(truncate_prompt_tokens=-1) == list(range(66, 100)), "beside the default of max_tokens"
 
 
