@@ -46,7 +46,9 @@ class AnswerDelta:
 
     def extend(self, more: AnswerDelta) -> None:
         """Append the part that follows this one."""
-        self.text += more.text
+        text, self.text = self.text, ""  # a text that nothing else refers to grows in place, without a copy
+        text += more.text
+        self.text = text
         self.tokens += more.tokens
         self.logprobs += more.logprobs
         self.finish_reason, self.stop_reason = more.finish_reason, more.stop_reason
