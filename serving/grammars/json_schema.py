@@ -427,6 +427,50 @@ def _same_value(schema: object) -> Iterator[str]:
                 yield from _same_value(each)
 
 
+def without_other_spellings(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a prepared schema in which a property is not taken for another one where escapes spell its name.
+
+    The matcher knows the names of properties by their usual spelling, and further ones have any other, so
+    that "\\u0061" would pass what "a" must be. The names that a pattern matches have the usual spelling. The
+    matcher does not merge such patterns with other ones, so a schema that merges others is returned as it is.
+    """
+    return schema if _merges(schema) else _with_usual_names(schema)
+
+
+def _merges(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    own = schema.keys() - {"$defs"}
+    merges = "allOf" in own or (len(own) > 1 and bool(own & {"$ref", "anyOf", "oneOf"}))
+    return merges or any(map(_merges, _parts(schema)))
+
+
+def _with_usual_names(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    made = dict(schema)
+    for keyword in made.keys() & (_NAMED | {"$defs"}):
+        made[keyword] = {name: _with_usual_names(each) for name, each in schema[keyword].items()}
+    for keyword in made.keys() & _LISTS:
+        made[keyword] = [_with_usual_names(each) for each in schema[keyword]]
+    for keyword in made.keys() & _ONE:
+        made[keyword] = _with_usual_names(schema[keyword])
+    is_open = made.get("additionalProperties", True) in (True, {}) and "patternProperties" not in made
+    if made.get("properties") and is_open:
+        made |= {"patternProperties": {"": True}, "additionalProperties": False}
+    return made
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[Any]:
+    for keyword, value in schema.items():
+        if keyword in _NAMED | {"$defs"}:
+            yield from value.values()
+        elif keyword in _LISTS:
+            yield from value
+        elif keyword in _ONE:
+            yield value
+
+
 def _endless(defs: Mapping[str, Any]) -> set[str]:
     """Return the names of the parts whose every value would hold a value of such a part."""
     endless, num_before = set(defs), len(defs) + 1

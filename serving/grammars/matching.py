@@ -12,7 +12,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +21,7 @@ import numpy as np
 from borders.refusal import BadRequest
 from continuous_batching.constraints import Constraint, Mask, Matcher
 from continuous_batching.request import Request
+from serving.grammars.json_schema import without_other_spellings
 from serving.grammars.structured_output import CHANNELS
 from serving.grammars.thinking import KIND, Thinking, ThinkingMatcher, reader
 
@@ -258,7 +259,7 @@ def _as_library_has_it(field: str, kind: str, asked: Any) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if kind == "json":
-        return f"{_NO_FORCING}start: %json {json.dumps(asked | {'x-guidance': JSON_OPTIONS})}"
+        return f"{_NO_FORCING}start: {json_rule(asked)}"
     if kind == CHANNELS:
         form = [] if asked["form"] is None else [{"name": "form", "lark_grammar": _part(asked["form"])}]
         return json.dumps({"grammars": [{"lark_grammar": f"{_NO_FORCING}{asked['outer']}"}, *form]})
@@ -275,6 +276,12 @@ def _as_library_has_it(field: str, kind: str, asked: Any) -> str:
         return f"{_NO_FORCING}{grammar_from('grammar', asked)}"
     except Exception as error:
         raise _refused(field, kind, str(error)) from error
+
+
+def json_rule(schema: Any) -> str:
+    """Return a rule's body for JSON of a prepared schema, which is any JSON where it is true."""
+    asked = without_other_spellings(schema) if isinstance(schema, Mapping) else {}
+    return "%json " + json.dumps({**asked, "x-guidance": JSON_OPTIONS})
 
 
 def quoted(text: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
-from serving.grammars.matching import JSON_OPTIONS, quoted
+from serving.grammars.matching import json_rule, quoted
 from serving.tools.alternatives import (
     TYPES,
     Alternative,
@@ -54,12 +54,6 @@ def argument_rules(
     else:
         writer = _KeywordRules(name, schema, mark)
     return writer.written(), [*writer.unheld]
-
-
-def json_rule(schema: Any) -> str:
-    """Return a rule's body for JSON of this schema."""
-    options = {"x-guidance": JSON_OPTIONS}
-    return "%json " + json.dumps({**schema, **options} if isinstance(schema, Mapping) else options)
 
 
 def literal(text: str, mark: Mapping[str, int]) -> str:

@@ -17,8 +17,9 @@ from typing import Any
 from borders.field_table import MOST_TOOLS
 from borders.refusal import BadRequest, abbreviate_json
 from serving.grammars.json_schema import LONGEST_NOTE, Prepared, prepared
+from serving.grammars.matching import json_rule
 from serving.grammars.structured_output import CHANNELS, FormedAnswer
-from serving.tools.argument_rules import argument_rules, json_rule, literal, slashed
+from serving.tools.argument_rules import argument_rules, literal, slashed
 from serving.tools.channels import ChannelFormat, ChannelParser
 from serving.tools.formats import ToolFormat
 from serving.tools.parsing import LONGEST_NAME

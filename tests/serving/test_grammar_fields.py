@@ -44,6 +44,10 @@ def nested(levels: int) -> dict[str, Any]:
     return schema
 
 
+def requiring(schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"n": schema}, "required": ["n"]}
+
+
 def asked(**fields: Any) -> Any:
     grammar = grammar_of(fields)
     return None if grammar is None else json.loads(grammar)
@@ -274,6 +278,27 @@ def test_no_chain_of_references_overflows_the_matcher_s_stack(levels: int, keywo
                 grammar_of({"guided_json": schema})
 
 
+@each_of(
+    "schema",
+    [
+        requiring({"type": "integer"}),
+        requiring({"type": "integer"}) | {"additionalProperties": {}},
+        requiring({"type": "integer"}) | {"additionalProperties": False},
+        {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": requiring({"type": "integer"})}},
+        {"allOf": [requiring({"type": "integer"}) | {"additionalProperties": False}]},
+    ],
+)
+def test_a_property_is_no_other_one_by_another_spelling(schema: dict[str, Any]) -> None:
+    grammars = Grammars(lambda: Bytes(), 257, [256])
+    matcher = grammars.beginning(json.dumps(asked(guided_json=schema)))
+    said = b'{"n":1,"\\u006e":"x"}'
+    assert matcher.validate_tokens(list(said)) < len(said)
+    assert matcher.validate_tokens([*b'{"n":1}', 256]) == 8
+    if "additionalProperties" not in str(schema) or schema.get("additionalProperties") == {}:
+        further = [*'{"n":1,"é\\u0001\\n":"x","m":[]}'.encode(), 256]
+        assert matcher.validate_tokens(further) == len(further)
+
+
 def combined(levels: int) -> dict[str, Any]:
     """A schema of which each level has twice the alternatives of the next, all below an allOf."""
     parts: dict[str, Any] = {f"a{levels}": {"type": "object"}}
@@ -339,10 +364,6 @@ def test_kept_schemas_are_bounded_in_bytes() -> None:
 LOOPS: dict[str, Any] = {"const": "x" * 30_000}
 for number in range(4):
     LOOPS = {"properties": {"a": LOOPS, "b": {"$ref": "#" + "/properties/a" * (4 - number)}}}
-
-
-def requiring(schema: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": {"n": schema}, "required": ["n"]}
 
 
 @each_of(
