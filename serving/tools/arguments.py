@@ -41,7 +41,7 @@ def reader_of(form: ToolFormat, schema: Any) -> Reader:
     """Return the reader of a call of a function whose arguments have this schema."""
     if form.pairs is not None:
         return PairReader(form, schema)
-    return BareReader(form.quote)
+    return BareReader(form.quote, form.end_mark)
 
 
 class PairReader:
@@ -230,16 +230,17 @@ class PairReader:
 
 
 class BareReader:
-    """Reads an object in Gemma's notation, from its first brace to its last.
+    """Reads an object in Gemma's notation, from its first brace to its last or to the end of the call.
 
     Outside of texts, white space has no meaning. Python's constants, and keys and texts as JSON has them, are
     read as well, since models write them.
     """
 
-    def __init__(self, quote: str) -> None:
+    def __init__(self, quote: str, end: str) -> None:
         self.is_complete = False
-        self._quote = quote
-        self._word_end = re.compile(rf"[,\]}}]|{re.escape(quote)}")
+        self._quote, self._end = quote, end
+        self._word_end = re.compile(rf"[,\]}}]|{re.escape(quote)}|{re.escape(end)}")
+        self._key_end = re.compile(f":|{re.escape(end)}")
         self._stack: list[str] = []  # the brackets that are open
         self._is_text = False
         self._is_key = False  # whether a key, and not a value, comes next
@@ -271,6 +272,9 @@ class BareReader:
             return at + 1, _escaped(held[at])
         if held[at].isspace():
             return at + 1, ""
+        if (end := _ahead(self._end, held, at)) != NO:
+            self.is_complete = end >= 0
+            return (at, "") if self.is_complete else (MAYBE, "")
         if held[at] in "{}[],:":
             return at + 1, self._step(held[at])
         return self._word(held, at)
@@ -299,7 +303,8 @@ class BareReader:
         if held[at] == '"':
             return (MAYBE, "") if found is None else (found.end(), self._before() + _as_text(found[0]))
         if self._is_key:
-            end = held.find(":", at)
+            found = self._key_end.search(held, at)
+            end = NO if found is None else found.start()
             word = dumped(held[at:end].strip())
         else:
             found = self._word_end.search(held, at)

@@ -86,6 +86,12 @@ class ToolFormat:
         return next((mark for mark in self.marks if begin.startswith(mark)), begin.split()[0])
 
     @property
+    def end_mark(self) -> str:
+        """The text that ends a call's arguments even where they are malformed; empty if there is none."""
+        mark = (self.tail or self.head).split()[-1]
+        return "" if mark in ("}", ")") else mark
+
+    @property
     def before_object(self) -> str | None:
         """The text before a call that is a JSON object; None where models write none."""
         if self.is_whole:  # Llama 4 writes them in place of keywords

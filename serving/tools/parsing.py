@@ -336,6 +336,8 @@ class ToolParser:
         held = self._held
         if self._place == self._in_keywords:
             parsed.say(self._lead + self._scan.text + held)
+        elif self._place == self._in_json:
+            self._add(parsed, held)
         elif self._place == self._in_reader and self._reader is not None:
             self._add(parsed, self._reader.rest(held))
         elif self._place == self._in_content:
@@ -521,12 +523,14 @@ class ToolParser:
             parsed.add(CallDelta(self.num_calls - 1, arguments=arguments))
 
     def _in_json(self, parsed: Parsed) -> bool:
-        taken = self._scan.json(self._held)
+        mark = self._form.end_mark
+        taken = self._scan.json(self._held, mark)
         self._add(parsed, self._held[:taken])
         self._held = self._held[taken:]
-        if self._scan.depth == 0:
+        if self._scan.depth == 0 or (mark and self._held.startswith(mark)):
             self._place = self._in_tail
-        return True
+            return True
+        return False
 
     def _in_object(self, parsed: Parsed) -> bool:
         """Hold a call that is read as a whole: up to its last brace, or to where the next call begins."""
@@ -695,10 +699,18 @@ class _Scan:
         self.text = ""  # the keywords so far
         self._quote = ""
         self._is_escaped = False
+        self._is_spoilt = False  # whether a text has begun where none may
+        self._last = "{"  # the last character outside of texts, white space aside
 
-    def json(self, text: str) -> int:
-        """Return how much of the text belongs to the object, which begins with a brace."""
+    def json(self, text: str, mark: str = "") -> int:
+        """Return how much of the text belongs to the object, which begins with a brace.
+
+        It ends before the mark or a beginning of it, too, but not within a text that begins where one may.
+        """
         for at, char in enumerate(text):
+            is_end = char == mark[:1] and (not self._quote or self._is_spoilt)
+            if is_end and mark.startswith(text[at : at + len(mark)]):
+                return at
             self._step(char, '"')
             if not self.depth:
                 return at + 1
@@ -724,12 +736,16 @@ class _Scan:
                 self._is_escaped = True
             elif char == self._quote:
                 self._quote = ""
-        elif char in quotes:
+            return
+        if char in quotes:
             self._quote = char
+            self._is_spoilt |= self._last not in "{[,:"
         elif char in "{[(":
             self.depth += 1
         elif char in "}])":
             self.depth -= 1
+        if not char.isspace():
+            self._last = char
 
 
 def _as_json(keywords: str) -> str | None:

@@ -376,3 +376,31 @@ def test_thoughts_and_descriptions_of_tools_hold_no_calls() -> None:
     assert (parser.push(call).content + parser.finish().content, parser.num_calls) == (call, 0)
     tool = '{"name": "add", "parameters": {"type": "object", "properties": {}}}'
     assert read("pythonic", tool) == (tool, [])
+
+
+ENDS = {
+    "kimi_k2": "<|tool_call_end|>",
+    "deepseek": "\n```<｜tool▁call▁end｜>",
+    "deepseek_v31": "<｜tool▁call▁end｜>",
+    "hermes": "\n</tool_call>",
+    "mistral_v11": "[TOOL_CALLS]",
+    "gemma4": "<tool_call|>",
+}
+
+
+@each_of("name", ENDS)
+@each_of("spoilt", ['{"l": [[1, 2}', '{"s": "5" tall"', '{"s": "5" <tall", "l": ["', "{"])
+def test_arguments_that_are_malformed_end_with_their_call(name: str, spoilt: str) -> None:
+    values = "{x:1}" if name == "gemma4" else '{"x": 1}'
+    if name == "gemma4" and spoilt.endswith('["'):
+        return  # a text begins there in its notation
+    first, behind = written(name, [("add", {"x": 1}), ("add", {"x": 1})]).split(values, 1)
+    content, found = read(name, f"{first}{spoilt}{behind}")
+    assert content == ""
+    assert found[1:] == [("add", '{"x": 1}')]
+    assert name == "gemma4" or found[0][1].startswith(spoilt)
+    value = f'a{ENDS[name]}{{"b\\" {ENDS[name]}'
+    content, [(_, arguments), _] = read(name, written(name, [("add", {"s": value}), ("add", {})]))
+    assert (content, json.loads(arguments)) == ("", {"s": value})
+    breaks_off = parsed(TOOL_FORMATS[name], [first + '{"x": <'])
+    assert breaks_off[1] == parsed(TOOL_FORMATS[name], [first, '{"x": ', "<"])[1]
