@@ -59,12 +59,12 @@ class AnswerParser:
         if self._channels is not None:
             return self._by_channels(self._channels, index, delta)
         if not self.thinks:
-            return self._with_calls(index, delta.text, is_last=is_last)
+            return self._with_calls(index, delta.text, delta.finish_reason)
         thoughts, text = self._after_thoughts(index, delta, is_last)
         is_open = self._thoughts[index].is_open and not is_last
         parsed = self._in_thoughts(index, thoughts, is_open=is_open)
         if not is_open:
-            answer = self._with_calls(index, text, is_last=is_last)
+            answer = self._with_calls(index, text, delta.finish_reason)
             parsed.parts += self._thoughts[index].without_mark(answer, is_last=is_last).parts
         return parsed
 
@@ -93,7 +93,7 @@ class AnswerParser:
             parser = self._tools[index] = ChannelParser(form, self._names, self._opening)
         parsed = parser.push(delta.text)
         if delta.finish_reason is not None:
-            parsed.parts += parser.finish().parts
+            parsed.parts += parser.finish(is_ended=delta.finish_reason == "stop").parts
         sizes = self._sizes[index]
         for token in delta.tokens:
             sizes[-1] += 1
@@ -140,12 +140,12 @@ class AnswerParser:
             thoughts, text = thoughts + more_thoughts, text + more
         return thoughts, text
 
-    def _with_calls(self, index: int, text: str, *, is_last: bool) -> Parsed:
+    def _with_calls(self, index: int, text: str, reason: str | None) -> Parsed:
         if self._form is None or not self._names:
             parsed = Parsed()
             parsed.say(text)
             return parsed
-        if not text and not is_last:
+        if not text and reason is None:
             return Parsed()
         if index not in self._tools:  # once it is known how many calls the reasoning had
             before = self._tools_in_thoughts.get(index)
@@ -155,6 +155,6 @@ class AnswerParser:
             )
         parser = self._tools[index]
         parsed = parser.push(text)
-        if is_last:
-            parsed.parts += parser.finish().parts
+        if reason is not None:
+            parsed.parts += parser.finish(is_ended=reason == "stop").parts
         return parsed

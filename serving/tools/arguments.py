@@ -274,7 +274,7 @@ class BareReader:
             return at + 1, ""
         if (end := _ahead(self._end, held, at)) != NO:
             self.is_complete = end >= 0
-            return (at, "") if self.is_complete else (MAYBE, "")
+            return (at, "" if self._stack else "{}") if self.is_complete else (MAYBE, "")
         if held[at] in "{}[],:":
             return at + 1, self._step(held[at])
         return self._word(held, at)

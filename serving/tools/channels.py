@@ -156,10 +156,16 @@ class ChannelParser:
             pass
         return parsed
 
-    def finish(self) -> Parsed:
-        """Return the rest when no more text comes; a head whose text never came yields nothing."""
+    def finish(self, *, is_ended: bool = False) -> Parsed:
+        """Return the rest when no more text comes; whether the model has ended it, or it was cut.
+
+        A head whose text never came yields nothing, or a call without arguments where the model has ended it.
+        """
         parsed, held = Parsed(), self._held[self._num_silent :]
-        is_head = self._place == self._before_arguments or (
+        is_call = self._place == self._before_arguments and not held.rpartition(self._form.message)[2].strip()
+        if is_call and is_ended:
+            self._call(parsed, "{}")
+        is_head = is_call or (
             self._place == self._in_head
             and (self._form.begin.startswith(self._held) or self._head.fullmatch(self._held) is not None)
         )
@@ -217,13 +223,17 @@ class ChannelParser:
         at = self._held.index(self._form.message) + len(self._form.message)
         rest = self._held[at:].lstrip()
         num_spaces = len(self._held) - at - len(rest)
-        if num_spaces <= MOST_SPACE and not rest:
+        is_empty = rest.startswith(self._form.ends)
+        if num_spaces <= MOST_SPACE and not is_empty and any(end.startswith(rest) for end in self._form.ends):
             return False
-        if num_spaces > MOST_SPACE or rest[0] != "{":
+        if num_spaces > MOST_SPACE or not (is_empty or rest[0] == "{"):
             return self._open("as it is", 0)
-        parsed.add(CallDelta(self.num_calls, self._name))
-        self.num_calls += 1
+        self._call(parsed, "{}" if is_empty else "")
         return self._open("call", at + num_spaces)
+
+    def _call(self, parsed: Parsed, arguments: str) -> None:
+        parsed.add(CallDelta(self.num_calls, self._name, arguments))
+        self.num_calls += 1
 
     def _open(self, kind: Kind, at: int) -> bool:
         """Begin the text of a message at this position."""

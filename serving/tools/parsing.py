@@ -327,14 +327,16 @@ class ToolParser:
             pass
         return parsed
 
-    def finish(self) -> Parsed:
-        """Return the rest, when no more text comes."""
+    def finish(self, *, is_ended: bool = False) -> Parsed:
+        """Return the rest, when no more text comes; whether the model has ended it, or it was cut."""
         parsed = Parsed()
         while self._place == self._in_object:  # it never ended, so that it is no call
             self._refuse_object(len(self._held) - self._brace)
             parsed.parts += self.push("").parts
         held = self._held
-        if self._place == self._in_keywords:
+        if is_ended and self._is_call_without_arguments(held):
+            parsed.parts += self.push(self._form.end_mark).parts
+        elif self._place == self._in_keywords:
             parsed.say(self._lead + self._scan.text + held)
         elif self._place == self._in_json:
             self._add(parsed, held)
@@ -347,6 +349,12 @@ class ToolParser:
         self._held = ""
         self._resume()  # so that nothing of it is given a second time
         return parsed
+
+    def _is_call_without_arguments(self, held: str) -> bool:
+        mark, begun = self._form.end_mark, held.lstrip()
+        if self._form.arguments != "json" or self._place not in (self._in_content, self._behind_call):
+            return False
+        return bool(mark) and self._any_begun(begun + mark, 0)[1] == len(begun)
 
     def _may_close(self, held: str) -> bool:
         return any(match(each, held, 0) == MAYBE for each in self._closings)
@@ -495,9 +503,11 @@ class ToolParser:
             return NO
         if after == len(held):
             return MAYBE
-        pairs = self._form.pairs
+        pairs, mark = self._form.pairs, self._form.end_mark
         if pairs is None:
-            return after if held[after] == "{" else NO
+            if held[after] == "{" or (mark and held.startswith(mark, after)):
+                return after
+            return MAYBE if mark.startswith(held[after:]) else NO
         begins = [match(each, held, after) for each in (pairs.key, self._form.tail.split()[0])]
         if max(begins) >= 0:
             return after
@@ -525,7 +535,8 @@ class ToolParser:
     def _in_json(self, parsed: Parsed) -> bool:
         mark = self._form.end_mark
         taken = self._scan.json(self._held, mark)
-        self._add(parsed, self._held[:taken])
+        is_empty = self._scan.depth == taken == 0  # the call ends where they would begin
+        self._add(parsed, "{}" if is_empty else self._held[:taken])
         self._held = self._held[taken:]
         if self._scan.depth == 0 or (mark and self._held.startswith(mark)):
             self._place = self._in_tail

@@ -92,12 +92,12 @@ def parser_of(form: str, *, is_open: bool = False) -> AnswerParser:
     return AnswerParser(cast(Text, text), cast(Request, request), tool_use({"tools": TOOLS}))
 
 
-def read(form: str, pieces: list[str], *, is_open: bool = False) -> Read:
-    """The sum of what the parser gives for these pieces."""
+def read(form: str, pieces: list[str], *, is_open: bool = False, reason: str = "stop") -> Read:
+    """The sum of what the parser gives for these pieces, which end for this reason."""
     parser, found = parser_of(form, is_open=is_open), Read("", "", [])
     for number, piece in enumerate(pieces):
         is_last = number == len(pieces) - 1
-        parsed = parser.push(0, AnswerDelta(0, piece, finish_reason="stop" if is_last else None))
+        parsed = parser.push(0, AnswerDelta(0, piece, finish_reason=reason if is_last else None))
         found.thoughts += parsed.thoughts
         found.content += parsed.content
         for call in parsed.calls:
@@ -126,11 +126,11 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-def agree(form: str, answer: str, rng: random.Random, *, is_open: bool = False) -> Read:
+def agree(form: str, answer: str, rng: random.Random, *, is_open: bool = False, reason: str = "stop") -> Read:
     """What the whole answer says, which it says in pieces, too."""
-    whole = read(form, [answer], is_open=is_open)
+    whole = read(form, [answer], is_open=is_open, reason=reason)
     for pieces in cuts(answer, rng):
-        assert read(form, pieces, is_open=is_open) == whole, answer
+        assert read(form, pieces, is_open=is_open, reason=reason) == whole, answer
     return whole
 
 
@@ -278,7 +278,7 @@ def test_an_answer_that_breaks_off_has_what_came(form: str) -> None:
         if form in PAIRS and holds_tags(said):
             continue  # the value may have ended behind a tag within it
         most = len(answer) - (len("<|call|>") if form == "harmony" else 0)  # a token comes whole
-        found = agree(form, answer[: rng.randrange(most)], rng)
+        found = agree(form, answer[: rng.randrange(most)], rng, reason="length")
         names = [each["name"] for each in said.calls]
         assert [each[0] for each in found.calls] == names[: len(found.calls)]
         assert called(Read("", "", found.calls[:-1])) == said.calls[: max(0, len(found.calls) - 1)]

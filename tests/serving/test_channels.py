@@ -35,10 +35,10 @@ NEXT = "<|end|><|start|>assistant"
 BEGIN = "<|start|>assistant"
 
 
-def parsed(pieces: list[str], prompt: str = BEGIN) -> tuple[str, str, Calls]:
+def parsed(pieces: list[str], prompt: str = BEGIN, *, is_ended: bool = False) -> tuple[str, str, Calls]:
     """Thoughts, content and calls, by the sum of what comes for these pieces."""
     parser, thoughts, content, calls = ChannelParser(HARMONY, NAMES, prompt), "", "", list[list[str]]()
-    for each in [*map(parser.push, pieces), parser.finish()]:
+    for each in [*map(parser.push, pieces), parser.finish(is_ended=is_ended)]:
         thoughts, content = thoughts + each.thoughts, content + each.content
         for delta in each.calls:
             if delta.name is not None:
@@ -127,6 +127,19 @@ def test_what_is_no_message_is_given_back_and_what_is_none_yet_says_nothing(
     answer: str, content: str | None
 ) -> None:
     assert parsed([answer]) == parsed([*answer]) == ("", answer if content is None else content, [])
+
+
+@pytest.mark.parametrize("head", HARMONY.call_heads("add"))
+def test_a_call_without_arguments_is_one_where_the_model_has_ended_it(head: str) -> None:
+    for space in ("", " \n"):
+        call = head + space
+        assert parsed([call], is_ended=True) == parsed([*call], is_ended=True) == ("", "", [("add", "{}")])
+        assert parsed([call]) == parsed([*call]) == ("", "", [])
+        for end in HARMONY.ends:
+            found = ("", "", [("add", "{}")])
+            assert parsed([call + end]) == parsed([*call, *end]) == parsed([call, end]) == found
+        assert parsed([call + "<|x"], is_ended=True) == parsed([*call, *"<|x"]) == ("", call + "<|x", [])
+        assert parsed([call + "<|"], is_ended=True) == parsed([*call, *"<|"]) == ("", call + "<|", [])
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,15 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 def parsed(
-    form: ToolFormat, pieces: list[str], schemas: Mapping[str, Any] | None = None
+    form: ToolFormat,
+    pieces: list[str],
+    schemas: Mapping[str, Any] | None = None,
+    *,
+    is_ended: bool = False,
 ) -> tuple[str, Calls]:
     """The sum of what a parser gives for these pieces; each call's name comes first, and once."""
     parser, content, calls = ToolParser(form, NAMES, schemas=schemas), "", list[list[str]]()
-    for each in [*map(parser.push, pieces), parser.finish()]:
+    for each in [*map(parser.push, pieces), parser.finish(is_ended=is_ended)]:
         content += each.content
         for delta in each.calls:
             if delta.name is not None:
@@ -404,3 +408,18 @@ def test_arguments_that_are_malformed_end_with_their_call(name: str, spoilt: str
     assert (content, json.loads(arguments)) == ("", {"s": value})
     breaks_off = parsed(TOOL_FORMATS[name], [first + '{"x": <'])
     assert breaks_off[1] == parsed(TOOL_FORMATS[name], [first, '{"x": ', "<"])[1]
+
+
+@each_of("name", [name for name in ENDS if name != "hermes"])
+def test_a_call_whose_arguments_are_missing_is_one_without_any(name: str) -> None:
+    values = "{x:1}" if name == "gemma4" else '{"x": 1}'
+    form, answer = TOOL_FORMATS[name], written(name, [("get_weather", {"x": 1}), ("add", {"x": 1})])
+    calls = [("get_weather", "{}"), ("add", '{"x": 1}')]
+    assert read(name, answer.replace(values, "", 1)) == ("", calls)
+    first, _, rest = answer.partition(values)
+    unended = first + rest.partition(values)[0]
+    if form.arguments == "json":
+        calls[1] = ("add", "{}")
+        for pieces in ([unended], [*unended]):
+            assert parsed(form, pieces, is_ended=True) == ("", calls)
+            assert parsed(form, pieces)[1] == calls[:1], "an answer that was cut has no arguments"
