@@ -65,6 +65,7 @@ class PairReader:
         }
         self._said = {each: types for each, types in said.items() if each}
         self._end = form.tail.split()[0]
+        self._behind = [self._pairs.key, *form.call_ends]  # what may stand behind a value's closing tag
         # What ends a call for certain, even where its last value is not closed
         behind = (form.closing, form.between + form.head) if form.closing else ("",)
         self._whole_ends = [form.tail + each for each in behind]
@@ -170,7 +171,7 @@ class PairReader:
 
     def _followed(self, held: str, end: int) -> int:
         """Return `end` where the next key or the end of all pairs follows; NO or MAYBE."""
-        follows = [match(each, held, end) for each in (self._pairs.key, self._end)]
+        follows = [match(each, held, end) for each in self._behind]
         if max(follows) >= 0:
             return end
         return MAYBE if MAYBE in follows else NO

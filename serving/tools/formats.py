@@ -92,6 +92,15 @@ class ToolFormat:
         return "" if mark in ("}", ")") else mark
 
     @property
+    def call_ends(self) -> list[str]:
+        """The texts of which one ends pairs, also where others are missing.
+
+        They are the parts of the tail, the end of all calls, and a head that no text has by chance.
+        """
+        head = self.head if self.head.endswith('"') else ""
+        return [each for each in (*self.tail.split(), self.closing, head) if each]
+
+    @property
     def before_object(self) -> str | None:
         """The text before a call that is a JSON object; None where models write none."""
         if self.is_whole:  # Llama 4 writes them in place of keywords

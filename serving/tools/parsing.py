@@ -508,7 +508,7 @@ class ToolParser:
             if held[after] == "{" or (mark and held.startswith(mark, after)):
                 return after
             return MAYBE if mark.startswith(held[after:]) else NO
-        begins = [match(each, held, after) for each in (pairs.key, self._form.tail.split()[0])]
+        begins = [match(each, held, after) for each in (pairs.key, *self._form.call_ends)]
         if max(begins) >= 0:
             return after
         return MAYBE if MAYBE in begins else NO
@@ -613,10 +613,7 @@ class ToolParser:
             end = self._end_of_spoilt_tail(self._held, at)
         if end == MAYBE:
             return False
-        if end == NO:
-            self._resume()
-        else:
-            self._held, self._place = self._held[end:], self._behind_call
+        self._held, self._place = self._held[max(end, 0) :], self._behind_call
         return True
 
     def _past_members(self, held: str) -> int:
@@ -632,7 +629,7 @@ class ToolParser:
         return at
 
     def _end_of_spoilt_tail(self, held: str, at: int) -> int:
-        """Return where a tail ends that has too many or too few braces, or no last word; NO or MAYBE."""
+        """Return where a tail ends that has too many or too few braces, or lacks a word; NO or MAYBE."""
         first, *rest = self._tail.split() or [""]
         if first == "}" and rest:
             braces = _BRACES.match(held, at)
@@ -640,7 +637,8 @@ class ToolParser:
             end = match(rest[0], held, braces.end())
             if end != NO:
                 return end
-        return match(first, held, at) if rest else NO
+        ends = [match(each, held, at) for each in (first, *rest)]
+        return NO if not rest else max(ends) if max(ends) >= 0 else min(ends)
 
     def _in_keywords(self, parsed: Parsed) -> bool:
         taken = self._scan.keywords(self._held)

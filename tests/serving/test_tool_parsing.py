@@ -423,3 +423,25 @@ def test_a_call_whose_arguments_are_missing_is_one_without_any(name: str) -> Non
         for pieces in ([unended], [*unended]):
             assert parsed(form, pieces, is_ended=True) == ("", calls)
             assert parsed(form, pieces)[1] == calls[:1], "an answer that was cut has no arguments"
+
+
+INNER_ENDS = {
+    "qwen3_coder": "</function>",
+    "seed_oss": "</function>",
+    "minimax_m2": "</invoke>",
+    "deepseek_v32": "</｜DSML｜invoke>",
+}
+
+
+@each_of("name", INNER_ENDS)
+@each_of("gap", ["", "\n"])
+def test_a_call_without_its_inner_end_hides_no_other(name: str, gap: str) -> None:
+    calls = [("add", {"s": "abc"}), ("get_weather", {}), ("add", {"s": "</tool_call> x"})]
+    answer = written(name, calls)
+    for unended in (
+        answer.replace(INNER_ENDS[name] + gap, ""),
+        answer.replace(INNER_ENDS[name] + gap, "", 1),
+    ):
+        content, found = read(name, unended + "So.")
+        assert content.strip() == "So."
+        assert [(each, json.loads(arguments)) for each, arguments in found] == calls
