@@ -67,8 +67,9 @@ class PairReader:
         self._end = form.tail.split()[0]
         self._behind = [self._pairs.key, *form.call_ends]  # what may stand behind a value's closing tag
         # What ends a call for certain, even where its last value is not closed
-        behind = (form.closing, form.between + form.head) if form.closing else ("",)
-        self._whole_ends = [form.tail + each for each in behind]
+        behind = [each for each in (form.closing, form.between + form.head) if each]
+        self._tail = form.tail
+        self._whole_ends = [form.tail + each for each in (behind if self._end == form.tail else [""])]
         self._types = Types(schema)
         self._seen: set[str] = set()
         self._key: str | None = None  # the key whose value is arriving
@@ -90,7 +91,12 @@ class PairReader:
         if self._key is None or self._is_silent:
             return ""
         start = self._begin(held)
-        at, is_closed = self._last(held, start)
+        undecided = next((at for at, end in self._ends(held, start) if end == MAYBE), len(held))
+        if held.startswith("\n", undecided) and match(self._tail, held, undecided + 1) >= 0:
+            return (
+                self._ended(held, start, undecided, undecided)[1] + "}"
+            )  # nothing but the call's end follows
+        at, is_closed = self._last(held, start, undecided)
         if self._is_text:
             return self._opened() + _escaped(held[start:at]) + ('"' if is_closed else "")
         return self._written(held[start:at]) if is_closed else ""
@@ -212,12 +218,9 @@ class PairReader:
         self._key = None
         return end, "" if was_silent else written
 
-    def _last(self, held: str, start: int) -> tuple[int, bool]:
-        """Return where a value ends with which an answer breaks off, and whether its closing tag has come."""
-        margin, at, is_closed = self._pairs.margin, len(held), False
-        undecided = next((at for at, end in self._ends(held, start) if end == MAYBE), None)
-        if undecided is not None:
-            at, is_closed = undecided, held.startswith(self._pairs.close, undecided)
+    def _last(self, held: str, start: int, at: int) -> tuple[int, bool]:
+        """Return where a value ends that an answer breaks off at or behind `at`, and whether it is closed."""
+        margin, is_closed = self._pairs.margin, held.startswith(self._pairs.close, at)
         if margin and held[start:at].endswith(margin):
             at -= len(margin)
         return at, is_closed

@@ -231,7 +231,7 @@ GLM45 = ToolFormat(
     tail="</tool_call>",
     between="\n",
     arguments="pairs",
-    pairs=Pairs(key="<arg_key>", value="</arg_key>\n<arg_value>", close="</arg_value>"),
+    pairs=Pairs(key="<arg_key>", value="</arg_key>\n<arg_value>", close="</arg_value>", is_by_line=True),
     marks=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
 GLM47 = replace(

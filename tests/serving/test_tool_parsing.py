@@ -445,3 +445,21 @@ def test_a_call_without_its_inner_end_hides_no_other(name: str, gap: str) -> Non
         content, found = read(name, unended + "So.")
         assert content.strip() == "So."
         assert [(each, json.loads(arguments)) for each, arguments in found] == calls
+
+
+@each_of("name", ["glm45", "hy_v3", "minimax_m2"])
+@each_of("value", [5, "5 </tool_call> or </invoke>", ""])
+def test_a_value_without_its_end_hides_no_other_call(name: str, value: Any) -> None:
+    """A line with the end of the call ends it where another call, the end of all calls or nothing follows."""
+    kind = "string" if isinstance(value, str) else "integer"
+    schemas = {"add": {"type": "object", "properties": {"x": {"type": kind}}}}
+    form, calls = TOOL_FORMATS[name], [("add", {"x": value}), ("add", {"x": value})]
+    pairs = form.pairs
+    assert pairs is not None
+    answer = written(name, calls).replace(pairs.close, "")
+    for unended in (answer, answer.removesuffix(form.closing.strip()).rstrip()):
+        content, found = read(name, unended, schemas)
+        assert (content, [json.loads(arguments) for _, arguments in found]) == ("", [{"x": value}] * 2)
+    mentioned = f"a\n{form.tail}\nb {form.tail} {form.head}"
+    content, found = read(name, written(name, [("add", {"s": mentioned})] * 2))
+    assert [json.loads(arguments) for _, arguments in found] == [{"s": mentioned}] * 2
