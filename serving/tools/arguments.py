@@ -19,7 +19,8 @@ LONGEST_KEY = 256
 _ALL = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 _PYTHON = {"True": ("true", "boolean"), "False": ("false", "boolean"), "None": ("null", "null")}
-_JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_CUT_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DEEPEST = 32  # references and unions of a schema that are followed within each other
 _MOST_PARTS = 500  # parts of a schema that are searched for the names of arguments
@@ -93,9 +94,8 @@ class PairReader:
         start = self._begin(held)
         undecided = next((at for at, end in self._ends(held, start) if end == MAYBE), len(held))
         if held.startswith("\n", undecided) and match(self._tail, held, undecided + 1) >= 0:
-            return (
-                self._ended(held, start, undecided, undecided)[1] + "}"
-            )  # nothing but the call's end follows
+            # Nothing but the call's end follows
+            return self._ended(held, start, undecided, undecided)[1] + "}"
         at, is_closed = self._last(held, start, undecided)
         if self._is_text:
             return self._opened() + _escaped(held[start:at]) + ('"' if is_closed else "")
@@ -245,8 +245,10 @@ class BareReader:
         self._quote, self._end = quote, end
         self._word_end = re.compile(rf"[,\]}}]|{re.escape(quote)}|{re.escape(end)}")
         self._key_end = re.compile(f":|{re.escape(end)}")
+        self._num_sought = 0  # characters of a word that has not ended, in which its end was sought
         self._stack: list[str] = []  # the brackets that are open
         self._is_text = False
+        self._is_json_text = False  # whether a text as JSON has it goes on
         self._is_key = False  # whether a key, and not a value, comes next
         self._has_comma = False  # whether a comma is written before what comes next
 
@@ -261,11 +263,13 @@ class BareReader:
         return at, said
 
     def rest(self, held: str) -> str:
-        """Return nothing: what is undecided is a part of a mark, of a key or of a number."""
+        """Return nothing: what is undecided is a part of a mark, of an escape, of a key or of a number."""
         return ""
 
     def _next(self, held: str, at: int) -> tuple[int, str]:
         """Return where the piece ends that begins here, or MAYBE, and the JSON that it adds."""
+        if self._is_json_text:
+            return self._in_json_text(held, at)
         begin = held[at : at + len(self._quote)]
         if begin == self._quote:
             self._is_text = not self._is_text
@@ -281,7 +285,21 @@ class BareReader:
             return (at, "" if self._stack else "{}") if self.is_complete else (MAYBE, "")
         if held[at] in "{}[],:":
             return at + 1, self._step(held[at])
+        if held[at] == '"':
+            self._is_json_text = True
+            return at + 1, self._before() + '"'
         return self._word(held, at)
+
+    def _in_json_text(self, held: str, at: int) -> tuple[int, str]:
+        if held[at] == '"':
+            self._is_json_text = False
+            return at + 1, '"'
+        if held[at] != "\\":
+            return at + 1, _escaped(held[at])
+        if _CUT_ESCAPE.match(held, at):
+            return MAYBE, ""
+        found = _ESCAPE.match(held, at)
+        return (at + 1, _escaped("\\")) if found is None else (found.end(), found[0])
 
     def _before(self) -> str:
         comma, self._has_comma, self._is_key = self._has_comma, False, False
@@ -303,18 +321,16 @@ class BareReader:
 
     def _word(self, held: str, at: int) -> tuple[int, str]:
         """Return the same of a key or a value that does not stand between two quotes."""
-        found = _JSON_TEXT.match(held, at)
-        if held[at] == '"':
-            return (MAYBE, "") if found is None else (found.end(), self._before() + _as_text(found[0]))
-        if self._is_key:
-            found = self._key_end.search(held, at)
-            end = NO if found is None else found.start()
-            word = dumped(held[at:end].strip())
-        else:
-            found = self._word_end.search(held, at)
-            end = NO if found is None else found.start()
-            word = as_json(held[at:end].strip(), _ALL - {"string"})
-        return (MAYBE, "") if end < 0 else (end, self._before() + word)
+        ends = self._key_end if self._is_key else self._word_end
+        found = ends.search(held, at + self._num_sought)
+        if found is None:
+            longest = max(len(self._quote), len(self._end))
+            self._num_sought = max(0, len(held) - at - longest)  # where an end begins that is cut
+            return MAYBE, ""
+        self._num_sought = 0
+        word = held[at : found.start()].strip()
+        said = dumped(word) if self._is_key else as_json(word, _ALL - {"string"})
+        return found.start(), self._before() + said
 
 
 class Types:
@@ -471,14 +487,6 @@ def dumped(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", joined)
-
-
-def _as_text(text: str) -> str:
-    """Return a text between double quotes as JSON."""
-    try:
-        return dumped(json.loads(text, strict=False))
-    except ValueError:
-        return dumped(text[1:-1])
 
 
 def _escaped(text: str) -> str:

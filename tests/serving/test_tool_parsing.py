@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from serving.tools import parsing
+from serving.tools.arguments import BareReader
 from serving.tools.formats import MOST_SPACE, TOOL_FORMATS, ToolFormat
 from serving.tools.parsing import LONGEST_NAME, LONGEST_OBJECT, ToolParser, _Scan
 from tests.each_of import each_of
@@ -463,3 +465,38 @@ def test_a_value_without_its_end_hides_no_other_call(name: str, value: Any) -> N
     mentioned = f"a\n{form.tail}\nb {form.tail} {form.head}"
     content, found = read(name, written(name, [("add", {"s": mentioned})] * 2))
     assert [json.loads(arguments) for _, arguments in found] == [{"s": mentioned}] * 2
+
+
+def test_gemmas_texts_in_double_quotes_leave_as_they_come() -> None:
+    parser = ToolParser(TOOL_FORMATS["gemma4"], NAMES)
+    parser.push('<|tool_call>call:add{s:"')
+    for piece in ("abcd", "<tool_call|>", "\n", "\\n", "\\", '"', "\\u00", "e9", "\\x"):
+        held_back = piece in ("\\", "\\u00")
+        assert bool(parser.push(piece).calls) != held_back
+    answer = '<|tool_call>call:add{s:"a\n\\u00e9\\ud83d\\ude00 \\x",t:"'
+    content, [(_, arguments)] = read("gemma4", answer)
+    assert (content, json.loads(arguments + '"}')) == ("", {"s": "a\né😀 \\x", "t": ""})
+
+
+class Counted:
+    """A pattern that counts the characters in which it is sought."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self.pattern, self.num_sought = pattern, 0
+
+    def search(self, text: str, at: int) -> re.Match[str] | None:
+        self.num_sought += len(text) - at
+        return self.pattern.search(text, at)
+
+
+@each_of("begin, place", [("{s:", "_word_end"), ("{", "_key_end")])
+def test_gemmas_bare_words_are_sought_through_once(begin: str, place: str) -> None:
+    reader = BareReader('<|"|>', "<tool_call|>")
+    at = reader.read(begin)[0]
+    counted = Counted(getattr(reader, place))
+    setattr(reader, place, counted)
+    held = begin[at:]
+    for _ in range(1000):
+        held += "abcd"
+        assert reader.read(held) == (0, "")
+    assert counted.num_sought < 8 * len(held)
