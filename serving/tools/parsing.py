@@ -281,6 +281,7 @@ class ToolParser:
         self._is_blank = True  # only white space has come since the start, or since the last call
         self._may_begin = True  # whether a call may begin
         self._is_line = True  # whether what is held begins a line, but for white space
+        self._is_unknown = False  # whether the call that has begun is of what is no tool
         self._name = self._lead = ""  # the name and the head of a call whose keywords are not complete
         self._scan = _Scan()
         self._tail = form.tail  # the tail of the call that has begun
@@ -344,8 +345,8 @@ class ToolParser:
             self._add(parsed, self._reader.rest(held))
         elif self._place == self._in_content:
             parsed.say(held if held.strip() or not self.num_calls else "")
-        elif self._place == self._behind_call and held.strip() and not self._may_close(held):
-            parsed.say(held)
+        elif self._place == self._behind_call and (self._is_unknown or not self._may_close(held)):
+            parsed.say(held if held.strip() else "")
         self._held = ""
         self._resume()  # so that nothing of it is given a second time
         return parsed
@@ -380,8 +381,9 @@ class ToolParser:
             self._held = held[shown:]
             brace, self._refused_at = brace - shown, self._refused_at - shown
         if end >= 0:
-            self._held = held[at:]  # white space that only a call follows is not shown
-            self._begin(parsed, lead, held[at:end])
+            if lead.name in self._names:
+                self._held = held[at:]  # white space that only a call follows is not shown
+            self._begin(parsed, lead, held[len(held) - len(self._held) : end])
         elif brace >= 0:
             self._begin_object(brace)
             return True
@@ -442,7 +444,8 @@ class ToolParser:
         if at == len(held) and len(name) <= LONGEST_NAME + len(form.prefix):
             return _NONE, MAYBE
         name = name if name in self._names else name.removeprefix(form.prefix)
-        if name not in self._names:
+        # One that stands among calls without a mark of their own is passed over, since others may follow
+        if name not in self._names and not (form.is_whole and name):
             return _NONE, NO
         own, at = self._own_id(held, begin, at)
         if at >= 0:
@@ -517,6 +520,11 @@ class ToolParser:
         self._held = self._held[len(text) :]
         self._scan, self._tail, self._refused_at = _Scan(), self._form.tail, NO
         self._is_within = bool(self._form.opening) and not self._form.is_whole
+        self._is_unknown = lead.name not in self._names
+        if self._is_unknown:
+            parsed.say(text)
+            self._scan.depth, self._place = 1, self._in_unknown
+            return
         if self._form.arguments == "keywords":
             self._name, self._lead, self._place = lead.name, text, self._in_keywords
             return
@@ -527,6 +535,15 @@ class ToolParser:
         else:
             self._reader = reader_of(self._form, self._schemas.get(lead.name))
             self._place = self._in_reader
+
+    def _in_unknown(self, parsed: Parsed) -> bool:
+        scan = self._scan.json if self._form.arguments == "json" else self._scan.keywords
+        taken = scan(self._held)
+        parsed.say(self._held[:taken])
+        self._held = self._held[taken:]
+        if self._scan.depth == 0:
+            self._place = self._behind_call
+        return True
 
     def _add(self, parsed: Parsed, arguments: str) -> None:
         if arguments:
@@ -661,7 +678,7 @@ class ToolParser:
         if end >= 0:
             self._begin(parsed, lead, held[:end])
             return True
-        closings = [match(each, held, 0) for each in self._closings]
+        closings = [] if self._is_unknown else [match(each, held, 0) for each in self._closings]
         closed = max(closings, default=NO)
         if MAYBE in (end, *closings) and (closed < 0 or closings[0] == MAYBE):
             return False

@@ -135,8 +135,8 @@ def test_gemmas_arguments_are_json_whatever_their_space_and_words(arguments: str
     assert found == json.dumps(json.loads(found)).replace("-1500.0", "-1.5e3")
 
 
-@each_of("name", [name for name, form in TOOL_FORMATS.items() if not form.is_whole])
-@each_of("wrong", [0, 1, 2])
+@each_of("name", TOOL_FORMATS)
+@each_of("wrong", [0, 1, 2, 3])
 def test_a_call_of_what_is_no_tool_does_not_hide_those_beside_it(name: str, wrong: int) -> None:
     calls: list[tuple[str, dict[str, Any]]] = [("add", {"x": 1}), ("get_weather", {}), ("add", {"y": [2]})]
     calls.insert(wrong, ("unknown", {"z": 3}))
@@ -500,3 +500,20 @@ def test_gemmas_bare_words_are_sought_through_once(begin: str, place: str) -> No
         held += "abcd"
         assert reader.read(held) == (0, "")
     assert counted.num_sought < 8 * len(held)
+
+
+@each_of(
+    "name, answer, num_calls",
+    [
+        ("pythonic", "[add(x=1), nope(a=1), get_weather()]", 2),
+        ("pythonic", "[nope(a=')]'), other(), get_weather()]", 1),
+        ("pythonic", "\n [f(x) for x in y]\n", 0),
+        ("pythonic", "[f(x), and more", 0),
+        ("llama3_json", '{"name": "nope", "parameters": {"a": "}"}}; {"name": "add", "parameters": {}}', 1),
+        ("llama3_json", '{"name": "nope", "parameters": {"a": 1}, "more": [2]}\nSo.', 0),
+    ],
+)
+def test_a_call_of_what_is_no_tool_is_passed_over(name: str, answer: str, num_calls: int) -> None:
+    content, found = read(name, answer)
+    assert len(found) == num_calls
+    assert content.strip() == answer.strip() if not num_calls else "nope(" in content or '"nope"' in content
