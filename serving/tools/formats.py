@@ -149,7 +149,7 @@ LLAMA3_JSON = ToolFormat(
     tail="}",
     between="; ",
     is_whole=True,
-    wraps=(("<|python_tag|>", ""), ("<|python_start|><|python_end|>", "")),
+    wraps=(("<|python_tag|>", ""), ("<|python_start|><|python_end|>", ""), ("[", "]")),
     other_heads=('{"type": "function", "name": "',),
     other_middles=('", "arguments": ',),
 )

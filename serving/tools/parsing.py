@@ -346,7 +346,7 @@ class ToolParser:
         elif self._place == self._in_content:
             parsed.say(held if held.strip() or not self.num_calls else "")
         elif self._place == self._behind_call and (self._is_unknown or not self._may_close(held)):
-            parsed.say(held if held.strip() else "")
+            parsed.say("" if held.strip() in ("", self._form.between.strip()) else held)
         self._held = ""
         self._resume()  # so that nothing of it is given a second time
         return parsed

@@ -517,3 +517,14 @@ def test_a_call_of_what_is_no_tool_is_passed_over(name: str, answer: str, num_ca
     content, found = read(name, answer)
     assert len(found) == num_calls
     assert content.strip() == answer.strip() if not num_calls else "nope(" in content or '"nope"' in content
+
+
+def test_calls_of_llama_may_stand_in_a_list_and_end_with_a_semicolon() -> None:
+    calls = ['{"name": "add", "parameters": {"x": 1}}', '{"parameters": {"x": 1}, "name": "get_weather"}']
+    right = ("", [("add", '{"x": 1}'), ("get_weather", '{"x": 1}')])
+    assert read("llama3_json", f"[{', '.join(calls)}]") == right
+    assert read("llama3_json", f"[{', '.join(calls[::-1])}]") == ("", right[1][::-1])
+    assert read("llama3_json", f"[\n{calls[0]}\n]") == ("", right[1][:1])
+    assert read("llama3_json", "; ".join([*calls, ""])) == right
+    assert read("llama3_json", f"{calls[0]};\nSo.") == (";\nSo.", right[1][:1])
+    assert read("llama3_json", '[{"a": 1}]') == ('[{"a": 1}]', [])
