@@ -60,9 +60,22 @@ def with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     """
     *before, final = [dict(each) for each in messages]
     for name in ("content", *THOUGHTS):
-        if isinstance(text := final.get(name), str) and text.strip():
-            return [*before, final | {name: text + _END}]
+        marked = _marked(final.get(name))
+        if marked is not None:
+            return [*before, final | {name: marked}]
     raise _nothing_to_continue()
+
+
+def _marked(content: Any) -> Any:
+    """Return a text, or parts of which one is text, with the mark behind it; None where there is no text."""
+    if isinstance(content, str):
+        return content + _END if content.strip() else None
+    parts = content if isinstance(content, list) else []
+    for at in reversed(range(len(parts))):
+        text = parts[at].get("text")
+        if isinstance(text, str) and text.strip():
+            return [*parts[:at], parts[at] | {"text": text + _END}, *parts[at + 1 :]]
+    return None
 
 
 def up_to_mark(rendered: str) -> str:

@@ -48,6 +48,30 @@ def test_a_conversation_ends_as_transformers_lets_it_end(
     assert [ours] == theirs
 
 
+PARTS = (
+    "{% for m in messages %}<|im_start|>{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}"
+    "{% else %}<image>{% endif %}{% endfor %}<|im_end|>{% endfor %}"
+)
+
+
+@each_of(
+    "last, shown",
+    [
+        (["The sky"], "The sky"),
+        (["Yes.", "It is  "], "Yes.It is  "),
+        (["The sky", None], "The sky"),
+        (["The sky", ""], "The sky"),
+    ],
+)
+def test_parts_of_the_last_message_go_on_behind_their_last_text(last: list[str | None], shown: str) -> None:
+    parts = [{"type": "image"} if each is None else {"type": "text", "text": each} for each in last]
+    talk = [{"role": "user", "content": parts[:1]}, {"role": "assistant", "content": parts}]
+    ours = ChatTemplate(PARTS, {}).render(talk, ChatOptions(**OPEN))
+    assert ours == f"<|im_start|>{last[0]}<|im_end|><|im_start|>{shown}"
+    with pytest.raises(BadRequest, match="finds no content of the last message"):
+        ChatTemplate(PARTS, {}).render([{"role": "assistant", "content": []}], ChatOptions(**OPEN))
+
+
 @pytest.mark.parametrize("final", ["", "   "])
 def test_nothing_is_continued_where_the_last_message_has_no_text(texts: dict[str, Text], final: str) -> None:
     talk = [TALK[0], {"role": "assistant", "content": final}]
