@@ -18,6 +18,16 @@ from serving.tools.formats import MAYBE, NO, Pairs, ToolFormat, match
 LONGEST_KEY = 256
 _ALL = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+# How names of types begin, those of other languages included, which vLLM reads as well
+_BEGINNINGS = {
+    **dict.fromkeys(("int", "uint", "long"), "integer"),
+    **dict.fromkeys(("num", "float"), "number"),
+    **dict.fromkeys(("obj", "dict"), "object"),
+    **dict.fromkeys(("arr", "list"), "array"),
+    "bool": "boolean",
+    "str": "string",
+    "null": "null",
+}
 _PYTHON = {"True": ("true", "boolean"), "False": ("false", "boolean"), "None": ("null", "null")}
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _CUT_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
@@ -432,13 +442,21 @@ def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
     """Return the types that a schema names itself, in which an integer is a number."""
     found, named = _ALL, schema.get("type")
     if isinstance(named, str | list):
-        names = {named} if isinstance(named, str) else {each for each in named if isinstance(each, str)}
+        given = [named] if isinstance(named, str) else [each for each in named if isinstance(each, str)]
+        names = _union(map(_types_named, given))
         found &= names | ({"integer"} if "number" in names else set())
     if isinstance(schema.get("enum"), list):
         found &= _union([{_type(each)} for each in schema["enum"]])
     if "const" in schema:
         found &= {_type(schema["const"])}
     return found
+
+
+def _types_named(name: str) -> frozenset[str]:
+    """Return the type of this name, which other languages may use; all types where it is unknown."""
+    known = (kind for begin, kind in _BEGINNINGS.items() if name.lower().startswith(begin))
+    kind = next(known, None)
+    return _ALL if kind is None else frozenset({kind})
 
 
 def _union(sets: Iterable[Set[str]]) -> frozenset[str]:

@@ -528,3 +528,23 @@ def test_calls_of_llama_may_stand_in_a_list_and_end_with_a_semicolon() -> None:
     assert read("llama3_json", "; ".join([*calls, ""])) == right
     assert read("llama3_json", f"{calls[0]};\nSo.") == (";\nSo.", right[1][:1])
     assert read("llama3_json", '[{"a": 1}]') == ('[{"a": 1}]', [])
+
+
+@each_of(
+    "kind, value, meant",
+    [
+        ("float", "2.5", 2.5),
+        ("uint8", "5", 5),
+        ("bool", "True", True),
+        ("dict[str, int]", '{"a": 1}', {"a": 1}),
+        ("List", "[1]", [1]),
+        ("str", "5", "5"),
+        ("of my own", "5", 5),
+        ("of my own", "5 m", "5 m"),
+        (["int", "str"], "5", 5),
+    ],
+)
+def test_types_may_have_the_names_that_other_languages_have(kind: Any, value: str, meant: Any) -> None:
+    schemas = {"add": {"type": "object", "properties": {"x": {"type": kind}}}}
+    _, [(_, arguments)] = read("qwen3_coder", written("qwen3_coder", [("add", {"x": value})]), schemas)
+    assert json.loads(arguments) == {"x": meant}
