@@ -184,6 +184,7 @@ class MessageForm:
     """How a template reads messages, found in its syntax tree."""
 
     reads_parts: bool  # whether it goes through the parts of a content itself
+    reads_no_text: bool  # whether it reads a content in no other way
     asks_none: bool  # whether it asks if a content is none, so that its absence is not enough
     thoughts: str  # what it calls the thoughts of an earlier answer
     knows_developer: bool  # whether it has the role "developer"
@@ -204,8 +205,10 @@ class MessageForm:
         )
         texts = {each.value for each in tree.find_all(nodes.Const) if isinstance(each.value, str)}
         read = texts | {each.attr for each in tree.find_all(nodes.Getattr)}
+        reads_parts = any(_is_content(each, named) for each in loops)
         return MessageForm(
-            reads_parts=any(_is_content(each, named) for each in loops),
+            reads_parts=reads_parts,
+            reads_no_text=reads_parts and not _reads_whole(tree, named),
             asks_none=any(_is_content(each, named) for each in (*tests, *compared)),
             thoughts=next((name for name in THOUGHTS if name in read), THOUGHTS[0]),
             knows_developer="developer" in texts,
@@ -217,6 +220,8 @@ class MessageForm:
         content = shaped.get("content")
         if isinstance(content, list) and not self.reads_parts:
             shaped["content"] = joined(content)
+        if isinstance(content, str) and self.reads_no_text:
+            shaped["content"] = [{"type": "text", "text": content}]
         if "content" not in shaped and self.asks_none:
             shaped["content"] = None
         if THOUGHTS[0] in shaped:
@@ -298,6 +303,27 @@ def _is_content(expression: nodes.Node, named: Collection[str]) -> bool:
         case nodes.CondExpr():
             return _is_content(expression.expr1, named)
     return False
+
+
+def _reads_whole(tree: nodes.Template, named: Collection[str]) -> bool:
+    """Whether a template reads a content otherwise than by its parts, such as printing or testing it."""
+    loops, sets = list(tree.find_all(nodes.For)), list(tree.find_all(nodes.Assign))
+    is_set = {each.target.name for each in sets if isinstance(each.target, nodes.Name)}
+    parts = {each.target.name for each in loops if isinstance(each.target, nodes.Name)}
+    named = {*named} - (parts - is_set)
+    roots = [each.iter for each in loops]
+    roots += [each.node for each in sets if _is_content(each.node, named)]
+    firsts = (each for each in tree.find_all(nodes.Getitem) if isinstance(each.arg, nodes.Const))
+    roots += [each.node for each in firsts if isinstance(each.arg.as_const(), int)]
+    kinds = (nodes.Getattr, nodes.Getitem, nodes.Name)
+    by_parts = {id(each) for root in roots for each in (root, *root.find_all(kinds))}
+    return any(
+        isinstance(each, kinds)
+        and each.ctx == "load"
+        and id(each) not in by_parts
+        and _is_content(each, named)
+        for each in tree.find_all(kinds)
+    )
 
 
 _FAILURES = (

@@ -96,6 +96,42 @@ def test_a_template_that_reads_parts_gets_them(way: str, role: str) -> None:
     assert shown(template, [message]) == theirs(template, [message]) == "Hello"
 
 
+@each_of(
+    "way, reads_no_text",
+    [
+        (LOOPS["over the content"], True),
+        (LOOPS["over a variable"], True),
+        (LOOPS["over a filtered one"], True),
+        ("{% for content in m.content %}{{ content['text'] }}{% endfor %}", True),
+        (
+            "{% if m.content[0].type == 'x' %}!{% endif %}{% for c in m.content %}{{ c.text }}{% endfor %}",
+            True,
+        ),
+        (LOOPS["in a macro"], False),
+        (
+            "{% set content = m.content %}{{ content }}"
+            "{% if m.role == 'x' %}{% for content in m.content %}{{ content.text }}{% endfor %}{% endif %}",
+            False,
+        ),
+        (
+            "{% if m.content is string %}{{ m.content }}{% else %}"
+            + LOOPS["over the content"]
+            + "{% endif %}",
+            False,
+        ),
+        (
+            "{% set c = m.content %}{% if m.role == 'x' %}{% for p in c %}{% endfor %}"
+            "{% else %}{{ c }}{% endif %}",
+            False,
+        ),
+    ],
+)
+def test_a_text_is_a_part_where_a_template_reads_nothing_else(way: str, reads_no_text: bool) -> None:
+    template = "{% for m in messages %}" + way + "{% endfor %}"
+    assert ChatTemplate(template, {}).form.reads_no_text == reads_no_text
+    assert shown(template, [{"role": "user", "content": "Hello"}]) == "Hello"
+
+
 def test_other_templates_get_parts_as_lines() -> None:
     assert shown(EACH + SAYS["prints"] + END, [{"role": "user", "content": PARTS}]) == "user:Hel\nlo;"
 
