@@ -47,7 +47,7 @@ class ReasoningParser:
         self._begin = form.begin.rstrip()
         self.is_open = is_open
         self.has_ended = False
-        self._has_begun = is_open
+        self._has_begun = goes_on  # whether no mark can come that begins the block, even a second time
         self._is_blank = not goes_on  # white space around the block, and at its beginning, is dropped
         self._held = ""
         self._begin_mark = _BeginMark(form.answer[0])
@@ -85,7 +85,7 @@ class ReasoningParser:
                 return "", ""
             self._has_begun = True
             if not begun.startswith(self._begin):
-                self._is_blank = False
+                self._is_blank = self.is_open
             else:
                 self.is_open, self._held = True, begun.removeprefix(self._begin)
         thoughts = self._thoughts() if self.is_open else ""
@@ -94,7 +94,7 @@ class ReasoningParser:
     def _rest(self) -> tuple[str, str]:
         held, self._held = self._held, ""
         if self.is_open:
-            return ("" if self._is_blank else held.rstrip()), ""
+            return (held.strip() if self._is_blank else held.rstrip()), ""
         return "", "" if self._is_blank and self._has_begun else held
 
     def _thoughts(self) -> str:

@@ -243,6 +243,13 @@ def parsed(pieces: list[str], *, is_open: bool) -> tuple[str, str]:
         (" It", False, "", " It"),
         ("<thi", False, "", "<thi"),
         ("", True, "", ""),
+        ("<think>\nSo.</think>It is.", True, "So.", "It is."),
+        (" \n<think></think>It is.", True, "", "It is."),
+        ("<think>", True, "", ""),
+        ("<thi", True, "<thi", ""),
+        ("\n<thin air></think>It is.", True, "<thin air>", "It is."),
+        ("</think>It is.", True, "", "It is."),
+        ("So <think> a.</think>It is.", True, "So <think> a.", "It is."),
     ],
 )
 def test_a_block_is_found_however_it_is_cut(answer: str, is_open: bool, thoughts: str, text: str) -> None:
