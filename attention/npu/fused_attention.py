@@ -9,7 +9,7 @@ Legend: T tokens of the step, S spans, H query heads, K kv heads, D head dim, P 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from attention.npu.ascend_attention import MASK_SIDE, AscendAttention
 from attention.reference import AttentionMetadata, StaticDecodes, Windows
 from continuous_batching.batch import Batch, ragged_ranges
-from devices.ascend_limits import AscendProduct
+from devices.ascend_limits import MOST_GATHERED, AscendProduct
 from devices.shapes import AttentionShape
 from kv_cache.device.transfer import to_device
 
@@ -62,14 +62,27 @@ class LongSpans:
     kv_ends: list[int]  # running sum of tokens
 
 
-def long_spans(
+def long_calls(
+    batch: Batch,
+    chosen: NDArray[np.int64],
+    page_table: NDArray[np.int32],
+    page_size: int,
+    device: torch.device,
+) -> tuple[LongSpans, ...]:
+    """Return the calls of the chosen spans of the batch; `page_table` is the whole table on the host."""
+    return tuple(
+        _long_spans(batch, some, page_table, page_size, device) for some in _divided(chosen, batch.stops)
+    )
+
+
+def _long_spans(
     batch: Batch,
     chosen: NDArray[np.int64],
     page_table: NDArray[np.int32],
     page_size: int,
     device: torch.device,
 ) -> LongSpans:
-    """Return the chosen spans of the batch; `page_table` is the whole table on the host."""
+    """Return one call of these spans."""
     starts, stops = batch.starts[chosen], batch.stops[chosen]
     first_rows = np.cumsum(batch.stops - batch.starts)[chosen] - (stops - starts)
     rows = ragged_ranges(first_rows, first_rows + stops - starts)
@@ -81,6 +94,18 @@ def long_spans(
         to_device(places, device),
         np.cumsum(stops).tolist(),
     )
+
+
+def _divided(spans: NDArray[np.int64], stops: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Yield some of the spans at a time, whose requests have at most MOST_GATHERED tokens, or one alone."""
+    first, total = 0, 0
+    for number, span in enumerate(spans.tolist()):
+        if number > first and total + stops[span] > MOST_GATHERED:
+            yield spans[first:number]
+            first, total = number, 0
+        total += stops[span]
+    if len(spans):
+        yield spans[first:]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim, P pages, B 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,10 @@ import torch_npu
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attention.npu.fused_attention import CAUSAL, LongSpans, long_spans
+from attention.npu.fused_attention import CAUSAL, LongSpans, long_calls
 from attention.npu.single_queries import SingleMetadata, SingleQueries, SingleQueryAttention
 from attention.reference import AttentionMetadata, ChannelScales
 from continuous_batching.batch import Batch
-from devices.ascend_limits import MOST_GATHERED
 
 
 class Int8FusedAttention(SingleQueryAttention[LongSpans]):
@@ -47,10 +45,7 @@ class Int8FusedAttention(SingleQueryAttention[LongSpans]):
         self, batch: Batch, chosen: NDArray[np.int64], page_table: NDArray[np.int32]
     ) -> tuple[LongSpans, ...]:
         """Return the calls of spans whose keys and values are gathered."""
-        size = self.shape.page_size
-        return tuple(
-            long_spans(batch, some, page_table, size, self.device) for some in _divided(chosen, batch.stops)
-        )
+        return long_calls(batch, chosen, page_table, self.shape.page_size, self.device)
 
     def write_by_channel(
         self,
@@ -139,15 +134,3 @@ class Int8FusedAttention(SingleQueryAttention[LongSpans]):
             "atten_mask": self.mask,
             "input_layout": "TND",
         }
-
-
-def _divided(spans: NDArray[np.int64], stops: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Yield some of the spans at a time, whose requests together have at most so many tokens, or one has."""
-    first, total = 0, 0
-    for number, span in enumerate(spans.tolist()):
-        if number > first and total + stops[span] > MOST_GATHERED:
-            yield spans[first:number]
-            first, total = number, 0
-        total += stops[span]
-    if len(spans):
-        yield spans[first:]

@@ -2,8 +2,9 @@
 
 As vllm-ascend's attention/mla_v1.py, it calls npu_fused_infer_attention_score with the rope parts of queries
 and keys apart. Short spans are absorbed and read the pages; for long ones the latents of their requests are
-gathered and expanded, and one call takes all of them. npu_kv_rmsnorm_rope_cache normalises, rotates and
-writes latents. If all spans are short, npu_mla_prolog_v3 does that and computes the absorbed queries, too.
+gathered and expanded, those of several requests for one call up to a bound. npu_kv_rmsnorm_rope_cache
+normalises, rotates and writes latents. If all spans are short, npu_mla_prolog_v3 does that and computes the
+absorbed queries, too.
 
 Legend: T tokens of the step, H heads, L latent, R rope, N the other part of a query (nope), V value of a
   head, S spans, n tokens of the requests of long spans.
@@ -28,7 +29,7 @@ from attention.npu.fused_attention import (
     FusedMetadata,
     FusedSpans,
     LongSpans,
-    long_spans,
+    long_calls,
 )
 from attention.reference import AttentionMetadata, StaticDecodes, Windows
 from continuous_batching.batch import Batch
@@ -44,7 +45,7 @@ class FusedLatentMetadata(FusedMetadata):
     """What all layers of one step share; `parts` holds the call of the short spans, if there are any."""
 
     short_rows: Tensor | None = None  # int64, rows of the packed query; None for all
-    long: LongSpans | None = None
+    long: tuple[LongSpans, ...] = ()  # calls of long spans
     # Results of captured calls, by whether they have sums and by shape; layers write them one after the other
     results: dict[tuple[bool, torch.Size], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -74,15 +75,15 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         table, lens = self.page_table(batch, page_table), batch.stops - batch.starts
         is_long = lens > MOST_LATENT_QUERIES
         parts: tuple[FusedSpans, ...] = ()
-        short_rows, long = None, None
+        short_rows = None
         if not is_long.all():
             ends = np.cumsum(lens[~is_long]).tolist()
             short = table if not is_long.any() else table[to_device(np.flatnonzero(~is_long), self.device)]
             parts = (FusedSpans(slice(0, ends[-1]), ends, batch.stops[~is_long].tolist(), short),)
         if is_long.any():
             short_rows = self._rows(lens, ~is_long)
-            chosen = np.flatnonzero(is_long)
-            long = long_spans(batch, chosen, page_table, self.shape.page_size, self.device)
+        chosen = np.flatnonzero(is_long)
+        long = long_calls(batch, chosen, page_table, self.shape.page_size, self.device)
         return FusedLatentMetadata(index, (), parts, short_rows=short_rows, long=long)
 
     def places(self, write_index: NDArray[np.int64]) -> Tensor:
@@ -133,7 +134,7 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
     def is_joined(self, metadata: AttentionMetadata) -> bool:
         """Whether every query is absorbed."""
         assert isinstance(metadata, FusedLatentMetadata)
-        return metadata.long is None
+        return not metadata.long
 
     def write_joined(
         self,
@@ -209,15 +210,15 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         """
         assert isinstance(metadata, FusedLatentMetadata)
         pages = layer_latents, layer_rope_keys
-        if metadata.long is None:
+        if not metadata.long:
             return self._absorbed(up.absorbed(nope), rope, up, *pages, metadata)
         output = nope.new_empty(*nope.shape[:2], self.latent.value_dim)
         if metadata.parts:
             rows = metadata.short_rows
             query = up.absorbed(nope[rows])
             output[rows] = self._absorbed(query, rope[rows], up, *pages, metadata)
-        rows = metadata.long.rows
-        output[rows] = self._expanded(nope[rows], rope[rows], up, *pages, metadata.long)
+        for long in metadata.long:
+            output[long.rows] = self._expanded(nope[long.rows], rope[long.rows], up, *pages, long)
         return output
 
     def _absorbed(

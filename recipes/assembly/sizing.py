@@ -205,10 +205,10 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     if recipe.parallel.context > 1:  # a request's pages are gathered for a layer at a time
         read += _longest_cached(recipe, config) * config.kv_bytes_by_group()[0] // config.num_layers
     if is_plain or is_latent or (config.int8_cache and is_npu):
-        longest = _longest_cached(recipe, config)
-        if config.int8_cache and not is_plain:
+        longest = min(_longest_cached(recipe, config), most_read)
+        if not is_plain:  # several requests are read together up to this bound
             longest = max(longest, MOST_GATHERED)
-        read += _read_bytes(config, min(longest, most_read), in_float32=is_plain)
+        read += _read_bytes(config, longest, in_float32=is_plain)
     widened = 0
     if (
         config.kept_form is not None and not is_npu
@@ -235,7 +235,7 @@ def _index_bytes(index: IndexConfig, num_tokens: int, longest: int, *, is_plain:
 
 
 def _read_bytes(config: DecoderConfig, num_tokens: int, *, in_float32: bool) -> int:
-    """Return the bytes of one request's keys and values as plain attention multiplies with them.
+    """Return the bytes of so many tokens' keys and values as plain attention multiplies with them.
 
     They are gathered and converted to float32, or from int8 to the model's type by fused attention. Latents
     are expanded to the keys and values of each head, and copied to the order that fused attention takes.

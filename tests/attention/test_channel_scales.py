@@ -67,9 +67,9 @@ def test_random_schedules(pair: Pair, dtype: torch.dtype, seed: int) -> None:
 
 @pytest.mark.npu
 def test_long_spans_are_gathered_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attention.npu import int8_attention
+    from attention.npu import fused_attention
 
-    monkeypatch.setattr(int8_attention, "MOST_GATHERED", 100)
+    monkeypatch.setattr(fused_attention, "MOST_GATHERED", 100)
     attention = operators("npu", "fused", shape(**CHANNELS))[1]
     bench, planned = ChannelBench(attention), []
     plan = attention.plan

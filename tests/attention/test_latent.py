@@ -16,11 +16,14 @@ from torch import Tensor
 from attention.int8_pages import packed, unpacked
 from attention.latent import LatentAttention
 from attention.reference import AttentionMetadata, StaticDecodes
+from continuous_batching.batch import Batch
+from devices.ascend_limits import MOST_GATHERED
 from devices.shapes import AttentionShape, LatentShape
 from doctor.verify.npu.latent_questions import joins_latents
 from models.ops.reference import Ops
 from recipes.machine import Npu, start
-from tests.attention.test_attention import MOST_TOKENS, PAIRS, ROWS, Bench, Pair, Told
+from tests.attention.planned import planned
+from tests.attention.test_attention import MOST_TOKENS, NOTHING, PAIRS, ROWS, Bench, Pair, Told
 from tests.device_kinds import has_npu, on_each, operators, section
 from tests.thorough import cases
 
@@ -157,6 +160,38 @@ def test_one_launch_writes_what_the_parts_of_it_write(
     rope_key = Ops().rotary_of_one(halves[:, None], cos, sin)
     for ours, expected in zip(found, (Ops().rms_norm(kv[:, None, :512], norm, 1e-6), rope_key)):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.npu
+@pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")
+def test_a_call_expands_one_long_request_or_several_up_to_a_bound() -> None:
+    """More would be beyond the plan of memory, which counts the longest request or the bound."""
+    attention = bench(("npu", "fused")).attention
+    lens = np.array([100_000] * 8 + [MOST_GATHERED // 2] * 3)
+    rows = np.arange(len(lens))
+    batch = Batch(rows, lens - 256, lens, NOTHING, NOTHING, NOTHING)
+    calls = planned(attention, batch, np.ones((len(lens), -(-int(lens.max()) // PAGE)), np.int32)).long
+    assert [len(each.places) for each in calls] == [100_000] * 8 + [MOST_GATHERED, MOST_GATHERED // 2]
+    assert torch.cat([each.rows.cpu() for each in calls]).tolist() == list(range(256 * len(lens)))
+
+
+@pytest.mark.npu
+@pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")
+def test_several_calls_read_what_one_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench(("npu", "fused"))
+    made.step({0: 150, 1: 60, 2: 40, 3: 5})
+    stops = np.array([each.length for each in made.told[:4]])
+    batch = Batch(np.arange(4), stops - [20, 30, 17, 2], stops, NOTHING, NOTHING, NOTHING)
+    nope, rope = (made.random(69, HEADS, width).to(made.device) for width in (128, 64))
+    found = []
+    for most in (MOST_GATHERED, 100):
+        monkeypatch.setattr("attention.npu.fused_attention.MOST_GATHERED", most)
+        metadata = planned(made.attention, batch, made.page_table)
+        attended = made.attention.attend_heads(nope, rope, made.packed[0], *made.cache.of(0), metadata, 0)
+        found.append((attended.cpu(), [each.kv_ends for each in metadata.long]))
+    (whole, one), (parts, two) = found
+    assert (one, two) == ([[150, 210, 250]], [[150], [60, 100]])
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-6)
 
 
 def raw(made: LatentBench, num_tokens: int = 3) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -424,7 +424,7 @@ def _with_sinks() -> None:
 
 def _over_int8_pages() -> None:
     """Run steps of short, long and mixed spans over pages of int8, and capture rows of one and two tokens."""
-    from attention.npu.int8_attention import _divided
+    from attention.npu.fused_attention import _divided
 
     attention = operators("npu", "fused", shape(windows=(None,), page_size=32, int8_pages=True))[1]
     bench = ChannelBench(attention)

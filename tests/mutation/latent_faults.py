@@ -77,7 +77,7 @@ FAULTS = {
     ),
     "long_spans_joined": Fault(
         "attention/npu/latent_attention.py::FusedLatentAttention.is_joined",
-        "metadata.long is None",
+        "not metadata.long",
         "True",
         "queries of long spans come absorbed, where keys and values of each head are made",
         "tests/models/test_latent_prolog.py::test_tokens_are_those_of_transformers",

@@ -15,6 +15,7 @@ from attention.latent import LatentAttention, LatentUp
 from attention.reference import Attention
 from attention.sparse import SparseAttention
 from continuous_batching.batch import Batch
+from devices.ascend_limits import MOST_GATHERED
 from recipes.assembly.decoders import shape_of
 from recipes.assembly.families import model_config
 from recipes.assembly.sizing import STEP_BYTES, estimate
@@ -83,6 +84,18 @@ SPARSE = {name: value for name, value in DEEPSEEK.items() if name != "q_lora_ran
     "model_type": "deepseek_v32", "q_lora_rank": 24, "index_topk": 20, "index_n_heads": 16,
     "index_head_dim": 32,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [DEEPSEEK, SPARSE])
+def test_latents_of_several_requests_are_expanded_together_on_an_npu(family: dict[str, Any]) -> None:
+    """However few tokens a request may have, or read: the operators of an NPU expand as many in a call."""
+    recipe = made(family, pages=40, dtype="bfloat16")
+    recipe = replace(recipe, device=replace(recipe.device, kind="npu"))
+    config = model_config(recipe)
+    latent = config.latent
+    assert latent is not None
+    expanded = 2 * config.num_heads * (latent.query_dim + latent.value_dim) * config.dtype_bytes
+    assert estimate(recipe, config) > STEP_BYTES + MOST_GATHERED * expanded
 
 
 def test_choosing_from_a_long_prompt() -> None:
