@@ -106,7 +106,7 @@ ON_FUSED: tuple[OperatorCall, ...] = (
 # Only an engine whose states are in bfloat16 needs these: older releases lack them
 ON_STATES: tuple[OperatorCall, ...] = (
     _call("npu_recurrent_gated_delta_rule", "query key value state beta scale actual_seq_lengths"
-          " ssm_state_indices g gk", STATES),
+          " ssm_state_indices g", STATES),
     _call("npu_chunk_gated_delta_rule", "query key value beta initial_state actual_seq_lengths scale g",
           STATES),
 )  # fmt: skip

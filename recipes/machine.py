@@ -31,6 +31,8 @@ from devices.host_limits import host_memory_bytes
 from devices.shapes import AttentionShape
 from devices.torch_npu_calls import ALL
 from devices.torch_npu_releases import releases
+from kv_cache.groups import DType
+from models.config import RecurrentConfig
 from models.ops.cpu.products import Products, products
 from models.ops.cpu.rowwise import Rowwise, rowwise
 from models.ops.reference import Ops
@@ -76,8 +78,11 @@ class Machine(ABC):
         The attention is plain torch where the recipe asks for it.
         """
 
-    def recurrence(self, state_dtype: str) -> Recurrence:
-        """Return what advances states of this type: the definition, or what the device does faster."""
+    def recurrence(self, sizes: RecurrentConfig, dtype: DType) -> Recurrence:
+        """Return what advances the states of a model of type `dtype`.
+
+        This is the definition, or what the device does faster.
+        """
         return Recurrence(self.device)
 
     def join(self, world: Group, group: Group, dtype: torch.dtype) -> None:
@@ -178,11 +183,11 @@ class Cpu(Machine):
             raise self._not_compiled(found, "batch_invariant")
         return CpuLatentAttention(shape, found)
 
-    def recurrence(self, state_dtype: str) -> Recurrence:
+    def recurrence(self, sizes: RecurrentConfig, dtype: DType) -> Recurrence:
         from attention.cpu.recurrent import CpuRecurrence, compiled_recurrence
 
         if self.asked.attention == "reference":
-            return super().recurrence(state_dtype)
+            return super().recurrence(sizes, dtype)
         sources, invariant = self._sources(), self.asked.batch_invariant
         found = sources if isinstance(sources, str) else compiled_recurrence()
         if not isinstance(found, str):
@@ -399,11 +404,14 @@ class Npu(Accelerator):
             kind = WideHeadAttention
         return ops, kind(shape, self.device, self.product, takes_float32=wide)
 
-    def recurrence(self, state_dtype: str) -> Recurrence:
+    def recurrence(self, sizes: RecurrentConfig, dtype: DType) -> Recurrence:
         from attention.npu.recurrent import FusedRecurrence
 
-        fuses = self.product.advances_states and self.asked.attention == "fused" and state_dtype == "bfloat16"
-        return FusedRecurrence(self.device) if fuses else super().recurrence(state_dtype)
+        fuses = self.product.advances_states and self.asked.attention == "fused" and sizes.kind == "gated"
+        wide = self.asked.virtual_fp32 and dtype == "float32"
+        if fuses and sizes.state_dtype == "bfloat16" and (wide or dtype == "bfloat16"):
+            return FusedRecurrence(self.device)
+        return super().recurrence(sizes, dtype)
 
 
 def start(asked: DeviceSection, learned: str = "") -> Machine:

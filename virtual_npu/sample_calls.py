@@ -597,14 +597,12 @@ def _delta_rule(draw: RandomInputs, lens: list[int], most_heads: int, widths: in
 
 
 def _recurrent_rule(draw: RandomInputs) -> dict[str, Any]:
-    """Draw decodes, whose states lie anywhere, with decays of heads or of channels."""
+    """Draw decodes, whose states lie anywhere."""
     made = _delta_rule(draw, [1] * draw.number(1, 32), 16, 64)
     tokens, heads, width = made["value"].shape
-    channels = -torch.rand(tokens, heads, made["key"].shape[2], generator=draw.generator)
     return made | {
         "state": draw.tensor(tokens + 4, heads, width, made["key"].shape[2]),
         "ssm_state_indices": draw.order(tokens + 4)[:tokens].int(),
-        **draw.one({}, {"g": None, "gk": channels}),
     }
 
 

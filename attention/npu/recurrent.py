@@ -1,10 +1,11 @@
 """Advance recurrent states by Ascend's fused operators, where these take what a layer keeps.
 
 npu_recurrent_gated_delta_rule advances the states of decodes where they lie, and npu_chunk_gated_delta_rule
-those of longer spans. Both take states in bfloat16 alone (op-plugin's pages); states in float32, the default,
-are advanced by the definition's plain products. With bfloat16 a state is rounded wherever a span ends: its
-tokens may then depend on how a prompt was cut, which `cache.state_dtype` says. The chunked operator knows no
-decays by channel, and one width: other spans are advanced by the definition, too.
+those of longer spans. Both take states, and all that advances them, in bfloat16 alone (op-plugin's pages);
+states in float32, the default, are advanced by the definition's plain products, and so are those whose decays
+are by channel, for which neither has an argument that its page supports. With bfloat16 a state is rounded
+wherever a span ends: its tokens may then depend on how a prompt was cut, which `cache.state_dtype` says. The
+chunked operator takes one width: other spans are advanced by the definition, too.
 
 Legend: T tokens of the step, n tokens of some spans, H value heads, K width of a key, V width of a value.
 """
@@ -29,7 +30,7 @@ CHUNK_WIDTH, CHUNK_HEADS = 128, 64  # op-plugin's page of npu_chunk_gated_delta_
 
 
 class FusedRecurrence(Recurrence):
-    """Attention by the gated delta rule on a 910B or 910C."""
+    """Attention by the gated delta rule, with decays of whole heads, on a 910B or 910C."""
 
     def __init__(self, device: torch.device | str) -> None:
         super().__init__(device)
@@ -67,8 +68,7 @@ class FusedRecurrence(Recurrence):
         if len(metadata.tokens):
             chosen = tuple(each[metadata.tokens] for each in inputs)
             output[metadata.tokens] = _decodes(chosen, states, metadata)
-        takes_spans = decay.ndim == 2 and value.shape[1] <= CHUNK_HEADS
-        if takes_spans and key.shape[2] == value.shape[2] == CHUNK_WIDTH:
+        if value.shape[1] <= CHUNK_HEADS and key.shape[2] == value.shape[2] == CHUNK_WIDTH:
             for spans in _in_turn(metadata.spans):
                 self._advance_spans(inputs, states, spans, output)
         elif metadata.spans:
@@ -115,7 +115,7 @@ def _decodes(inputs: Inputs, states: Tensor, metadata: StateMetadata) -> Tensor:
         scale=1 / math.sqrt(key.shape[-1]),
         actual_seq_lengths=torch.ones_like(targets),
         ssm_state_indices=targets,
-        **{"g" if decay.ndim == 2 else "gk": decay},
+        g=decay,
     )
     return read.to(value.dtype)  # it differs only where the stand-in takes float32
 

@@ -278,7 +278,7 @@ def _loaded(
         most_decodes = recipe.scheduler.num_slots if config.num_recurrent else None
         joins = share.tensors > 1
         captured_sizes(attention, *_captured(recipe), most_layers, joins=joins, most_decodes=most_decodes)
-    recurrence = None if config.recurrent is None else machine.recurrence(config.recurrent.state_dtype)
+    recurrence = None if config.recurrent is None else machine.recurrence(config.recurrent, config.dtype)
     decoder = Decoder(config, ops, attention, group, share, stages, recurrence)
     # Ranks' parts are added up in another order where rows are divided
     decoder.least_divided = 0 if recipe.device.batch_invariant else recipe.parallel.least_divided_tokens

@@ -63,10 +63,11 @@ def empty_decoder(
     config = families.decoder_config(families.read(path))
     config = replace(config, dtype=dtype, quantization=quantization)
     assert config.recurrent is not None
-    config = replace(config, recurrent=replace(config.recurrent, state_dtype=state_dtype))
+    sizes = replace(config.recurrent, state_dtype=state_dtype)
+    config = replace(config, recurrent=sizes)
     share = Share(group.rank, group.size, *stage[:2])
     ops, attention = operators("cpu", way, shape_of(PAGE_SIZE, share.part(config)))
-    recurrence = machine("cpu", way).recurrence(state_dtype)
+    recurrence = machine("cpu", way).recurrence(sizes, dtype)
     decoder = Decoder(config, ops, attention, group, share, stage[2], recurrence)
     decoder.tabulate(LONGEST)
     return decoder

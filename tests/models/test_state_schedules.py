@@ -232,6 +232,21 @@ def test_captured_steps_advance_the_states_of_their_rows(tmp_path: Path) -> None
 @pytest.mark.npu
 @pytest.mark.slow
 @stand_in_alone
+def test_states_in_bfloat16_whose_channels_decay_apart_give_a_cpus_tokens(tmp_path: Path) -> None:
+    """In eager steps of an NPU and in captured ones: its operators take no such decays."""
+    variant = wide(VARIANTS["kimi_linear"])
+    _, path = make(replace(variant, options=variant.options | {"linear_head_dim": 128}), tmp_path)
+    npu = dict(each.split("=", 1) for each in settings("npu"))
+    answers = []
+    for changes in ({}, npu, npu | {"device.graphs": 3}):
+        engine = built(path, changes | {"cache.state_dtype": "bfloat16"}).engine
+        answers.append([each.answer.tolist() for each in served(engine, requests()[:2])])
+    assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.npu
+@pytest.mark.slow
+@stand_in_alone
 def test_an_npu_fuses_states_in_bfloat16_and_wide_heads(tmp_path: Path) -> None:
     """Both in one model, as Qwen3.5 has them; what a state loses by its type is all that tokens may lose."""
     variant = wide(VARIANTS["qwen3_next"])

@@ -46,7 +46,6 @@ def recurrent(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
         "state": torch.randn(blocks, heads, width, key_width).bfloat16(),
         "ssm_state_indices": torch.from_numpy(rng.permutation(blocks)[:tokens].astype(np.int32)),
         "num_accepted_tokens": pick(rng, None, accepted),
-        "gk": pick(rng, None, -torch.rand(tokens, heads, key_width)),
     }
     return made, Conditions(product=pick(rng, A2, A3))
 
@@ -69,9 +68,7 @@ def _of_some_heads(call: Arguments) -> Arguments:
     beta = call["beta"][:, :1].expand(-1, 4).contiguous()
     name = "state" if "state" in call else "initial_state"
     state = call[name][:, :1].expand(-1, 4, -1, -1).contiguous()
-    return {**keys, "value": value, "beta": beta, name: state, "g": None} | (
-        {"gk": None} if "state" in call else {}
-    )
+    return {**keys, "value": value, "beta": beta, name: state, "g": None}
 
 
 def _lens(change: Callable[[Tensor], Tensor]) -> Change:
@@ -98,6 +95,7 @@ _BOTH = [
 RECURRENT = [
     *_BOTH,
     Wrong("given", put(ssm_state_indices=None), "ssm_state_indices", "None"),
+    Wrong("channels", put(gk=torch.zeros(1, 1, 128)), "gk", "float32 (1, 1, 128)"),
     Wrong("dtype", to("state", Tensor.half), "state", "float16"),
     Wrong("blocks", to("state", lambda state: state[:1]), "state", "1 blocks for"),
     Wrong("lengths", to("actual_seq_lengths", lambda lens: lens + 8), "actual_seq_lengths", "one with "),

@@ -32,8 +32,6 @@ def _advanced(call: Call, at: int, state: Tensor) -> Tensor:
     )
     if call["g"] is not None:
         state *= call["g"][at].exp()[:, None, None]
-    if call["gk"] is not None:
-        state *= call["gk"][at].exp()[:, None]
     beta = 1.0 if call["beta"] is None else call["beta"][at].float()[:, None]
     written = beta * (call["value"][at].float() - (state * key).sum(-1))
     state += written[..., None] * key
@@ -79,9 +77,8 @@ def _types(state: str, source: str) -> Rule:
         for name in ("query", "key", "value", "beta", state):
             if not is_dtype(call[name], (torch.bfloat16,), call.conditions):
                 yield name, shape(call[name])
-        for name in ("g", "gk"):
-            if call[name] is not None and call[name].dtype != torch.float32:
-                yield name, shape(call[name])
+        if call["g"] is not None and call["g"].dtype != torch.float32:
+            yield "g", shape(call["g"])
         for name in ("actual_seq_lengths", "ssm_state_indices", "num_accepted_tokens"):
             if call[name] is not None and call[name].dtype != torch.int32:
                 yield name, shape(call[name])
@@ -106,7 +103,6 @@ def _sizes(state: str, source: str) -> Rule:
             "beta": (tokens, heads),
             state: (batch if state == "initial_state" else len(call[state]), heads, width, key_width),
             "g": (tokens, heads),
-            "gk": (tokens, heads, key_width),
             "ssm_state_indices": (tokens,),
             "num_accepted_tokens": (batch,),
         }
@@ -116,14 +112,14 @@ def _sizes(state: str, source: str) -> Rule:
 
     demands = (
         "queries and keys are [T, N, K], values [T, H, V], states [P, H, V, K], decays and betas [T, H],"
-        " decays by channel [T, H, K], and there is an index for each token and a length for each sequence"
+        " and there is an index for each token and a length for each sequence"
     )
     return Rule("axes", demands, source, "flatten sequences and their tokens into one axis", check)
 
 
 def _contiguous(state: str, source: str) -> Rule:
     def check(call: Call) -> Iterator[Breach]:
-        for name in ("query", "key", "value", "beta", "g", "gk", state):
+        for name in ("query", "key", "value", "beta", "g", state):
             if call[name] is not None and not call[name].is_contiguous():
                 yield name, f"strided {tuple(call[name].stride())} over {shape(call[name])}"
 
@@ -146,6 +142,11 @@ def _heads(most_heads: int, most_width: int, source: str) -> Rule:
     widths = f"keys and values are {most_width} wide" if exact else f"at most {most_width} wide"
     demands = f"there are at most {most_heads} heads, a multiple of those of keys, and {widths}"
     return Rule("heads", demands, source, "advance states of other sizes by plain products", check)
+
+
+def _by_channel(call: Call) -> Iterator[Breach]:
+    if call["gk"] is not None:
+        yield "gk", shape(call["gk"])
 
 
 def _blocks(call: Call) -> Iterator[Breach]:
@@ -190,6 +191,13 @@ OPERATORS = (
         source=RECURRENT,
         first=(
             _given("beta", "scale", "actual_seq_lengths", "ssm_state_indices"),
+            Rule(
+                "channels",
+                "gk is None: decays by channel are not supported at present",
+                RECURRENT,
+                "advance such states by plain products",
+                _by_channel,
+            ),
             _types("state", RECURRENT),
             _sizes("state", RECURRENT),
             _heads(MOST_HEADS, MOST_WIDTH, RECURRENT),
