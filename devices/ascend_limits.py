@@ -218,8 +218,8 @@ ATB_MOST_PAGE = 128 * 128  # tokens x head dim
 INT8_PAGE_STEP, MOST_INT8_PAGE = 32, 512  # tokens of a page in int8, which single queries read
 # Longer spans gather keys and values: those of several requests, up to so many tokens at a time
 MOST_GATHERED = 8192
-# npu_weight_quant_batchmatmul: the step of a group's size, and the most inputs or outputs
-INT4_GROUP, MOST_INT4_SIDE = 32, 65535
+INT4_GROUP = 32  # step of a group's size (npu_weight_quant_batchmatmul)
+MOST_SIDE = 65535  # inputs or outputs of a product of weights in 4 or 8 bits
 # Streams of captured graphs, one for each layer and one more for each graph: vllm-ascend's bound
 MOST_STREAMS = 1800
 
@@ -461,12 +461,15 @@ class AscendProduct:
                 " device.attention to reference"
             )
 
-    def check_int8(self, dtype: torch.dtype, forms: Collection[str]) -> None:
+    def check_int8(self, dtype: torch.dtype, forms: Collection[str], largest: int) -> None:
         """Raise ValueError if a model of this type cannot run in W8A8 (op-plugin, npu_quant_matmul).
 
-        `forms` are those of its linears in int8; a "static" one has one scale for all of its inputs.
+        `forms` are those of its linears in int8; a "static" one has one scale for all of its inputs, and of a
+        "w8a16" one, which npu_weight_quant_batchmatmul multiplies where there is one, the weight alone is in
+        int8. They have at most `largest` inputs or outputs.
         """
-        by_token = set(forms) - {"static"}
+        multiplied = set(forms) - {"w8a16"}
+        by_token = multiplied - {"static"}
         if by_token and not self.has_int8:
             some = ", ".join(each.name for each in PRODUCTS if each.has_int8)
             static = ", a checkpoint of msModelSlim in static W8A8," if self.has_static_int8 else ""
@@ -474,17 +477,25 @@ class AscendProduct:
                 f"the model is in W8A8; the {self.name} takes no scale for each token, {some} do: use one of"
                 f" these,{static} or the original checkpoint with model.quantization: auto"
             )
-        if not self.has_static_int8:
+        if multiplied and not self.has_static_int8:
             some = ", ".join(each.name for each in PRODUCTS if each.has_static_int8)
             raise ValueError(
                 f"the model is in static W8A8; the {self.name} has no products in int8, {some} do: use one of"
                 " these, or the original checkpoint"
             )
+        if not multiplied and not self.has_int4:  # weights are widened for plain products
+            return
         if not self.has_dtype(dtype):
             some = " or ".join(self.dtypes)
             raise ValueError(
                 f"model.dtype is {dtype_name(dtype)}; products of int8 give {some}: set model.dtype to"
                 f" {self.dtypes[0]}"
+            )
+        if largest > MOST_SIDE:
+            raise ValueError(
+                f"a linear has a side of {largest}; products of int8 of the {self.name} take up to"
+                f" {MOST_SIDE}: use more tensor ranks, or the original checkpoint with model.quantization:"
+                " auto"
             )
 
     def check_int4(
@@ -518,10 +529,10 @@ class AscendProduct:
                     f"experts have linears of {inputs} inputs, of which {group_size} share a scale; their"
                     f" products in 4 bits on the {self.name} take whole groups alone: {fix}"
                 )
-        if largest > MOST_INT4_SIDE:
+        if largest > MOST_SIDE:
             raise ValueError(
                 f"a linear has a side of {largest}; products in 4 bits of the {self.name} take up to"
-                f" {MOST_INT4_SIDE}: use more tensor ranks, or {fix}"
+                f" {MOST_SIDE}: use more tensor ranks, or {fix}"
             )
 
     def graph_sizes(

@@ -383,6 +383,7 @@ Gate = Literal["silu", "gelu_tanh", "clamped"]
 # together before
 QkNorm = Literal["none", "heads", "rotated", "joined"]
 Form = Stored | Int4  # how a linear is stored
+INT8: frozenset[Form] = frozenset(get_args(Stored)) - {"plain"}
 
 DTYPE_BYTES: dict[DType, int] = {each: ITEM_BYTES[each] for each in get_args(DType)}
 # Size of a float32 scale: one for each int8 output channel, and for each head in an int8 cache
@@ -566,13 +567,26 @@ class DecoderConfig:
 
     @property
     def int8_forms(self) -> frozenset[Stored]:
-        """The forms of linears that are multiplied in int8."""
+        """The forms of linears in int8; of "w8a16" the weights alone are."""
         return frozenset() if self.quantization is None else self.quantization.int8_forms
 
     @property
     def is_int8(self) -> bool:
         """Whether any linear is multiplied in int8."""
-        return bool(self.int8_forms)
+        return not self.int8_forms <= {"w8a16"}
+
+    @property
+    def largest_int8_side(self) -> int:
+        """The longest side of a product of linears in int8, 0 without any; gate and up are one product."""
+        layers = range(self.num_layers)
+        gates = {names[0] for layer in layers for names in self.mlp_names(layer)}
+        gates |= {names[0] for layer in layers if (names := self.shared_names(layer))}
+        sides = [
+            max(inputs, 2 * outputs if name in gates else outputs)
+            for name, inputs, outputs in self.linears()
+            if self.form(name) in INT8
+        ]
+        return max(sides, default=0)
 
     def has_norm_bias(self, name: str) -> bool:
         """Whether a bias is added to what the norm of this checkpoint name computes."""

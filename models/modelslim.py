@@ -76,7 +76,7 @@ class Described(Quantization):
     @property
     def int8_forms(self) -> frozenset[Stored]:
         """See Quantization.int8_forms."""
-        forms = {READ[kind] for kind in self.types.values()} - {"plain", "w8a16"}
+        forms = {READ[kind] for kind in self.types.values()} - {"plain"}
         return frozenset(forms if self.is_stored else forms and {"int8"})
 
     def __str__(self) -> str:

@@ -53,7 +53,7 @@ class Quantization:
 
     @property
     def int8_forms(self) -> frozenset[Stored]:
-        """The forms of linears that are multiplied in int8."""
+        """The forms of linears in int8."""
         return frozenset({"int8"})
 
     def __str__(self) -> str:

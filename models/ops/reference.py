@@ -116,8 +116,11 @@ class Ops:
         """Return what `pack_low_rank` was given, to be changed and packed again."""
         return packed
 
-    def check_int8(self, dtype: torch.dtype, forms: Collection[Stored]) -> None:
-        """Raise ValueError if this device cannot multiply linears of these forms for a model of this type."""
+    def check_int8(self, dtype: torch.dtype, forms: Collection[Stored], largest: int) -> None:
+        """Raise ValueError if this device cannot multiply linears of these forms for a model of this type.
+
+        They have at most `largest` inputs or outputs.
+        """
 
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
         """Pack an int8 weight [out, in] with a float32 scale [out] for each output channel."""

@@ -110,8 +110,8 @@ def draft_decoder(
         ops, attention = machine.operators(shape_of(recipe.cache.page_size, part))
         attention.check()
         attention.check_longest(memory.longest_tokens)
-        if draft.is_int8:
-            ops.check_int8(TORCH_DTYPES[draft.dtype], draft.int8_forms)
+        if draft.int8_forms:
+            ops.check_int8(TORCH_DTYPES[draft.dtype], draft.int8_forms, part.largest_int8_side)
         if isinstance(draft, Eagle3Config):
             head = Eagle3(draft, ops, attention, group, share.within_stage)
             head_weights.load(head, path, rotation_of(config.quantization, config.hidden_size))

@@ -264,13 +264,14 @@ def _loaded(
 ) -> Decoder:
     """Return this rank's part of the decoder, with its weights."""
     group, share, stages = place
-    ops, attention = operators_of(recipe, machine, share.part(config), share, group)
+    part = share.part(config)
+    ops, attention = operators_of(recipe, machine, part, share, group)
     attention.check()
     attention.check_longest(memory.longest_tokens)
-    if config.is_int8:
-        ops.check_int8(TORCH_DTYPES[config.dtype], config.int8_forms)
+    if config.int8_forms:
+        ops.check_int8(TORCH_DTYPES[config.dtype], config.int8_forms, part.largest_int8_side)
     if config.kept_form is not None:
-        part, size = share.part(config), config.kept_form.group_size
+        size = config.kept_form.group_size
         ops.check_int4(TORCH_DTYPES[config.dtype], size, largest_side(part), inputs_of_experts(part))
     if recipe.device.graphs:
         most_layers = share.most_layers(config)

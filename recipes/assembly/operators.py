@@ -73,8 +73,8 @@ def _check(
         for each in shapes:
             product.check(each, takes_float32=recipe.device.virtual_fp32)
         product.check_longest(longest_tokens)
-    if config.is_int8:
-        product.check_int8(dtype, config.int8_forms)
+    if config.int8_forms:
+        product.check_int8(dtype, config.int8_forms, config.largest_int8_side)
     if config.kept_form is not None:
         size = config.kept_form.group_size
         product.check_int4(dtype, size, largest_side(config), inputs_of_experts(config))

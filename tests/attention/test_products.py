@@ -200,15 +200,29 @@ def test_int8_is_refused_where_tokens_have_no_scale(name: str) -> None:
         with pytest.raises(
             ValueError, match=f"the {name} takes no scale for each token, 910B, 910C do"
         ) as said:
-            named.check_int8(torch.float16, {"int8", "static"})
+            named.check_int8(torch.float16, {"int8", "static"}, 100)
         assert ("of msModelSlim in static W8A8," in str(said.value)) == (name == "310P")
     if name in ("910", "950"):
         with pytest.raises(ValueError, match=f"the {name} has no products in int8, 310P, 910B, 910C do: use"):
-            named.check_int8(torch.float16, {"static"})
+            named.check_int8(torch.float16, {"static"}, 100)
         return
-    named.check_int8(torch.float16, {"static"})
+    named.check_int8(torch.float16, {"static"}, 100)
     with pytest.raises(ValueError, match=f"dtype is float32; .* set model.dtype to {named.dtypes[0]}"):
-        named.check_int8(torch.float32, {"static"})
+        named.check_int8(torch.float32, {"static"}, 100)
     if name != "310P":
-        named.check_int8(torch.bfloat16, {"int8", "static", "w4a8"})
-        named.check_int8(torch.float16, {"int8", "static", "w4a8"})
+        named.check_int8(torch.bfloat16, {"int8", "static", "w4a8"}, 100)
+        named.check_int8(torch.float16, {"int8", "static", "w4a8"}, 65535)
+    with pytest.raises(ValueError, match=f"a linear has a side of 65536; .* of the {name} take up to 65535"):
+        named.check_int8(torch.float16, {"static"}, 65536)
+
+
+@pytest.mark.parametrize("name", [each.name for each in PRODUCTS])
+def test_weights_in_int8_alone_are_checked_where_an_operator_multiplies_them(name: str) -> None:
+    named = product(name, "")
+    named.check_int8(torch.float16, {"w8a16"}, 65535)
+    for dtype, largest, said in ((torch.float32, 100, "dtype is float32"), (torch.float16, 65536, "a side")):
+        if named.has_int4:
+            with pytest.raises(ValueError, match=said):
+                named.check_int8(dtype, {"w8a16"}, largest)
+        else:
+            named.check_int8(dtype, {"w8a16"}, largest)

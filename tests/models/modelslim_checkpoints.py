@@ -22,7 +22,7 @@ from tests.lazy import transformers
 from tests.models.families import VARIANTS, expected_logprobs, make, wide
 from tests.models.sparse_variants import SPARSE_VARIANTS
 
-LINEAR = "_proj.weight", "_with_mqa.weight", "wq_b.weight", "mtp.fc.weight"
+LINEAR = "_proj.weight", "_with_mqa.weight", "wq_b.weight", "mtp.fc.weight", "lm_head.weight"
 # Those that read hidden states, or compressed queries
 NORMS = tuple(
     f"{each}.weight" for each in ("input_layernorm", "attention_layernorm", "q_a_layernorm", "model.norm")

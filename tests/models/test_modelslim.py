@@ -674,6 +674,42 @@ def test_scales_of_a_cache_are_planned(tmp_path: Path) -> None:
     assert config.weight_bytes == sum(each.nbytes for each in bare(config).parameters())
 
 
+@pytest.mark.npu
+@stand_in_alone
+@pytest.mark.parametrize(
+    ("types", "dtype", "vocabulary", "said"),
+    [
+        (
+            mostly(lm_head="W8A8_DYNAMIC"),
+            "bfloat16",
+            70_000,
+            "a linear has a side of 70000; products of int8",
+        ),
+        (everywhere("W8A16"), "float32", VOCABULARY, "model.dtype is float32; products of int8 give"),
+    ],
+)
+def test_what_an_npu_does_not_multiply_in_int8_is_refused_before_weights_are_read(
+    types: Types, dtype: str, vocabulary: int, said: str, tmp_path: Path
+) -> None:
+    more = {"vocab_size": vocabulary, "tie_word_embeddings": False}
+    _, path = checkpoint("qwen3", tmp_path, types, is_wide=True, **more)
+    for each in path.glob("*.safetensors"):
+        each.unlink()
+    with pytest.raises(ValueError, match=said):
+        greedy(path, f"model.dtype={dtype}", kind="npu")
+
+
+def test_gate_and_up_are_one_product_in_int8(tmp_path: Path) -> None:
+    """Of a linear that is not quantised no side counts."""
+    for types, side in (
+        (everywhere("W8A8"), 160),
+        (mostly(self_attn="W8A16"), 128),
+        (everywhere("FLOAT"), 0),
+    ):
+        _, path = checkpoint("qwen3", tmp_path / str(side), types)
+        assert config_in(path).largest_int8_side == side
+
+
 def test_a_checkpoint_that_multiplies_nothing_in_int8_asks_for_no_such_products(tmp_path: Path) -> None:
     for kind, is_int8 in (("FLOAT", False), ("W8A16", False), ("W8A8", True)):
         _, path = checkpoint("qwen3", tmp_path / kind, everywhere(kind))

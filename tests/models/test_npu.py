@@ -545,7 +545,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch, tmp_
         _over_int8_pages()
         tiled = replace(ops.product, tiles_weights=True)
         NpuOps(tiled).pack(torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0"), None)
-        ops.check_int8(torch.bfloat16, {"int8"})
+        ops.check_int8(torch.bfloat16, {"int8"}, 32)
         ones = torch.ones(16, 32, dtype=torch.int8, device="npu:0")
         packed = ops.pack_int8(ones, torch.ones(16, device="npu:0"), torch.ones(16, device="npu:0"))
         rows = torch.ones(3, 32, dtype=torch.bfloat16, device="npu:0")

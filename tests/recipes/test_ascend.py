@@ -91,7 +91,7 @@ def asks_for_what_its_product_has(path: Path) -> None:
     shape = shape_of(recipe.cache.page_size, config)
     named = product(recipe.device.product, "")
     if config.quantization is not None:
-        named.check_int8(TORCH_DTYPES[config.dtype], config.int8_forms)
+        named.check_int8(TORCH_DTYPES[config.dtype], config.int8_forms, config.largest_int8_side)
     if config.kept_form is not None:
         named.check_int4(TORCH_DTYPES[config.dtype], config.kept_form.group_size, largest_side(config))
     if recipe.device.attention == "fused":

@@ -104,9 +104,9 @@ class PlainNpuOps(Int4Check, Ops):
     def __init__(self, product: AscendProduct) -> None:
         self.product, self.captures_draws = product, product.captures_draws
 
-    def check_int8(self, dtype: torch.dtype, forms: Collection[Stored]) -> None:
+    def check_int8(self, dtype: torch.dtype, forms: Collection[Stored], largest: int) -> None:
         """Raise ValueError if this product cannot multiply linears of these forms; see Ops.check_int8."""
-        self.product.check_int8(dtype, forms)
+        self.product.check_int8(dtype, forms, largest)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Compute Ops.greedy; if the maximum does not keep a NaN, each logit is checked."""
