@@ -84,6 +84,7 @@ class GraphInputs:
             ends = self.width * np.arange(1, batch.num_spans + 1)
             places = ragged_ranges(ends - lens, ends)
             self._pad(0, batch.num_spans)
+            self._write_to_null_page(np.delete(np.arange(columns.shape[1]), places))
             columns[PLACE, :count] = places
         kv_lens = packed.positions + 1
         columns[0, places], columns[1, places] = packed.token_ids, packed.positions
@@ -127,14 +128,19 @@ class GraphInputs:
         """Make padding of everything from this token and this row on."""
         columns = self.columns[:, first:]
         columns[:] = 0
-        in_null_page = np.arange(columns.shape[1]) % self._slots.page_size
-        columns[2] = in_null_page
         columns[3:5] = self.width
+        self._write_to_null_page(np.arange(first, self.columns.shape[1]))
         self._pages[: self._pad_pages, first_row:] = 0
         self._states[:, first_row:] = 0
-        for places, pages in self._windows:
-            places[first:] = in_null_page
+        for _, pages in self._windows:
             pages[: self._pad_pages, first_row:] = 0
+
+    def _write_to_null_page(self, padding: Index) -> None:
+        """Let each of these tokens write to a place of its own, as far as a page has places."""
+        in_null_page = np.arange(len(padding)) % self._slots.page_size
+        self.columns[2, padding] = in_null_page
+        for places, _ in self._windows:
+            places[padding] = in_null_page
 
 
 def num_values(num_rows: int, width: int, max_pages: int, num_windows: int = 0, num_states: int = 0) -> int:

@@ -3,8 +3,9 @@
 Steps are captured for a ladder of row counts, of one token each. A span that ends in drafts takes a row for
 each of its tokens: all are written before any is read, so each may see those before it. But its keys are then
 read once a token; if attention captures spans, steps of `width` tokens a row are captured too, and used while
-at most half of their tokens are padding. Where layers keep recurrent states, tokens of one row depend on each
-other in these: rows with drafts, or with accepted ones to read again, are computed by steps of spans alone.
+at most half of their tokens, and no more than a page, are padding. Where layers keep recurrent states, tokens
+of one row depend on each other in these: rows with drafts, or with accepted ones to read again, are computed
+by steps of spans alone.
 
 A captured step reads its inputs at fixed addresses, to which they are sent in one copy; rows beyond the batch
 are padding on the null page. It ends with the best token of each row, and a second graph draws tokens if a
@@ -102,15 +103,19 @@ def captured_sizes(
     return attention.graph_sizes(wanted, len(spans), most_layers, joins=joins), spans
 
 
-def smallest(batch: Batch, sizes: list[int], span_rows: list[int], width: int) -> tuple[int, int]:
+def smallest(
+    batch: Batch, sizes: list[int], span_rows: list[int], width: int, page_size: int
+) -> tuple[int, int]:
     """Return the captured step that a batch uses: its rows, and the tokens of each.
 
     A row of a span has at least as many keys as tokens, so that padding before its first token sees a key.
+    At most a page of its tokens are padding, as in steps of one token a row; see `ladder`.
     """
     if batch.num_drafts and span_rows and batch.num_spans <= span_rows[-1]:
         rows = next(size for size in span_rows if size >= batch.num_spans)
         fits = int((batch.stops - batch.starts).max()) <= width <= int(batch.stops.min())
-        if fits and 2 * batch.num_tokens >= rows * width:
+        num_padding = rows * width - batch.num_tokens
+        if fits and num_padding <= min(batch.num_tokens, page_size):
             return rows, width
     return next(size for size in sizes if size >= batch.num_tokens), 1
 
@@ -228,8 +233,10 @@ class DecodeGraphs:
     def _size(self, batch: Batch) -> tuple[int, int]:
         """Return the rows, and the tokens of each, of the captured step for a batch that `takes` allows."""
         if self._num_states and self._needs_spans(batch):
+            # There is no other captured step for these. Where more than a page of tokens is padding, several
+            # write to one place of the null page, whose order op-plugin's pages leave open and nobody reads
             return next(rows for rows in self.span_rows if rows >= batch.num_spans), self.width
-        return smallest(batch, self.sizes, self.span_rows, self.width)
+        return smallest(batch, self.sizes, self.span_rows, self.width, self.slots.page_size)
 
     def _further(self, width: int) -> tuple[int, int]:
         """Return the number of windows, and of values for the state of each row of so many tokens."""

@@ -127,8 +127,8 @@ def test_each_group_of_windows_has_addresses_and_pages_of_its_own(width):
         assert pages.t().tolist() == [[7, 8, 0]] * 3 + [[5, 0, 0], [0, 0, 0]]
     else:
         padding = [[0, 1, 2, 3]] * 3
-        assert first == ([[0, 13, 14, 15], [0, 1, 2, 38], *padding], [[0, 3, 0], [9, 0, 0], *[[0] * 3] * 3])
-        assert second == ([[0, 25, 26, 27], [0, 1, 2, 18], *padding], [[2, 6, 0], [4, 0, 0], *[[0] * 3] * 3])
+        assert first == ([[0, 13, 14, 15], [1, 2, 3, 38], *padding], [[0, 3, 0], [9, 0, 0], *[[0] * 3] * 3])
+        assert second == ([[0, 25, 26, 27], [1, 2, 3, 18], *padding], [[2, 6, 0], [4, 0, 0], *[[0] * 3] * 3])
         assert pages.t().tolist() == [[7, 8, 0], [5, 0, 0], *[[0] * 3] * 3]
 
 
@@ -152,7 +152,7 @@ def test_tokens_stand_at_the_end_of_a_row_of_several():
     token_ids, positions, write_index, kv_lens, _, sources = inputs.columns[: SOURCE + 1].tolist()
     assert token_ids == [0, 5, 6, 7, 0, 0, 0, 14, 0, 0, 0, 0]
     assert positions == [0, 5, 6, 7, 0, 0, 0, 2, 0, 0, 0, 0]
-    assert write_index == [0, 33, 34, 35, 0, 1, 2, 22, 0, 1, 2, 3]
+    assert write_index == [0, 33, 34, 35, 1, 2, 3, 22, 0, 1, 2, 3]
     assert kv_lens == [4, 6, 7, 8, 4, 4, 4, 3, 4, 4, 4, 4]
     assert inputs.kv_lens() == [8, 3, 4]
     assert sources[7] == 3
@@ -195,8 +195,39 @@ def spans(*lens_and_drafts: tuple[int, int], stop: int = 9) -> Batch:
     ],
 )
 def test_spans_are_taken_where_they_fit_and_are_not_mostly_padding(batch, expected):
-    assert smallest(batch, [1, 2, 4, 8, 16], [1, 2, 4], 4) == expected
+    assert smallest(batch, [1, 2, 4, 8, 16], [1, 2, 4], 4, 8) == expected
+
+
+def test_no_spans_are_taken_whose_padding_has_more_tokens_than_a_page_has_places():
+    batch = spans((4, 3), (3, 2), (1, 0))
+    assert smallest(batch, [1, 2, 4, 8], [1, 2, 4], 4, 8) == (4, 4)
+    assert smallest(batch, [1, 2, 4, 8], [1, 2, 4], 4, 7) == (8, 1)
+
+
+@each_of("seed", range(4))
+def test_padding_writes_to_places_of_its_own(seed):
+    """In the null page of each group of layers, in steps of spans and in those of one token a row."""
+    rng, most, width, page_size = np.random.default_rng(seed), 64, 4, 16
+    slots = SlotPool(most, 64, page_size)
+    slots.page_table[:] = 1 + np.arange(slots.page_table.size).reshape(slots.page_table.shape)
+    slots.window_tables = (slots.page_table[::-1].copy(),)
+    sizes, span_rows = ladder(most * width, page_size), doubling(most)
+    taken = set[int]()
+    for _ in range(40):
+        lens = rng.choice([1, 2, 3, 4], int(rng.integers(1, most + 1)), p=rng.dirichlet(np.ones(4)))
+        batch = spans(*[(each, each - 1) for each in lens.tolist()])
+        rows, tokens = smallest(batch, sizes, span_rows, width, page_size)
+        values = torch.zeros(num_values(rows, tokens, slots.max_pages, 1), dtype=torch.int32)
+        inputs = GraphInputs(values, rows, tokens, slots, 100, 1)
+        inputs.fill(batch)
+        groups = split(values, rows, tokens, 1)
+        for places in (inputs.columns[2], groups[2][0][0].numpy()):
+            in_null_page = places[places < page_size]
+            assert len(in_null_page) == rows * tokens - batch.num_tokens
+            assert len(set(in_null_page.tolist())) == len(in_null_page)
+        taken.add(tokens)
+    assert taken == {1, width}
 
 
 def test_no_spans_are_taken_where_none_is_captured():
-    assert smallest(spans((4, 3), (4, 3)), [1, 2, 4, 8], [], 4) == (8, 1)
+    assert smallest(spans((4, 3), (4, 3)), [1, 2, 4, 8], [], 4, 8) == (8, 1)
