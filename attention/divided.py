@@ -199,11 +199,15 @@ class DividedAttention(Attention):
         )
 
     def _own_places(self, write_index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the places in this rank's pages; other ranks' tokens have the null page's first place."""
+        """Return the places in this rank's pages; other ranks' tokens have places in the null page.
+
+        There they lie as in their own page, so that few share a place, in whatever order that is written.
+        """
         size, rank, count = self.shape.page_size, self.neighbours.rank, self.neighbours.size
         pages, offsets = np.divmod(write_index, size)
-        places: NDArray[np.int64] = pages * self.own_size + offsets // count
-        return np.where(offsets % count == rank, places, 0)
+        own_pages = np.where(offsets % count == rank, pages, 0)
+        places: NDArray[np.int64] = own_pages * self.own_size + offsets // count
+        return places
 
     def _plan_parts(
         self, batch: Batch, chosen: NDArray[np.bool_], page_table: NDArray[np.int32]
@@ -249,8 +253,8 @@ class DividedAttention(Attention):
         size, rank, count = self.shape.page_size, self.neighbours.rank, self.neighbours.size
         index = decodes.write_index
         offsets = index % size
-        places = (index // size) * self.own_size + offsets // count
-        places = places.masked_fill(offsets % count != rank, 0)
+        pages = (index // size).masked_fill(offsets % count != rank, 0)
+        places = pages * self.own_size + offsets // count
         seen = (decodes.kv_lens + (count - 1 - rank)) // count
         table = decodes.page_table
         first = table[:, :1].masked_fill(seen[:, None] == 0, 0)

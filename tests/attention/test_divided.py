@@ -27,7 +27,7 @@ from attention.divided import (
     shapes_of,
 )
 from attention.latent import LatentAttention, LatentUp
-from attention.reference import Attention, ChannelScales, Windows
+from attention.reference import Attention, AttentionMetadata, ChannelScales, StaticDecodes, Windows
 from continuous_batching.batch import Batch
 from devices.ascend_limits import MOST_SPANS
 from devices.cpp_sources import missing_for_sources
@@ -172,6 +172,31 @@ NO_PLACES = np.zeros(0, np.int64)
 def test_no_device_refuses_so_many_rows_at_a_time() -> None:
     """Each joined row is a span of its own, and Ascend's calls of latents are not cut further."""
     assert MOST_ROWS <= MOST_SPANS
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_other_ranks_tokens_are_spread_over_the_null_page(
+    is_captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operators write places in no order that is known: of a page between two ranks none comes twice."""
+
+    def plan_static(_: Attention, decodes: StaticDecodes) -> AttentionMetadata:
+        return AttentionMetadata(decodes.write_index, ())
+
+    monkeypatch.setattr(Attention, "plan_static", plan_static)
+    own = shape(num_heads=2, num_kv_heads=1, windows=(None,))
+    batch = Batch(np.array([0]), np.array([0]), np.array([16]), NOTHING, NOTHING, NOTHING)
+    for neighbour in met(2):
+        made = DividedAttention(own, *map(Attention, shapes_of(own, 2)), neighbour)
+        index = 3 * 16 + np.arange(16)
+        if is_captured:
+            table, lens = torch.full((16, 1), 3, dtype=torch.int32), torch.arange(1, 17, dtype=torch.int32)
+            planned = made.plan_static(StaticDecodes(torch.from_numpy(index).int(), table, lens))
+        else:
+            planned = made.plan(batch, np.array([[3]], np.int32), index)
+        places = planned.own.write_index.view(8, 2)
+        assert places[:, neighbour.rank].tolist() == list(range(24, 32))
+        assert places[:, 1 - neighbour.rank].tolist() == list(range(8))
 
 
 @pytest.mark.parametrize("is_latent", [False, True])
