@@ -38,7 +38,7 @@ def _shared(rng: np.random.Generator, lens: list[int], key_width: int, width: in
 def recurrent(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     """Decodes, some with drafts of which some were accepted."""
     lens = rng.integers(1, 9, int(rng.integers(1, 5))).tolist()
-    made = _shared(rng, lens, *pick(rng, (16, 24), (128, 128), (512, 8)))
+    made = _shared(rng, lens, *pick(rng, (16, 24), (128, 128), (256, 8)))
     tokens, heads, width = made["value"].shape
     blocks, key_width = tokens + int(rng.integers(3)), made["key"].shape[2]
     accepted = torch.tensor([rng.integers(1, each + 1) for each in lens]).int()

@@ -19,7 +19,7 @@ from virtual_npu.simulated_products import A2, A3
 
 RECURRENT = "op-plugin torch_npu.npu_recurrent_gated_delta_rule"
 CHUNK = "op-plugin torch_npu.npu_chunk_gated_delta_rule"
-MOST_TOKENS, MOST_HEADS, MOST_WIDTH = 8, 256, 512
+MOST_TOKENS, MOST_HEADS, MOST_WIDTH = 8, 256, 256
 CHUNK_HEADS, CHUNK_WIDTH = 64, 128
 Sizes = Mapping[str, tuple[int, ...]]
 
