@@ -286,7 +286,7 @@ class Checkpoints:
         best, leader, slots = 0, -1, self._slots
         for row in rows:
             other: Request = slots.requests[row]
-            count = self.usable(_num_equal(keys, other.page_keys, int(slots.num_shareable[row])))
+            count = self.usable(num_equal(keys, other.page_keys, int(slots.num_shareable[row])))
             if other is not request and count > best and count * slots.page_size > slots.num_computed[row]:
                 best, leader = count, row
         if best > num_held:
@@ -302,11 +302,16 @@ class Checkpoints:
             if len(self._wanted.get(row, ())) >= MOST_WANTED:
                 break
             if request is not own and request.page_keys[:1] == keys[:1]:
-                num_equal = _num_equal(keys, request.page_keys, min(num_shareable, num_usable))
-                self.want(row, self.usable(num_equal) * self._slots.page_size)
+                count = num_equal(keys, request.page_keys, min(num_shareable, num_usable))
+                self.want(row, self.usable(count) * self._slots.page_size)
 
-    def is_awaited(self, request: Request, keys: Sequence[bytes], num_held: int, rows: Sequence[int]) -> bool:
-        """Whether any of these rows will leave a state within a request's prefix, beyond what it has."""
+    def awaited(
+        self, request: Request, keys: Sequence[bytes], num_held: int, rows: Sequence[int]
+    ) -> tuple[int, int] | None:
+        """Return which of these rows will leave a state within a request's prefix, beyond what it has.
+
+        With it comes how many pages precede that state. None if no row will.
+        """
         slots, size = self._slots, self._slots.page_size
         for row in rows:
             other: Request = slots.requests[row]
@@ -315,11 +320,16 @@ class Checkpoints:
                 is_known = count <= len(other.page_keys)  # a broken swap may leave fewer
                 is_within = num_held < count <= len(keys) and is_known and other is not request
                 if is_within and other.page_keys[count - 1] == keys[count - 1]:
-                    return True
-        return False
+                    return row, count
+        return None
+
+    def is_to_leave(self, row: int, num_pages: int) -> bool:
+        """Whether a row will leave a state behind so many of its pages that cannot be found yet."""
+        position = num_pages * self._slots.page_size
+        return position in self._wanted.get(row, ()) or position in self._group.is_left(row)
 
 
-def _num_equal(keys: Sequence[bytes], others: Sequence[bytes], most: int) -> int:
+def num_equal(keys: Sequence[bytes], others: Sequence[bytes], most: int) -> int:
     """Return how many of their first `most` keys two prefixes share; each key names all tokens before it."""
     low, high = 0, min(len(keys), len(others), most)
     while low < high:

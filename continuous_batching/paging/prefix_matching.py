@@ -7,11 +7,12 @@ The cache itself is `kv_cache.prefix_cache`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from continuous_batching.counters import Counters
-from continuous_batching.paging.checkpoints import Checkpoints
+from continuous_batching.paging.checkpoints import Checkpoints, num_equal
 from continuous_batching.paging.page_tables import EMPTY, PageTables
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
@@ -21,6 +22,15 @@ from kv_cache.prefix_cache import PrefixCache
 from kv_cache.tier.lookup import FoundPages, PageName, Sought, SoughtBeside
 
 MOST_FORESEEN = 64  # waiting requests for whose beginnings a new row looks
+
+
+class Wait(NamedTuple):
+    """What a blocked row waits for; without a `leader`, for its next lookup."""
+
+    version: int  # of the prefix cache at its last lookup
+    leader: Request | None = None
+    row: int = -1  # the leader's
+    num_pages: int = 0  # of the prompt, of which the leader has yet to publish the last
 
 
 class PrefixMatching:
@@ -51,7 +61,7 @@ class PrefixMatching:
         self.checkpoints: Checkpoints | None = None
         if tables.states is not None:
             self.checkpoints = Checkpoints(slots, tables.states, prefix, tables.copy, shares=prefix_sharing)
-        self._blocked: dict[int, int] = {}  # row -> version of the prefix cache at its last lookup
+        self._blocked: dict[int, Wait] = {}  # keyed by row
         # Row of a resumed search's leader -> the pages from which its other beams start, while they wait
         self.most_found: dict[int, int] = {}
 
@@ -122,7 +132,7 @@ class PrefixMatching:
 
     def count_lookup(self, request: Request, matched: Index) -> None:
         """Count the outcome of a new request's lookup, unless another row is computing its next page."""
-        if self._prefix_sharing and not self._is_in_progress(request, len(matched)):
+        if self._prefix_sharing and not self._leader_of(request, len(matched), self._computing()):
             num_usable, checkpoints = self._num_usable(request), self.checkpoints
             most = num_usable if checkpoints is None else checkpoints.usable(num_usable)
             self._prefix.count_lookup(request.page_keys, request.tokens, request.cache_salt, matched, most)
@@ -152,13 +162,13 @@ class PrefixMatching:
 
         Where layers keep states, say which of them are wanted of this row, and of rows that it waits for.
         """
+        computing = self._computing()
         if self.checkpoints is not None:
             request: Request = self._slots.requests[row]
             keys = self._usable_keys(request)
-            computing = self._computing()
             self.checkpoints.enter(row, keys, self.find(request) if keys else EMPTY, computing)
             self.checkpoints.ask_leader(request, keys, int(self._slots.num_pages[row]), computing)
-        self.block_if_in_progress(row)
+        self._block_if_in_progress(row, computing)
 
     def arrives(self, request: Request) -> None:
         """Have a running prompt leave the state from which a request that has just come can go on."""
@@ -170,14 +180,9 @@ class PrefixMatching:
         if self.checkpoints is not None:
             self.checkpoints.foresee(row, [(each, self._num_usable(each)) for each in waiting])
 
-    def block_if_in_progress(self, row: int) -> None:
-        """Block a row while another row computes the page that it needs next."""
-        if self._is_in_progress(self._slots.requests[row], int(self._slots.num_pages[row])):
-            self._blocked[row] = self._prefix.version
-
     def block_until_looked_up(self, row: int) -> None:
         """Block a row until the next `unblock`, which looks its prompt up again."""
-        self._blocked[row] = -1  # matches no version of the cache
+        self._blocked[row] = Wait(-1)  # matches no version of the cache
 
     def is_blocked(self, row: int) -> bool:
         """Whether the row waits for a page that another row computes."""
@@ -188,22 +193,57 @@ class PrefixMatching:
         """All rows that wait for a page that another row computes."""
         return list(self._blocked)
 
-    def unblock(self, row: int) -> None:
-        """Share the pages published since the last lookup.
+    def unblock(self, rows: Index, *, at_once: bool = False) -> bool:
+        """Let blocked rows share the pages that they waited for; return whether any did.
 
-        The row becomes runnable once nobody computes its next page.
+        Each becomes runnable once nobody computes its next page. While what it waits for is still to come,
+        nothing is looked up for it, unless all are to share `at_once` what has been published: many rows may
+        wait for a long prompt, of which each step publishes pages.
         """
+        computing, any_did = self._computing(), False
+        for row in rows.tolist():
+            if at_once or not self._is_to_come(row):
+                any_did |= self._look_up(row)
+                self._block_if_in_progress(row, computing)
+                if row not in self._blocked:
+                    computing.append(row)
+        return any_did
+
+    def _is_to_come(self, row: int) -> bool:
+        """Whether another row has yet to publish the last page that a blocked row waits for."""
+        wait, slots = self._blocked[row], self._slots
+        if wait.leader is None or slots.requests[wait.row] is not wait.leader or wait.row in self._blocked:
+            return False
+        if not slots.num_published[wait.row] < wait.num_pages <= slots.num_shareable[wait.row]:
+            return False
+        if self.checkpoints is not None:
+            return self.checkpoints.is_to_leave(wait.row, wait.num_pages)
+        # It may also have come from a tier, or from another row
+        return self._prefix.index.page_of(wait.leader.page_keys[wait.num_pages - 1]) is None
+
+    def _look_up(self, row: int) -> bool:
+        """End a row's wait, and share the pages published since its last lookup; return whether any were."""
         slots = self._slots
         request: Request = slots.requests[row]
-        if self._blocked.pop(row) != self._prefix.version:
-            findable, held = request.tokens[: request.num_findable], slots.pages(row)
-            pages = self._prefix.find(request.page_keys, findable, request.cache_salt, held)
-            if (most := self.most_found.get(row)) is not None:
-                pages = pages[: max(0, most - len(held))]
-            pages = self._tables.resumable(pages, row)
-            if len(pages):
-                self.start_from(row, pages)
-        self.block_if_in_progress(row)
+        if self._blocked.pop(row).version == self._prefix.version:
+            return False
+        findable, held = request.tokens[: request.num_findable], slots.pages(row)
+        pages = self._prefix.find(request.page_keys, findable, request.cache_salt, held)
+        if (most := self.most_found.get(row)) is not None:
+            pages = pages[: max(0, most - len(held))]
+        pages = self._tables.resumable(pages, row)
+        if len(pages):
+            self.start_from(row, pages)
+        return len(pages) > 0
+
+    def _block_if_in_progress(self, row: int, computing: Sequence[int]) -> None:
+        """Block a row while another row computes the page that it needs next."""
+        request: Request = self._slots.requests[row]
+        found = self._leader_of(request, int(self._slots.num_pages[row]), computing)
+        if found is None:
+            return
+        leader, count = found
+        self._blocked[row] = Wait(self._prefix.version, self._slots.requests[leader], leader, count)
 
     def publish_prompts(self, rows: Index) -> None:
         """Publish the prompt pages of these rows that have been computed."""
@@ -230,6 +270,8 @@ class PrefixMatching:
     def forget(self, row: int) -> None:
         """Remove everything that the row found or published from the cache, because it may be wrong."""
         keys = self._prefix.forget(self._slots.pages(row)[: self._slots.num_published[row]])
+        # What a row computes behind forgotten pages is not published
+        self._blocked = dict.fromkeys(self._blocked, Wait(-1))
         if self._has_tier and keys:
             numbers = [group.number for group in self._tables.groups]
             wrong = tuple(key_of_group(key, number) for number in numbers for key in keys)
@@ -243,7 +285,9 @@ class PrefixMatching:
             self.checkpoints.leave(row)
 
     def _computing(self) -> list[int]:
-        """Return the rows that compute their prompts and wait for nobody."""
+        """Return the rows that compute their prompts and wait for nobody; only states are asked of them."""
+        if self.checkpoints is None:
+            return []
         slots, busy = self._slots, self._slots.busy
         rows = busy[slots.num_published[busy] < slots.num_shareable[busy]].tolist()
         return [row for row in rows if row not in self._blocked]
@@ -255,21 +299,23 @@ class PrefixMatching:
         """Return how many pages a request can use, without copying their keys, of which it may have many."""
         return min(len(request.page_keys), request.num_findable // self._slots.page_size)
 
-    def _is_in_progress(self, request: Request, index: int) -> bool:
-        """Whether a row is about to compute and publish the page that `request` needs at `index`."""
-        slots, keys = self._slots, request.page_keys
-        if index >= self._num_usable(request):
-            return False
+    def _leader_of(self, request: Request, index: int, computing: Sequence[int]) -> tuple[int, int] | None:
+        """Return the row that is about to publish the page that `request` needs at `index`, or None.
+
+        With it comes how many pages the request waits for. `computing` are the rows of `_computing`.
+        """
+        slots, keys, num_usable = self._slots, request.page_keys, self._num_usable(request)
+        if index >= num_usable:
+            return None
         if self.checkpoints is not None:  # pages alone are no use, and each is found with a state or not
-            return self.checkpoints.is_awaited(request, self._usable_keys(request), index, self._computing())
+            return self.checkpoints.awaited(request, self._usable_keys(request), index, computing)
         key = keys[index]
-        computing = (slots.num_shareable > index) & (slots.num_published <= index)
-        return any(
-            row not in self._blocked
-            and slots.requests[row] is not request
-            and slots.requests[row].page_keys[index] == key
-            for row in computing.nonzero()[0].tolist()
-        )
+        candidates = (slots.num_shareable > index) & (slots.num_published <= index)
+        for row in candidates.nonzero()[0].tolist():
+            leader: Request = slots.requests[row]
+            if row not in self._blocked and leader is not request and leader.page_keys[index] == key:
+                return row, num_equal(keys, leader.page_keys, min(num_usable, int(slots.num_shareable[row])))
+        return None
 
     def _publish(self, row: int, stop: int) -> None:
         """Publish the row's pages before page `stop`."""

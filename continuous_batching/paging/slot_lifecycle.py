@@ -238,19 +238,27 @@ class SlotLifecycle:
     def runnable(self) -> Index:
         """Return the busy rows that can run, oldest first.
 
-        Blocked rows first take the pages that have been published; rows that still wait, and withheld rows,
-        are left out.
+        Blocked rows first take the pages that they waited for; rows that still wait, and withheld rows, are
+        left out.
         """
-        busy = self.slots.busy
-        if len(self.withheld):
-            busy = busy[~np.isin(busy, self.withheld)]
-        blocked = self.matching.blocked
-        if not blocked and not self.waiting_beams:
+        busy = self._not_withheld()
+        if not self.matching.blocked and not self.waiting_beams:
             return busy
-        for row in busy[np.isin(busy, blocked)].tolist():
-            self.matching.unblock(row)
+        self.matching.unblock(busy[np.isin(busy, self.matching.blocked)])
         waiting = [*self.matching.blocked, *self.waiting_beams]
         return busy[~np.isin(busy, waiting)] if waiting else busy
+
+    def share_published(self) -> bool:
+        """Let blocked rows share what has been published, so that less is promised to them.
+
+        Returns whether any did.
+        """
+        rows, blocked = self._not_withheld(), self.matching.blocked
+        return bool(blocked) and self.matching.unblock(rows[np.isin(rows, blocked)], at_once=True)
+
+    def _not_withheld(self) -> Index:
+        busy = self.slots.busy
+        return busy[~np.isin(busy, self.withheld)] if len(self.withheld) else busy
 
     def leave(self, row: int, *, failed: bool = False) -> Request:
         """Free a row and its pages, after its tokens have been handed back to the request.

@@ -92,6 +92,9 @@ class Admission:
                 self.held_back = "tokens"
                 return
             if (wanted > spare).any():
+                if self._lifecycle.share_published():
+                    spare = self._lifecycle.tables.num_spare()
+                    continue
                 # If nothing runs whose end could be waited for, pages held for other engines give way
                 if (self._outrank and self._preemption.make_way(request)) or (
                     not len(slots.busy) and self._lifecycle.held.give_way()

@@ -10,10 +10,13 @@ import pytest
 
 from continuous_batching.batch import Sampled
 from continuous_batching.engine import Engine
+from continuous_batching.policies.batching import StallFree
+from continuous_batching.policies.prefill_budget import FixedChunks
 from continuous_batching.request import Request, SamplingParams, TokenLogprobs
 from continuous_batching.samples.mask_maker import MaskMaker
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
+from kv_cache.prefix_index import PrefixIndex
 from tests.continuous_batching import test_slot_lifecycle as small
 from tests.continuous_batching.checksum import VOCAB_SIZE, alone
 from tests.continuous_batching.recount import recount
@@ -84,6 +87,51 @@ def test_a_common_prompt_that_arrives_at_once_is_computed_once() -> None:
     for request in requests:
         assert request.answer.tolist() == alone(request.prompt.tolist(), 3)
         assert request.num_cached_tokens == (0 if request.id == "r0" else 40)
+
+
+@pytest.mark.parametrize("num_followers", [8, 64])
+def test_rows_that_wait_for_a_prefix_are_not_looked_up_until_it_is_there(
+    num_followers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(num_slots=1 + num_followers, num_pages=3000, budget=100, policy=StallFree(FixedChunks(16)))
+    looked_up: list[str] = []
+    find = PrefixIndex.find
+
+    def counted(index: PrefixIndex, *args: Any, **fields: Any) -> Index:
+        looked_up.append("")
+        return find(index, *args, **fields)
+
+    monkeypatch.setattr(PrefixIndex, "find", counted)
+    common = np.arange(96)
+    requests = [
+        Request(f"r{i}", np.append(common, [i, i]), SamplingParams(max_tokens=1, temperature=0.0))
+        for i in range(1 + num_followers)
+    ]
+    for request in requests:
+        engine.add(request)
+    spans(engine)
+    assert len(engine.scheduler.lifecycle.matching.blocked) == num_followers
+    for stop in (32, 48, 64, 80, 96):
+        looked_up.clear()
+        assert spans(engine) == {"r0": (stop - 16, stop)}
+        assert not looked_up
+    assert len(spans(engine)) > 1, "the prefix is there"
+    run_out(engine)
+    for request in requests:
+        assert request.answer.tolist() == alone(request.prompt.tolist(), 1)
+        assert request.num_cached_tokens == (0 if request.id == "r0" else 96)
+
+
+def test_what_has_been_published_for_waiting_rows_is_promised_to_nobody() -> None:
+    """The pool has room for two prompts of 16 pages, and for a third once three of their pages are shared."""
+    engine = make(num_pages=1 + 36, budget=100, policy=StallFree(FixedChunks(4)))
+    common = np.arange(60)
+    for number in range(2):
+        engine.add(Request(f"r{number}", np.append(common, [number, 1]), SamplingParams(max_tokens=1)))
+    spans(engine)
+    engine.add(ask("newcomer", 24, 1))
+    steps = [spans(engine) for _ in range(4)]
+    assert ["newcomer" in step for step in steps] == [False, True, True, True]
 
 
 class LateMasks(MaskMaker):

@@ -8,6 +8,7 @@ written or found behind other tokens is noticed at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from continuous_batching.engine import Engine
 from continuous_batching.inspection import recount
 from continuous_batching.paging import checkpoints
 from continuous_batching.policies.batching import StallFree
+from continuous_batching.policies.policy import Policy
+from continuous_batching.policies.prefill_budget import FixedChunks
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
@@ -24,6 +27,7 @@ from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.page_keys import page_keys
 from kv_cache.pages import Index, PageCopy, PagePool
+from kv_cache.prefix_index import PrefixIndex
 from kv_cache.states import GRID, StateGroup
 from tests.continuous_batching.checksum import (
     VOCAB_SIZE,
@@ -111,7 +115,13 @@ class StateRunner(ChecksumRunner):
 
 
 def engine_of(
-    num_pages: int, num_states: int, host_pages: int = 0, host_states: int = 0, size: int = 16, **options: int
+    num_pages: int,
+    num_states: int,
+    host_pages: int = 0,
+    host_states: int = 0,
+    size: int = 16,
+    policy: Policy | None = None,
+    **options: int,
 ) -> Engine:
     """Pages of `size` tokens, and steps of little more than a block of the grid by default."""
     slots, pool = SlotPool(NUM_SLOTS, LARGEST, size), PagePool(1 + num_pages)
@@ -123,7 +133,7 @@ def engine_of(
     scheduler = Scheduler(
         slots,
         pool,
-        StallFree(),
+        policy or StallFree(),
         max_batch_tokens=options.pop("max_batch_tokens", GRID + NUM_SLOTS),
         vocab_size=VOCAB_SIZE,
         host_pool=host,
@@ -283,6 +293,35 @@ def test_a_long_prompt_that_begins_as_none_before_leaves_states_on_the_way(
     assert not states._spent, "states at the ends of prompts take their places"
     assert serve(engine, np.concatenate([other, STORY[:9]])) == [128]
     assert engine.scheduler.counters.preemptions == 0
+
+
+def test_rows_that_wait_for_a_state_are_not_looked_up_until_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_of(100, 12, policy=StallFree(FixedChunks(GRID)), max_batch_tokens=4 * GRID)
+    made = [Request(str(own), after(280, own), SamplingParams(max_tokens=1)) for own in range(NUM_SLOTS)]
+    for request in made:
+        engine.add(request)
+    engine.step()
+    matching = engine.scheduler.lifecycle.matching
+    assert len(matching.blocked) == NUM_SLOTS - 1
+    looked_up: list[str] = []
+    find = PrefixIndex.find
+
+    def counted(index: PrefixIndex, *args: Any) -> Index:
+        looked_up.append("")
+        return find(index, *args)
+
+    monkeypatch.setattr(PrefixIndex, "find", counted)
+    while engine.scheduler.slots.num_computed[0] < 256:
+        engine.step()
+        assert not looked_up
+    engine.step()
+    assert len(looked_up) == NUM_SLOTS - 1
+    assert not matching.blocked
+    while engine.has_work:
+        engine.step()
+    assert [request.num_cached_tokens for request in made] == [0, 256, 256, 256]
 
 
 def test_whoever_parts_from_a_prompt_that_has_just_passed_the_place_leaves_the_state() -> None:

@@ -48,8 +48,8 @@ FAULTS = {
         "tests/continuous_batching/test_slot_lifecycle.py::test_a_swapped_request_whose_shared_pages_are_gone_is_computed_again",
     ),
     "nobody_waits_for_a_page": Fault(
-        "continuous_batching/paging/prefix_matching.py::PrefixMatching._is_in_progress",
-        "index >= self._num_usable(request)",
+        "continuous_batching/paging/prefix_matching.py::PrefixMatching._leader_of",
+        "index >= num_usable",
         "True",
         "prompts that arrive together are all computed",
         "tests/continuous_batching/test_scheduler.py::test_a_common_prompt_that_arrives_at_once_is_computed_once",
