@@ -60,7 +60,7 @@ def beside(recipe: Recipe, server_version: str, sha256: str) -> str:
 def of_pages(recipe: Recipe) -> str:
     """Return the fingerprint of what a page of keys and values depends on, besides its tokens and its layout.
 
-    Engines with the same fingerprint may exchange pages.
+    Engines with the same `PageIdentity`, of which this is a part, may exchange pages.
     """
     keys = {
         each.name: recipe.value(each.name)
@@ -90,9 +90,15 @@ def of_continuations(recipe: Recipe, server_version: str) -> str:
 
     Answers may go on between servers with the same one: of the same weights and type, on the same kind of
     device with the same software, which read calls and thoughts alike. How many slots and pages each has does
-    not matter.
+    not matter; how long a request may be decides how "longrope" rotates.
     """
-    names = ("device.kind", "server.tool_format", "server.reasoning", "server.logits_processors")
+    names = (
+        "scheduler.max_request_tokens",
+        "device.kind",
+        "server.tool_format",
+        "server.reasoning",
+        "server.logits_processors",
+    )
     software = [server_version, versions.installed(), *map(recipe.value, names)]
     digest = hashlib.sha256(json.dumps(software, default=str).encode())
     digest.update(of_pages(recipe).encode())

@@ -55,6 +55,7 @@ class Hello(PageMessage, frozen=True):
     window: bytes  # description by which the peer reaches the window
     window_bytes: Number
     drafts: Name = NO_DRAFTS  # what it keeps of a prompt beside the model's own layers
+    long_factors: bool = False
 
 
 class Welcome(PageMessage, frozen=True):
@@ -171,6 +172,7 @@ class PageIdentity:
     page_size: int
     layout: list[str]  # layout of a page in each layer, those of a drafter last
     drafts: str = NO_DRAFTS  # digest of the draft model, or of the head, that has layers of its own
+    long_factors: bool = False  # whether keys are rotated by the long factors of "longrope"
 
     def difference(self, hello: Hello) -> str | None:
         """Describe the first difference to another engine, with both values; None if there is none."""
@@ -178,6 +180,10 @@ class PageIdentity:
             "the version of the messages": (VERSION, hello.version),
             "the model": (self.model, hello.model),
             "speculation.kind, with its weights,": (self.drafts, hello.drafts),
+            "whether requests may need long factors (scheduler.max_request_tokens)": (
+                self.long_factors,
+                hello.long_factors,
+            ),
             "cache.page_size": (self.page_size, hello.page_size),
             "the number of layers": (len(self.layout), len(hello.layout)),
         }

@@ -143,6 +143,7 @@ class PromptSource:
                 window.description,
                 self._window_bytes,
                 own.drafts,
+                own.long_factors,
             )
         )
 

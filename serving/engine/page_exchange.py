@@ -47,6 +47,7 @@ from kv_cache.exchange.page_server import PageLink, PageServer
 from kv_cache.exchange.prompt_source import Came, PromptSource, taken, unwanted
 from kv_cache.exchange.transports import TRANSPORTS, Transport
 from kv_cache.page_keys import adapter_of
+from models.config import needs_long_factors
 from models.decoder import Decoder
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
@@ -564,7 +565,11 @@ def exchange_of(recipe: Recipe, built: BuiltEngine) -> PageExchange | None:
     cache: WholePages = built.runner.cache if built.pages is None else built.pages
     decoder, wake = None if built.pages is not None else built.runner.decoder, Wake()
     identity = PageIdentity(
-        fingerprint.of_pages(recipe), recipe.cache.page_size, cache.layout, fingerprint.of_drafts(recipe)
+        fingerprint.of_pages(recipe),
+        recipe.cache.page_size,
+        cache.layout,
+        fingerprint.of_drafts(recipe),
+        needs_long_factors(built.config.rope, built.engine.slots.max_tokens),
     )
     log.info("pages of model %s (%.2g s)", identity.model, time.perf_counter() - start_s)
     sends = fetches = None

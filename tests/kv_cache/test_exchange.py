@@ -10,7 +10,6 @@ import socket
 import threading
 from collections import deque
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -179,7 +178,7 @@ def test_a_thread_that_is_about_to_wait_sees_the_end(monkeypatch: pytest.MonkeyP
 
 def hello(**changes: object) -> Hello:
     fields = {"version": VERSION, "model": "m", "page_size": 16, "layout": ["a", "b"], "transport": "tcp"}
-    return msgspec.convert(["Hello", *(fields | changes).values(), b"", 1], Hello)
+    return Hello(**(fields | {"window": b"", "window_bytes": 1} | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -187,6 +186,7 @@ def hello(**changes: object) -> Hello:
     [
         ({}, None),
         ({"model": "n"}, "the model is m at the engine of prompts and n at the one of answers"),
+        ({"long_factors": True}, "is False at the engine of prompts and True at the one of answers"),
         ({"page_size": 8}, "cache.page_size is 16 at the engine of prompts and 8 at the one of answers"),
         ({"layout": ["a"]}, "the number of layers is 2"),
         ({"layout": ["a", "c"]}, "a page of layer 1 is b at"),

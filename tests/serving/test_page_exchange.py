@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from borders.refusal import BadRequest
 from kv_cache.exchange import prompt_source
+from kv_cache.exchange.messages import PageIdentity
 from kv_cache.exchange.transports import Bytes, Tcp
+from recipes.assembly.engine import build
+from recipes.schema.reader import load
+from recipes.schema.recipe_error import RecipeError
 from serving.engine import page_exchange
 from tests.kv_cache import device
 from tests.patience import PATIENCE_S
@@ -383,3 +389,36 @@ def test_nobody_is_asked_for_what_is_here_or_too_short() -> None:
     assert elsewhere.prompt_replica != HERE
     assert not pair.fetching.begin(0, elsewhere)
     pair.close()
+
+
+def test_engines_of_longer_requests_rotate_otherwise_and_exchange_no_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The factors of "longrope" follow from the longest request that an engine takes."""
+    factors = dict.fromkeys(("short_factor", "long_factor"), [1.0] * 8)
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 32, **factors}
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 32,
+        "rope_scaling": rope,
+    }
+    identities: list[PageIdentity] = []
+
+    def note(endpoint: str, identity: PageIdentity, *args: object, **options: object) -> None:
+        identities.append(identity)
+        raise OSError("nobody listens")
+
+    monkeypatch.setattr(page_exchange, "PageServer", note)
+    for most in (33, 34):
+        overrides = [f"model.config.{name}={json.dumps(value)}" for name, value in shape.items()]
+        overrides += ["device.compile=false", f"scheduler.max_request_tokens={most}", "cache.num_pages=20"]
+        recipe = load("recipes/bench/llama_125m.yaml", [*overrides, "server.pages_at=tcp://127.0.0.1:0"])
+        built = build(recipe)
+        with pytest.raises(RecipeError, match="nobody listens"):
+            page_exchange.exchange_of(recipe, built)
+        built.engine.close()
+    assert [each.long_factors for each in identities] == [False, True]
+    assert identities[0] == replace(identities[1], long_factors=False)
