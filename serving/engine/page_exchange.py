@@ -355,12 +355,12 @@ class PageSends:
                 self._end(sending)
         else:
             self._server.wake.ring()  # more messages may be waiting
-        now_s = self._engine.clock()
+        now_s, full = self._engine.clock(), set[PageLink]()
         for sending in [*self._sendings.values()]:
             if now_s >= sending.until_s:
                 self._fail(sending, "its lease is over")
-            elif sending.is_computed:
-                self._read_leased(sending)
+            elif sending.is_computed and sending.link not in full and not self._read_leased(sending):
+                full.add(sending.link)  # hundreds of its prompts may wait for room
 
     def stepped(self, step: Step) -> None:
         """Handle the requests that a step has finished, some of which may be for other engines."""
@@ -452,10 +452,11 @@ class PageSends:
         for sending, held, num_full in self._spans:
             self._read(sending, layer, held, num_full)
 
-    def _read(self, sending: Sending, layer: int, held: Leased, num_full: int) -> None:
+    def _read(self, sending: Sending, layer: int, held: Leased, num_full: int) -> bool:
         """Send a layer's part of these pages up to the first page that is not full.
 
-        A state is sent once it stands behind the last page. What there is no room for is sent later.
+        A state is sent once it stands behind the last page. What there is no room for is sent later; returns
+        whether there was room for all.
         """
         each, link = self._layer_bytes[layer], sending.link
         most = max(1, self._most_part_bytes // each)
@@ -468,6 +469,7 @@ class PageSends:
             sending.num_bytes += count * each
             first += count
         sending.next_page[layer] = first
+        return first >= stop
 
     def _may_read(self, link: PageLink) -> bool:
         """Return whether another part may be read.
@@ -480,19 +482,25 @@ class PageSends:
             and sum(each.unsent_bytes for each in self._server.links) < MOST_UNSENT_BYTES_OF_ALL
         )
 
-    def _read_leased(self, sending: Sending) -> None:
-        """Send what could not be sent before the request ended, and conclude once everything is sent."""
+    def _read_leased(self, sending: Sending) -> bool:
+        """Send what could not be sent before the request ended, and conclude once everything is sent.
+
+        Returns whether there was room for it.
+        """
         if not sending.is_read:
             held = self._engine.leased_pages(sending.request.id)
             if held is None:
                 self._fail(sending, "its pages had to give way")
-                return
-            for layer in range(len(self._layer_bytes)):
-                self._read(sending, layer, held, sending.num_pages)
-        if sending.is_read:
-            sending.link.conclude(AllSent(sending.number, sending.num_bytes))
-            self._engine.scheduler.counters.sent_pages += sending.num_pages - sending.first_page
-            self._end(sending)
+                return True
+            has_room = self._may_read(sending.link) and all(
+                self._read(sending, layer, held, sending.num_pages) for layer in range(len(self._layer_bytes))
+            )
+            if not has_room:
+                return False
+        sending.link.conclude(AllSent(sending.number, sending.num_bytes))
+        self._engine.scheduler.counters.sent_pages += sending.num_pages - sending.first_page
+        self._end(sending)
+        return True
 
     def _fail(self, sending: Sending, why: str) -> None:
         sending.link.conclude(NotSent(sending.number, one_line(why)))

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +17,13 @@ import pytest
 from borders.refusal import BadRequest
 from kv_cache.exchange import prompt_source
 from kv_cache.exchange.messages import PageIdentity
+from kv_cache.exchange.page_server import PageLink
 from kv_cache.exchange.transports import Bytes, Tcp
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe_error import RecipeError
 from serving.engine import page_exchange
+from serving.engine.page_exchange import PageSends
 from tests.kv_cache import device
 from tests.patience import PATIENCE_S
 from tests.serving.page_pair import HERE, Link, Pair, alone, cache_of, prompts
@@ -299,6 +302,34 @@ def test_an_engine_of_prompts_that_stands_still_is_not_waited_for() -> None:
     pair.is_stopped = False
     pair.settle()
     assert pair.prompts.scheduler.counters.sent_pages == 0
+    pair.close()
+
+
+def test_of_a_link_that_takes_no_more_one_prompt_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, requests = Pair(), prompts(6)
+    asked, counted = PageSends._may_read, list[str]()
+
+    def may_read(sends: PageSends, link: PageLink) -> bool:
+        counted.append("room")
+        return is_free and asked(sends, link)
+
+    def read(sends: PageSends, *args: Any, read: Callable[..., bool] = PageSends._read) -> bool:
+        counted.append("layer")
+        return read(sends, *args)
+
+    is_free = False
+    monkeypatch.setattr(PageSends, "_may_read", may_read)
+    monkeypatch.setattr(PageSends, "_read", read)
+    pair.ask(requests)
+    sendings = pair.sends._sendings
+    pair.until(lambda: len(sendings) == 6 and all(each.is_computed for each in sendings.values()))
+    counted.clear()
+    pair.sends.take()
+    assert counted == ["room"]
+    is_free = True
+    pair.until(lambda: len(pair.fetches) == 0 and not pair.answers.has_work)
+    assert [each.answer.tolist() for each in requests] == alone(requests)
+    pair.settle()
     pair.close()
 
 
