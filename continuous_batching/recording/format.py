@@ -26,7 +26,8 @@ from kv_cache.pages import Index
 from kv_cache.tier.lookup import PageName
 
 # Format 1 held page-table entries and at most one token for a row; 2 had no checksums, and 3 no drafts.
-FORMAT = 4
+# Digests of format 4 left out the pages of windows and states, cuts, and the groups and keys of copies.
+FORMAT = 5
 BEGIN = zlib.crc32(b"recording of format %d" % FORMAT)  # initial value of the chained checksum
 
 
@@ -150,6 +151,12 @@ class Copied(msgspec.Struct, array_like=True, frozen=True):
     sources: bytes
     targets: bytes
     way: str
+    group: Annotated[int, Meta(ge=0, le=LAST_ID)] = 0
+
+
+def copied(batch: Batch) -> list[Copied]:
+    """Return the entries of a batch's page copies."""
+    return [Copied(packed(each.sources), packed(each.targets), each.way, each.group) for each in batch.copies]
 
 
 class Scheduled(msgspec.Struct, tag="S", array_like=True, frozen=True):
@@ -288,21 +295,33 @@ class Chain:
     def add(self, batch: Batch, slots: SlotPool) -> bytes:
         """Return the digest after one more batch.
 
-        It covers the spans, the page that each ends on, the samples, the copies, and what a draft model
-        computes.
+        It covers the spans, the page of each group of layers that each ends on, the samples, the positions
+        where states are left behind, the copies, and what a draft model computes.
         """
         hashed = hashlib.blake2b(self._last, digest_size=8)
-        pages = slots.page_table[batch.slots, (batch.stops - 1) // slots.page_size]
-        spans = batch.slots, batch.starts, batch.stops, pages
-        for array in (*spans, batch.sampled, batch.owners, batch.targets):
+        rows, ends = batch.slots, (batch.stops - 1) // slots.page_size
+        arrays: list[NDArray[Any]] = [
+            rows,
+            batch.starts,
+            batch.stops,
+            batch.sampled,
+            batch.owners,
+            batch.targets,
+        ]
+        arrays += [table[rows, ends] for table in (slots.page_table, *slots.window_tables)]
+        arrays += [batch.draft_starts, batch.draft_stops]
+        if slots.state_pages is not None:
+            arrays.append(slots.state_pages[rows])
+        for array in arrays:
             hashed.update(len(array).to_bytes(4, "little"))
             hashed.update(array.tobytes())
-        if len(batch.draft_starts):
-            hashed.update(batch.draft_starts.tobytes())
-            hashed.update(batch.draft_stops.tobytes())
+        for cut in batch.cuts:
+            hashed.update(b"cut %d %d %d" % (cut.span, cut.position, cut.page))
         for copy in batch.copies:
-            hashed.update(copy.way.encode())
+            lengths = len(copy.sources), len(copy.targets), len(copy.keys)
+            hashed.update(f"{copy.way} {copy.group} {lengths}".encode())
             hashed.update(copy.sources.tobytes())
             hashed.update(copy.targets.tobytes())
+            hashed.update(b"".join(copy.keys))
         self._last = hashed.digest()
         return self._last

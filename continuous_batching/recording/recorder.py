@@ -29,7 +29,6 @@ from continuous_batching.recording.format import (
     Added,
     Chain,
     Closed,
-    Copied,
     Ended,
     Entry,
     Fetched,
@@ -46,6 +45,7 @@ from continuous_batching.recording.format import (
     SampleEntry,
     Scheduled,
     committed,
+    copied,
     packed,
 )
 from continuous_batching.request import Request, SamplingParams
@@ -231,7 +231,7 @@ class Recorder(Observer):
                 self._chain.add(batch, slots),
                 None if goes_on else (packed(batch.slots), packed(batch.starts), packed(batch.stops)),
                 None if all_sample else (packed(batch.sampled), packed(batch.owners), packed(batch.targets)),
-                [Copied(packed(copy.sources), packed(copy.targets), copy.way) for copy in batch.copies],
+                copied(batch),
                 held_back,
                 _drafts(batch, slots) if batch.num_drafts and not batch.makes_drafts else None,
                 packed(late),

@@ -38,7 +38,7 @@ from continuous_batching.recording.format import (
     Resized,
     Scheduled,
     answered,
-    packed,
+    copied,
     unpacked,
 )
 from continuous_batching.request import Request
@@ -346,10 +346,10 @@ def _difference(entry: Scheduled, batch: Batch, last: Batch | None) -> str:
         decided = getattr(batch, name)
         if not np.array_equal(old_array, decided):
             return f"{name} were {old_array.tolist()}, and are {decided.tolist()} now"
-    copies = [Copied(packed(copy.sources), packed(copy.targets), copy.way) for copy in batch.copies]
+    copies = copied(batch)
     if copies != entry.copies:
         return f"{_in_words(entry.copies)} were asked for, and {_in_words(copies)} are now"
-    return "its spans end on other pages than they did"
+    return "its spans end on other pages than they did, or its cuts or what it copies differ otherwise"
 
 
 def _in_words(copies: list[Copied]) -> str:

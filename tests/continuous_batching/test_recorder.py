@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import errno
 import io
 import logging
@@ -15,12 +16,14 @@ import pytest
 from hypothesis import strategies as st
 
 from borders.framing import DamagedRecording, framed
+from continuous_batching.batch import Batch, StateCut
 from continuous_batching.engine import Engine
 from continuous_batching.policies.batching import StallFree, Static
 from continuous_batching.recording.format import (
     BEGIN,
     FORMAT,
     Added,
+    Chain,
     Closed,
     Committed,
     Entry,
@@ -35,7 +38,7 @@ from continuous_batching.recording.replay import Divergence, Replayed, replay
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
-from kv_cache.pages import PagePool
+from kv_cache.pages import PageCopy, PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner
 from tests.continuous_batching.test_schedules import (
     DEPTHS,
@@ -72,6 +75,51 @@ def test_a_recording_from_before_a_parameter_was_there_is_read() -> None:
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(added))
     del fields[1][0][1]["max_draft_tokens"]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Added) == added
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "page",
+        "window",
+        "state",
+        "cut",
+        "group",
+        "keys",
+        "way",
+        "sources",
+        "draft_stops",
+        "targets",
+        "nothing",
+    ],
+)
+def test_batches_that_differ_in_anything_that_was_decided_have_other_digests(other: str) -> None:
+    digests = []
+    for changes in ("nothing", other):
+        slots = SlotPool(2, 32, 4)
+        window, states = np.zeros((2, 8), dtype=np.int32), np.array([3, 4], dtype=np.int32)
+        slots.window_tables, slots.state_pages = (window,), states
+        at = np.array([0, 1])
+        asked = PageCopy(at, at, "to_tier", (b"a", b"b"))
+        batch = Batch(at, 0 * at, at + 5, at, at, at + 5, (asked,), draft_starts=at, draft_stops=at + 1)
+        batch = dataclasses.replace(batch, cuts=(StateCut(0, 2, 7),))
+        match changes:
+            case "page":
+                slots.page_table[1, 1] = 9  # on which the second span ends
+            case "window":
+                window[1, 1] = 9
+            case "state":
+                states[1] = 9
+            case "cut":
+                batch = dataclasses.replace(batch, cuts=(StateCut(0, 2, 8),))
+            case "group" | "keys" | "way" | "sources":
+                values = {"group": 1, "keys": (b"a", b"c"), "way": "to_host", "sources": at + 1}
+                asked = dataclasses.replace(asked, **{changes: values[changes]})  # type: ignore[arg-type]
+                batch = dataclasses.replace(batch, copies=(asked,))
+            case "draft_stops" | "targets":
+                batch = dataclasses.replace(batch, **{changes: getattr(batch, changes) + 1})
+        digests.append(Chain().add(batch, slots))
+    assert (digests[0] == digests[1]) == (other == "nothing")
 
 
 def scheduler(

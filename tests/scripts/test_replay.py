@@ -144,10 +144,10 @@ def test_the_time_line_can_be_loaded_and_adds_up(
 
 def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    with pytest.raises(ValueError, match="is no recording of format 4: it is empty"):
+    with pytest.raises(ValueError, match="is no recording of format 5: it is empty"):
         main([str(tmp_path / "empty")])
     (tmp_path / "text").write_text("once upon a time", encoding="utf-8")
-    with pytest.raises(ValueError, match="is no recording of format 4: record 1 at byte 0"):
+    with pytest.raises(ValueError, match="is no recording of format 5: record 1 at byte 0"):
         main([str(tmp_path / "text")])
 
 
