@@ -322,7 +322,10 @@ class Supervisor:
         earliest_s = 0.0  # when a slow engine may get another spare process, if one has ended
         while True:
             now_s, spare, is_slow = time.monotonic(), self._spare, self.status == "slow"
-            if spare is not None and spare.is_running:
+            if spare is not None and not spare.is_running:
+                await spare.end()  # at once: later, its group's number may be that of other processes
+                self._spare = spare = None
+            if spare is not None:
                 if is_slow:
                     spare.hurry()
             elif now_s >= (earliest_s if is_slow else usual_s):
@@ -332,8 +335,6 @@ class Supervisor:
             await asyncio.sleep(_CHECKS_S)
 
     async def _start_spare(self) -> None:
-        if self._spare is not None:
-            await self._spare.end()
         try:
             arguments = self._arguments(next(self._lives))
             self._spare = await EngineProcess.started(arguments, is_spare=True)

@@ -121,6 +121,22 @@ def test_nobody_waits_for_a_process_that_cannot_be_killed(
     assert "is still there" in caplog.text
 
 
+def test_a_process_group_is_killed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be that of other processes afterwards."""
+    monkeypatch.setattr(process, "WORKER", "no_module_of_this_name")
+    killed: list[int] = []
+    monkeypatch.setattr(process.os, "killpg", lambda group, signal: killed.append(group))
+
+    async def end_twice() -> int | None:
+        engine = await EngineProcess.started([])
+        for _ in range(2):
+            await engine.end()
+        return engine.pid
+
+    group = asyncio.run(end_twice())
+    assert killed == [group]
+
+
 def test_an_engine_that_fails_does_not_wait_for_what_its_threads_read() -> None:
     """A thread pool's work that never ends would otherwise hold the interpreter for ever."""
     brief = (

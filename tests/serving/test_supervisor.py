@@ -259,13 +259,14 @@ class Spare:
 
     def __init__(self) -> None:
         self.is_running = True
-        self.num_hurried = 0
+        self.num_hurried = self.num_ended = 0
 
     def hurry(self) -> None:
         self.num_hurried += 1
 
     async def end(self) -> None:
         self.is_running = False
+        self.num_ended += 1
 
 
 @pytest.fixture
@@ -320,6 +321,21 @@ def test_a_spare_that_ended_is_replaced_when_the_engine_is_slow(
         spares[0].is_running = False
         keeper.silence.heard_s = time.monotonic() - 1e9
         await until(lambda: len(spares) == 2 and spares[1].num_hurried)
+        keeping.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_spare_that_ended_by_itself_is_cleared_away_before_another_is_due(
+    monkeypatch: pytest.MonkeyPatch, spares: list[Spare]
+) -> None:
+    async def run() -> None:
+        monkeypatch.setattr(supervisor, "_SPARE_AFTER_S", 4 * PATIENCE_S)
+        keeping = asyncio.ensure_future((keeper := serving(silent_s=1e9))._keep_spare())
+        await until(lambda: spares and spares[0].num_hurried)
+        spares[0].is_running = False
+        await until(lambda: keeper._spare is None)
+        assert (len(spares), spares[0].num_ended) == (1, 1)
         keeping.cancel()
 
     asyncio.run(run())
