@@ -163,13 +163,16 @@ class _Life:
         self._is_welcome = False
         self._window: PageWindow | None = None
         self.connection = Connection(self._take, self._ended, credentials=source._credentials, dials=True)
-        threading.Thread(target=self._dial, name="pages-dial", daemon=True).start()
+        try:
+            threading.Thread(target=self._dial, name="pages-dial", daemon=True).start()
+        except RuntimeError as error:  # the system has no thread for it
+            self.connection.end(str(error))
 
     def _dial(self) -> None:
         source = self._source
         try:
             sock = socket.create_connection(source._address, CONNECT_S)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a UnicodeError means that the name of a host cannot be one
             self.connection.end(str(error))
             return
         try:

@@ -227,3 +227,21 @@ def test_an_engine_that_is_never_reached_leaves_no_name_in_shared_memory(
         assert source.came.get(timeout=PATIENCE_S).message is None
     assert made or way == "nobody listens"
     assert not [each for each in made if os.path.exists(f"/dev/shm/pages-{each}")]
+
+
+@pytest.mark.parametrize("way", ["a name that cannot be one", "no thread"])
+def test_an_engine_that_cannot_even_be_dialled_is_lost(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    endpoint = "tcp://prompts..example:29502" if way == "a name that cannot be one" else "tcp://127.0.0.1:1"
+    source = PromptSource(endpoint, PageIdentity("m", 16, []), Wake())
+    with monkeypatch.context() as patch:
+        if way == "no thread":
+            patch.setattr(threading.Thread, "start", start)
+        asked = source.want(b"", "", 0, 1.0)
+        assert asked is not None
+    came = source.came.get(timeout=PATIENCE_S)
+    assert (came.connection, came.message) == (asked[0], None)
+    assert not asked[0].is_open
+    assert source.want(b"", "", 0, 1.0) is None, "it is not asked again at once"

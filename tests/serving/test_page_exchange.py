@@ -383,6 +383,22 @@ def test_who_reads_nothing_holds_pages_no_longer_than_it_is_waited_for(
     pair.close()
 
 
+def test_a_prompt_is_computed_here_where_there_is_no_thread_to_dial(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        if thread.name == "pages-dial":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    pair = Pair()
+    requests = prompts(2)
+    assert pair.serve(requests) == alone(requests)
+    pair.settle()
+    pair.close()
+
+
 def test_other_models_are_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair(answers_model="another")
     requests = prompts(2)
