@@ -4,8 +4,9 @@ The events are those that vLLM publishes over ZeroMQ, so that its subscribers ca
 `BlockRemoved` and `AllBlocksCleared` in MessagePack, on a PUB socket as [topic, sequence, batch], with
 sequence numbers of 8 bytes that start at 0. A subscriber that connects late or misses a number asks the
 ROUTER socket beside it for all batches from some number on; it gets [topic, sequence, batch] for each, then
-the sequence -1. Beyond vLLM's protocol, a batch that is no longer kept is answered by a snapshot: one batch
-of `AllBlocksCleared` and all pages, under the last sequence number.
+the sequence -1. A question that comes while there is no room to send the answer to the one before is dropped.
+Beyond vLLM's protocol, a batch that is no longer kept is answered by a snapshot: one batch of
+`AllBlocksCleared` and all pages, under the last sequence number.
 
 Pages of layers that see a window have events of their own, with `group_idx` and the window: a prefix can be
 resumed from if its pages are there and those of each window behind it. Their tokens and parents are those of
@@ -54,7 +55,9 @@ SEQUENCE_BYTES = 8
 MOST_QUEUED = 10_000  # events between the engine and the thread
 MOST_BATCHED = 1_000  # events in a batch
 MOST_BATCHES, MOST_BATCH_BYTES = 10_000, 2**26  # batches that are kept, to be sent again
-_MOST_UNREAD = 100_000  # batches queued for each subscriber
+_MOST_UNREAD = 1_000  # batches queued for each subscriber
+# Messages of answers queued for each reader: one may hold all pages, and the rest of the answer waits here
+_MOST_UNREAD_AGAIN = 16
 _MOST_ASKED_BYTES = 1024  # a subscriber's topic or question; more ends its connection
 _MOST_QUESTIONS = 1000  # questions that wait
 _PAUSE_MS = 10  # pause between two batches
@@ -120,8 +123,11 @@ class PageEvents(PageListener):
         self._context, self._secret = zmq.Context(), secret
         self._admission = self._context.socket(zmq.REP)
         self._admission.bind(_ADMISSION)
-        self._out = self._bound(zmq.PUB, endpoint)
-        self._asked = self._bound(zmq.ROUTER, again)
+        self._out = self._bound(zmq.PUB, endpoint, _MOST_UNREAD)
+        self._asked = self._bound(zmq.ROUTER, again, _MOST_UNREAD_AGAIN)
+        self._asked.router_mandatory = True  # it says whose queue is full, and who has gone
+        # What each reader has yet to be sent again, sequence and batch
+        self._answers: dict[bytes, deque[tuple[bytes, bytes]]] = {}
         self._poller = zmq.Poller()
         for each in (self._admission, self._asked):
             self._poller.register(each, zmq.POLLIN)
@@ -198,9 +204,9 @@ class PageEvents(PageListener):
             kv_cache_spec_sliding_window=window or None,
         )
 
-    def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+    def _bound(self, kind: int, endpoint: str, most_unread: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.set_hwm(_MOST_UNREAD)
+        socket.setsockopt(zmq.SNDHWM, most_unread)
         socket.setsockopt(zmq.RCVHWM, _MOST_QUESTIONS)
         socket.setsockopt(zmq.MAXMSGSIZE, _MOST_ASKED_BYTES)
         socket.linger = int(_CLOSE_S * 1e3)
@@ -223,7 +229,8 @@ class PageEvents(PageListener):
                 self._send(self._taken())
             if is_last:
                 break
-            ready = dict(self._poller.poll(_PAUSE_MS))
+            pause_ms = 1 if self._send_again() else _PAUSE_MS
+            ready = dict(self._poller.poll(pause_ms))
             if self._admission in ready:
                 self._admit(self._admission.recv_multipart())
             if self._asked in ready:
@@ -278,7 +285,7 @@ class PageEvents(PageListener):
     def _answer(self, frames: list[bytes]) -> None:
         """Send the batches again from the requested number on, or a snapshot; drop any other message."""
         who, asked = frames[0], frames[-1]
-        if len(frames) != 3 or len(asked) != SEQUENCE_BYTES:
+        if len(frames) != 3 or len(asked) != SEQUENCE_BYTES or who in self._answers:
             return
         first = int.from_bytes(asked, "big")
         if self._kept and self._kept[0][0] <= first <= self._next:
@@ -286,9 +293,24 @@ class PageEvents(PageListener):
         else:
             snapshot = KVEventBatch(time.time(), [AllBlocksCleared(), *self._pages.values()])
             batches = [(self._next - 1, encode(snapshot))]
-        for number, batch in batches:
-            self._asked.send_multipart([who, b"", self._topic, _sequence(number), batch])
-        self._asked.send_multipart([who, b"", self._topic, END, b""])
+        self._answers[who] = deque([*((_sequence(number), batch) for number, batch in batches), (END, b"")])
+        self._send_again()
+
+    def _send_again(self) -> bool:
+        """Send what there is room for of the answers; return whether more of them is likely soon."""
+        is_moving = False
+        for who, left in [*self._answers.items()]:
+            try:
+                while left:
+                    self._asked.send_multipart([who, b"", self._topic, *left[0]], zmq.NOBLOCK)
+                    left.popleft()
+                    is_moving = True
+            except zmq.Again:
+                continue
+            except zmq.ZMQError:
+                pass  # the reader has gone
+            del self._answers[who]
+        return is_moving and bool(self._answers)
 
 
 def _sequence(number: int) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -297,3 +298,42 @@ def test_who_says_too_much_is_cut_off_and_others_are_answered(tmp_path: Path) ->
     assert quiet.poll(1e3 * PATIENCE_S)
     engine.events.close()
     context.destroy(linger=0)
+
+
+def test_who_asks_and_reads_nothing_is_sent_a_few_messages_and_others_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_asked, sent, answer = 200, list[bytes](), PageEvents._answer
+    heard: list[bytes] = []
+
+    def answered(publisher: PageEvents, frames: list[bytes]) -> None:
+        answer(publisher, frames)
+        heard.append(frames[0])
+
+    def send(socket: zmq.Socket[bytes], frames: list[bytes], *args: int) -> object:
+        result = zmq.Socket.send_multipart(socket, frames, *args)
+        sent.append(frames[0])
+        return result
+
+    monkeypatch.setattr(PageEvents, "_answer", answered)
+    engine = Engine(tmp_path, 20_000)
+    monkeypatch.setattr(engine.events._asked, "send_multipart", partial(send, engine.events._asked))
+    keys = engine.compute(list(range(60_000)))  # whose batch is larger than the buffers of a socket
+    context = zmq.Context()
+    deaf = context.socket(zmq.DEALER)
+    deaf.linger, deaf.rcvhwm = 0, 1
+    deaf.connect(f"{engine.endpoint}.replay")
+    for _ in range(num_asked):
+        deaf.send_multipart([b"", (0).to_bytes(8, "big")])
+    until_s = time.monotonic() + PATIENCE_S
+    while len(heard) < num_asked:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    assert len(sent) < 3 * 16
+    reader = Reader(engine.endpoint)
+    reader.until({*keys})
+    while deaf.recv_multipart()[2] != events.END:
+        """It may read later."""
+    reader.context.destroy(linger=0)
+    context.destroy(linger=0)
+    engine.events.close()
