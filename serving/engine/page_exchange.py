@@ -266,6 +266,7 @@ MOST_UNSENT_BYTES = 2**26  # most bytes read for one other engine and not yet se
 MOST_UNSENT_BYTES_OF_ALL = 2**29  # the same over all engines; beyond it, one part at a time is read for each
 MOST_SENDINGS = 1024  # most prompts that are computed for one other engine
 MOST_HEARD = 256  # most messages that are handled between two steps
+MOST_HEARD_BYTES = 2**20  # bytes of tokens after which no more are: the engine's thread hashes them
 
 
 @dataclass(slots=True)
@@ -341,13 +342,16 @@ class PageSends:
 
     def take(self) -> None:
         """Handle the messages of other engines, read pages for which there is room by now, and end leases."""
-        for _ in range(MOST_HEARD):
+        num_left, bytes_left = MOST_HEARD, MOST_HEARD_BYTES
+        while num_left > 0 and bytes_left > 0:
+            num_left -= 1
             try:
                 asked = self._server.asked.get_nowait()
             except Empty:
                 break
             asked.link.connection.handled(asked.num_held)
             if isinstance(asked.message, PagesWanted):
+                bytes_left -= len(asked.message.tokens)
                 self._begin(asked.link, asked.message)
                 continue
             number = None if asked.message is None else asked.message.number

@@ -111,9 +111,12 @@ def test_a_fault_is_counted_and_logged_in_one_bounded_line(caplog: pytest.LogCap
     pair.close()
 
 
-def test_one_engine_has_so_many_prompts_computed_and_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bound", ["MOST_HEARD", "MOST_HEARD_BYTES"])
+def test_one_engine_has_so_many_prompts_computed_and_is_told_so(
+    bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(page_exchange, "MOST_SENDINGS", 3)
-    monkeypatch.setattr(page_exchange, "MOST_HEARD", 2)
+    monkeypatch.setattr(page_exchange, bound, 2 if bound == "MOST_HEARD" else 2 * len(TOKENS))
     pair = Pair()
     pair.is_stopped = True
     peer, other = AnswersPeer(pair), AnswersPeer(pair)
@@ -123,6 +126,7 @@ def test_one_engine_has_so_many_prompts_computed_and_is_told_so(monkeypatch: pyt
     for num_left in (3, 1, 0):
         pair.sending.take()
         assert pair.server.asked.qsize() == num_left, "so many between two steps"
+        assert bool(select.select([pair.sending.wake.fd], [], [], 0)[0]) == (num_left > 0)
     pair.is_stopped = False
     pair.until(lambda: peer.listen() and sum(isinstance(each, NotSent) for each in peer.heard) == 2)
     other.say(PagesWanted(**WISH))
