@@ -114,7 +114,7 @@ def test_batches_that_differ_in_anything_that_was_decided_have_other_digests(oth
                 batch = dataclasses.replace(batch, cuts=(StateCut(0, 2, 8),))
             case "group" | "keys" | "way" | "sources":
                 values = {"group": 1, "keys": (b"a", b"c"), "way": "to_host", "sources": at + 1}
-                asked = dataclasses.replace(asked, **{changes: values[changes]})  # type: ignore[arg-type]
+                asked = dataclasses.replace(asked, **{changes: values[changes]})
                 batch = dataclasses.replace(batch, copies=(asked,))
             case "draft_stops" | "targets":
                 batch = dataclasses.replace(batch, **{changes: getattr(batch, changes) + 1})

@@ -11,7 +11,7 @@ AS_TRANSFORMERS = f"{RULE}::test_any_spans_advance_as_in_transformers"
 
 FAULTS = {
     "leader_finds_more_than_its_beams_share": Fault(
-        "continuous_batching/paging/prefix_matching.py::PrefixMatching.unblock",
+        "continuous_batching/paging/prefix_matching.py::PrefixMatching._look_up",
         "pages[: max(0, most - len(held))]",
         "pages",
         "the other beams of a search that comes back begin from a state of later tokens",
