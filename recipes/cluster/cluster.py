@@ -173,18 +173,20 @@ def _by_torchrun(environment: Environment) -> Cluster | None:
 def _by_ascend_operator(environment: Environment) -> Cluster | None:
     """Read the Ascend Operator's variables.
 
-    Its RANK is the machine's number, its LOCAL_RANK a list such as {0,1,2,3}, and its WORLD_SIZE the number
-    of NPUs.
+    Its RANK is the machine's number, its LOCAL_RANK a list such as 0,1,2,3 or {0,1,2,3}, and its WORLD_SIZE
+    the number of NPUs. The list of a single NPU looks like the number that other launchers set there.
     """
     listed = environment.get("LOCAL_RANK", "")
-    if not listed.startswith("{"):
+    has_master = {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
+    is_single = listed != "" and environment.get("LOCAL_WORLD_SIZE") == "1" and has_master
+    if not re.search(r"[{,]", listed) and not is_single:
         return None
     world, here = _needed(environment, "WORLD_SIZE", _COUNTS), _needed(environment, "LOCAL_WORLD_SIZE")
     if here < 1 or world % here:
         raise RecipeError(
             (), f"LOCAL_WORLD_SIZE is {here}, which does not divide WORLD_SIZE, {world}", "see the AscendJob"
         )
-    if not re.fullmatch(r"\{\d+(,\d+)*\}", listed) or listed.count(",") + 1 != here:
+    if not re.fullmatch(r"\{?\d+(,\d+)*\}?", listed) or listed.count(",") + 1 != here:
         problem = f"LOCAL_RANK is {abbreviate(listed)}, and LOCAL_WORLD_SIZE says {here} NPUs"
         raise RecipeError((), problem, "see the AscendJob")
     port, node = _needed(environment, "MASTER_PORT", integers(1, PORTS.most)), _needed(environment, "RANK")
@@ -354,7 +356,7 @@ def _check_alone(environment: Environment) -> None:
         raise RecipeError(
             (),
             f"WORLD_SIZE is {abbreviate(world)}: there are others, and no launcher known here has set it,"
-            " neither torchrun (TORCHELASTIC_RUN_ID), nor an AscendJob (LOCAL_RANK={0,...}), nor Volcano"
+            " neither torchrun (TORCHELASTIC_RUN_ID), nor an AscendJob (LOCAL_RANK=0,1,...), nor Volcano"
             " (VC_WORKER_HOSTS), nor SLURM",
             "name the machines by parallel.nodes, or unset WORLD_SIZE",
         )

@@ -73,7 +73,7 @@ def launched(launcher: str, num_nodes: int, node: int, folder: Path) -> tuple[di
             return {}, {**found, **master, "RANK": str(node), "LOCAL_RANK": "0", "GROUP_RANK": str(node)}
         case "AscendJob":
             found = {"MASTER_ADDR": address(0), "MASTER_PORT": "2222", "WORLD_SIZE": world, "RANK": str(node)}
-            return {}, {**found, "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "{0,1,2,3,4,5,6,7}"}
+            return {}, {**found, "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "0,1,2,3,4,5,6,7"}
         case "hccl.json 1.0" | "hccl.json 1.2":
             path = folder / "hccl.json"
             path.write_text(json.dumps(rank_table(num_nodes, launcher[-3:])))
@@ -212,6 +212,25 @@ def test_a_list_of_slurms_is_expanded(listed: str, expected: list[str]) -> None:
     assert list(hosts(listed)) == expected
 
 
+def test_an_ascend_job_is_known_by_its_list_in_braces_or_not_and_of_a_single_npu() -> None:
+    """The Ascend Operator writes no braces; torchrun, too, numbers a single process of a machine 0."""
+    told = {
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "2222",
+        "WORLD_SIZE": "2",
+        "RANK": "1",
+        "LOCAL_WORLD_SIZE": "1",
+    }
+    parallel = ParallelSection(tensor=2)
+    for listed in ("0", "{0}"):
+        cluster = find_cluster(parallel, told | {"LOCAL_RANK": listed}, set, Path("none"))
+        assert cluster == Cluster("AscendJob", 2, 1, "a", 2222)
+    both = told | {"LOCAL_RANK": "0,1", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
+    assert find_cluster(parallel, both, set, Path("none")).source == "AscendJob"
+    by_torchrun = told | {"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    assert find_cluster(parallel, by_torchrun, set, Path("none")).source == "torchrun"
+
+
 def without(environment: dict[str, str], name: str) -> dict[str, str]:
     return {each: value for each, value in environment.items() if each != name}
 
@@ -230,6 +249,7 @@ MASTERED = {"VC_MASTER_HOSTS": "job-master-0.job", "VC_WORKER_HOSTS": "job-worke
         ({}, TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, "run it with --nproc-per-node 1"),
         ({}, TORCHRUN | {"RANK": "2"}, "torchrun says that this is machine 2 of 2; count from 0"),
         ({}, ASCEND | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE is 5, which does not divide WORLD_SIZE"),
+        ({}, ASCEND | {"LOCAL_RANK": "0,1"}, "LOCAL_RANK is '0,1', and LOCAL_WORLD_SIZE says 8 NPUs"),
         ({}, {"LOCAL_RANK": "{0}", "WORLD_SIZE": "1"}, "LOCAL_WORLD_SIZE is not set, and a launcher of this"),
         ({}, SLURM | {"SLURM_LOCALID": "1"}, "run it with --ntasks-per-node 1"),
         ({"nodes": ("a", "b")}, {}, "parallel.nodes: none of a, b is a name or an address of this machine"),

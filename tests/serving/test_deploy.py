@@ -100,7 +100,7 @@ def test_an_ascend_job_holds_one_engine() -> None:
         told |= {
             "WORLD_SIZE": str(machines * npus_here),
             "LOCAL_WORLD_SIZE": str(npus_here),
-            "LOCAL_RANK": f"{{{','.join(map(str, range(npus_here)))}}}",
+            "LOCAL_RANK": ",".join(map(str, range(npus_here))),
         }
         cluster = placed(container["args"], told, npus_here)
         assert cluster == Cluster("AscendJob", machines, node, "10.0.0.1", ports["ascendjob-port"])
