@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,10 +133,10 @@ def test_a_ray_job_keeps_replicas_and_tells_the_router(
     options = routed(found["Deployment", ROUTER], monkeypatch)
     published.write(tmp_path)
     monkeypatch.setenv("MODELS", str(tmp_path))
-    line = job["entrypoint"].partition("exec ")[2]
+    line = job["entrypoint"]
     words = shlex.split(line)
-    assert words[:3] == [".venv/bin/python", "-m", "scripts.on_ray"]
-    asked = on_ray.fleet(on_ray.parser().parse_args(words[3:]))
+    assert words[2:5] == [".venv/bin/python", "-m", "scripts.on_ray"]
+    asked = on_ray.fleet(on_ray.parser().parse_args(words[5:]))
     assert asked.router == f"http://{ROUTER}:{options.port}"
     assert f"serve {options.recipe} " in line
     assert (asked.job.host, asked.job.has_events) == ("0.0.0.0", True)
@@ -156,3 +158,30 @@ def test_a_ray_job_keeps_replicas_and_tells_the_router(
     image = (FOLDER / "Dockerfile.ray").read_text(encoding="utf-8")
     assert f'"ray[default]=={cluster["rayVersion"]}"' in image
     assert "readinessProbe" not in container_of(found["Deployment", ROUTER]["spec"]["template"])
+
+
+def test_the_command_of_a_ray_job_is_whole_behind_the_shells_of_kuberay_and_ray(tmp_path: Path) -> None:
+    """KubeRay 1.4 pastes it into a line of bash, and Ray's job runs the words that arrive there by sh."""
+    submitter, python = tmp_path / "submitter", tmp_path / ".venv/bin/python"
+    for stand_in in (submitter / "ray", python):
+        stand_in.parent.mkdir(parents=True)
+        stand_in.write_text(
+            f'#!/bin/bash\nprintf \'%s\\0\' "$PWD" "$@" >> {stand_in}.told\n'
+            f"echo >> {stand_in}.told\n[[ $2 != status ]]\n"
+        )
+        stand_in.chmod(0o755)
+    entrypoint = by_kind("kuberay.yaml")["RayJob", "continuous-batching"]["spec"]["entrypoint"]
+    entrypoint = entrypoint.replace("/srv/continuous-batching", str(tmp_path))
+    line = (
+        "if ! ray job status --address http://a 7 >/dev/null 2>&1 ; then ray job submit --address http://a"
+        f" --no-wait --submission-id 7 -- {entrypoint} ; fi ; ray job logs --address http://a --follow 7"
+    )
+    path = {"PATH": str(submitter)}  # any other command would fail
+    subprocess.run(["/bin/bash", "-ce", "--", line], cwd=submitter, env=path, check=True)
+    asked = [each.split("\0")[1:-1] for each in (submitter / "ray.told").read_text().splitlines()]
+    assert [words[1] for words in asked] == ["status", "submit", "logs"]
+    words = asked[1][asked[1].index("--") + 1 :]
+    assert words == shlex.split(entrypoint)
+    subprocess.run(["/bin/sh", "-c", subprocess.list2cmdline(words)], cwd=submitter, check=True)
+    folder, *arguments, _ = Path(f"{python}.told").read_text().split("\0")
+    assert (folder, arguments) == (str(tmp_path), words[3:])
