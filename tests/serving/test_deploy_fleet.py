@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,31 @@ def test_a_fleet_of_kubernetes_finds_its_replicas(monkeypatch: pytest.MonkeyPatc
     assert asked["limits"]["huawei.com/Ascend910"] == asked["requests"]["huawei.com/Ascend910"]
     entry = found["Service", ROUTER]["spec"]
     assert (entry["selector"], entry["ports"][0]["port"]) == ({"app": ROUTER}, options.port)
+
+
+SECRET = re.compile(r"kubectl create secret generic \S+(.*?)kubectl apply -f (\S+)", re.DOTALL)
+
+
+def secret_keys(node: object) -> Iterator[str]:
+    """The keys of a Secret that a document names, for variables and for files."""
+    for name, each in node.items() if isinstance(node, dict) else ():
+        if name == "secretKeyRef":
+            yield each["key"]
+        if name == "secret":
+            yield from (item["key"] for item in each["items"])
+    for each in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from secret_keys(each)
+
+
+def test_a_command_makes_every_secret_that_its_manifest_names() -> None:
+    """A pod whose Secret lacks a key is never created."""
+    told = [*(ROOT / "docs").glob("*.md"), *FOLDER.glob("*.yaml")]
+    commands = [each for path in told for each in SECRET.findall(path.read_text(encoding="utf-8"))]
+    made = {ROOT / name for _, name in commands}
+    assert {path for path in FOLDER.glob("*.yaml") if "secretKeyRef" in path.read_text()} == made
+    for options, name in commands:
+        keys = re.findall(r"--from-literal=([\w-]+)=", options)
+        assert {*secret_keys(documents(Path(name).name))} == {*keys}, name
 
 
 def test_the_autoscaler_asks_for_a_metric_that_there_is() -> None:
