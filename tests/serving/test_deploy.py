@@ -79,6 +79,14 @@ def placed(arguments: list[str], environment: dict[str, str], ranks_a_machine: i
     return cluster
 
 
+@pytest.mark.parametrize("name", ["ascendjob", "volcano"])
+def test_a_machine_that_pulls_its_image_later_is_waited_for(name: str) -> None:
+    """A machine that gives up ends its pod, and with it the job."""
+    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    (within_s,) = re.findall(r" parallel\.connect_timeout_s=(\d+)", text)
+    assert int(within_s) >= 1800
+
+
 def npus(container: dict[str, Any]) -> int:
     asked = container["resources"]
     assert asked["limits"]["huawei.com/Ascend910"] == asked["requests"]["huawei.com/Ascend910"]
