@@ -153,7 +153,7 @@ def test_a_slurm_job_waits_for_its_server_at_the_time_limit(tmp_path: Path) -> N
         "while :; do sleep 0.05; done\n"
     )
     stand_in.chmod(0o755)
-    shell = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
+    shell = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "API_KEY": "a"}
     with subprocess.Popen(["bash", FOLDER / "slurm.sbatch"], env=os.environ | shell) as job:
         while not (tmp_path / "started").exists():
             assert job.poll() is None
@@ -161,6 +161,18 @@ def test_a_slurm_job_waits_for_its_server_at_the_time_limit(tmp_path: Path) -> N
         job.terminate()
         assert job.wait(PATIENCE_S) == 7
     assert (tmp_path / "drained").exists()
+
+
+def test_a_slurm_job_without_a_key_starts_nothing(tmp_path: Path) -> None:
+    stand_in = tmp_path / "srun"
+    stand_in.write_text(f"#!/bin/bash\ntouch {tmp_path}/started\n")
+    stand_in.chmod(0o755)
+    shell = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "API_KEY": ""}
+    path = FOLDER / "slurm.sbatch"
+    ended = subprocess.run(["bash", path], env=os.environ | shell, capture_output=True, text=True)
+    assert ended.returncode != 0
+    assert "API_KEY: set API_KEY, the key that clients must send" in ended.stderr
+    assert not (tmp_path / "started").exists()
 
 
 def test_composed_services_find_each_other() -> None:
@@ -241,6 +253,15 @@ def test_the_answers_of_a_machines_probes_reach_the_engines_of_its_pods(name: st
         mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
         assert volume["hostPath"]["type"] == "DirectoryOrCreate"
         assert mounts["out"] == f"/srv/continuous-batching/{ANSWERS.parent.relative_to(ROOT)}"
+
+
+@pytest.mark.parametrize("name", ["ascendjob", "fleet", "kuberay", "kubernetes", "volcano"])
+def test_who_listens_at_all_addresses_has_a_key(name: str) -> None:
+    """The images' entry point does, as do the commands that manifests give in its place."""
+    for pod in pods(documents(f"{name}.yaml")):
+        for container in pod["containers"]:
+            keys = [each["valueFrom"] for each in container["env"] if each["name"] == "API_KEY"]
+            assert keys == [{"secretKeyRef": {"name": "continuous-batching", "key": "api-key"}}]
 
 
 @pytest.mark.usefixtures("models")
