@@ -134,6 +134,36 @@ def test_the_next_engine_serves_with_the_next_ranks() -> None:
         assert next_agent.wait(PATIENCE_S) == 0
 
 
+def test_an_answer_ends_whole_where_both_machines_are_asked_to_end() -> None:
+    """As by the end of a whole job: the leader needs the second machine's rank until it has answered."""
+    port, drain = str(free_port()), f"server.drain_s={PATIENCE_S:g}"
+    body = {"prompt": "12+7=", "max_tokens": 200, "ignore_eos": True, "model": "tiny", "stream": True}
+    with second_machine(port, drain) as agent:
+        server = Server(*RECIPE, drain, environment={"NODE_RANK": "0", "MASTER_PORT": port}).ready()
+        url = f"{server.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=PATIENCE_S) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            agent.send_signal(signal.SIGTERM)
+            server.process.terminate()
+            said = [line for line in lines if line]
+        assert said[-1] == "data: [DONE]", said[-1]
+        assert '"finish_reason":"length"' in "".join(said)
+        assert server.wait() == 0
+        log = end_of(agent)
+        assert agent.returncode == 0, log
+        assert "the leader has closed its engine" in log
+
+
+def test_a_second_signal_ends_a_machine_that_waits_for_its_leader() -> None:
+    with second_machine(str(free_port()), f"server.drain_s={PATIENCE_S:g}") as agent:
+        assert agent.stderr is not None
+        assert any("ranks 1 to 1 of 2 follow" in line for line in agent.stderr)
+        agent.send_signal(signal.SIGTERM)
+        agent.send_signal(signal.SIGINT)
+        assert agent.wait(PATIENCE_S) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
 def check(server: Server, since: int) -> None:
     """The next engine is there, and answers."""
     server.wait_for(r"ready .*process", since)
