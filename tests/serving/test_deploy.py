@@ -145,33 +145,61 @@ def test_a_slurm_job_holds_one_engine() -> None:
     assert parser().parse_intermixed_args(words).port == PORT
 
 
-def test_a_slurm_job_waits_for_its_server_at_the_time_limit(tmp_path: Path) -> None:
-    """An srun that ends only some time after SIGTERM, as a server does that lets its requests end."""
-    stand_in = tmp_path / "srun"
-    stand_in.write_text(
-        f"#!/bin/bash\ntrap 'sleep 0.2; touch {tmp_path}/drained; exit 7' TERM\ntouch {tmp_path}/started\n"
-        "while :; do sleep 0.05; done\n"
+# The step of a job, whose server lets its requests end at SIGTERM
+STEP = """
+trap 'touch drained; exit 7' TERM
+echo $$ > step; touch started
+while :; do sleep 0.05; done
+"""
+# As srun does, at SIGTERM it kills its step, and ends itself where it has none yet
+SRUN = """
+trap 'kill -KILL $task 2>/dev/null; exit 143' TERM
+bash -c "$STEP" & task=$!
+while kill -0 $task 2>/dev/null; do wait $task; done
+wait $task
+"""
+SCANCEL = """
+[[ "$*" == "--signal=TERM 31.0" && -f step ]] && kill -TERM $(<step)
+"""
+
+
+def slurm_job(folder: Path, step: str = STEP, key: str = "a") -> subprocess.Popen[str]:
+    """Start slurm.sbatch in a folder that holds stand-ins for SLURM's commands, and what they tell."""
+    for name, text in {"srun": SRUN, "scancel": SCANCEL}.items():
+        (folder / name).write_text(f"#!/bin/bash\ncd {folder}{text}")
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    job = {"PATH": path, "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "31", "STEP": step, "API_KEY": key}
+    return subprocess.Popen(
+        ["bash", FOLDER / "slurm.sbatch"], env=os.environ | job, stderr=subprocess.PIPE, text=True
     )
-    stand_in.chmod(0o755)
-    shell = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "API_KEY": "a"}
-    with subprocess.Popen(["bash", FOLDER / "slurm.sbatch"], env=os.environ | shell) as job:
-        while not (tmp_path / "started").exists():
-            assert job.poll() is None
-            time.sleep(0.01)
-        job.terminate()
-        assert job.wait(PATIENCE_S) == 7
+
+
+def ended(job: subprocess.Popen[str], folder: Path) -> int:
+    """The status of a job that gets SIGTERM once it has started."""
+    while not (folder / "started").exists():
+        assert job.poll() is None
+        time.sleep(0.01)
+    job.terminate()
+    return job.wait(PATIENCE_S)
+
+
+def test_a_slurm_job_waits_for_its_server_at_the_time_limit(tmp_path: Path) -> None:
+    with slurm_job(tmp_path) as job:
+        assert ended(job, tmp_path) == 7
     assert (tmp_path / "drained").exists()
 
 
+def test_a_slurm_job_whose_step_has_not_begun_ends_at_the_time_limit(tmp_path: Path) -> None:
+    with slurm_job(tmp_path, step="touch started; while :; do sleep 0.05; done") as job:
+        assert ended(job, tmp_path) == 143
+
+
 def test_a_slurm_job_without_a_key_starts_nothing(tmp_path: Path) -> None:
-    stand_in = tmp_path / "srun"
-    stand_in.write_text(f"#!/bin/bash\ntouch {tmp_path}/started\n")
-    stand_in.chmod(0o755)
-    shell = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "API_KEY": ""}
-    path = FOLDER / "slurm.sbatch"
-    ended = subprocess.run(["bash", path], env=os.environ | shell, capture_output=True, text=True)
-    assert ended.returncode != 0
-    assert "API_KEY: set API_KEY, the key that clients must send" in ended.stderr
+    with slurm_job(tmp_path, key="") as job:
+        _, told = job.communicate(timeout=PATIENCE_S)
+    assert job.returncode != 0
+    assert "API_KEY: set API_KEY, the key that clients must send" in told
     assert not (tmp_path / "started").exists()
 
 
