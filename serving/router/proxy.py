@@ -55,7 +55,7 @@ from serving.router.reply import (
     refuses,
     whole_events,
 )
-from serving.router.resuming import WAIT_S, Interrupted, KnownAnswer, KnownAnswers
+from serving.router.resuming import MOST_LOSSES, WAIT_S, Interrupted, KnownAnswer, KnownAnswers
 from serving.router.upstream import HeaderLines, Lost, UpstreamAnswer
 
 log = logging.getLogger("route")
@@ -262,8 +262,8 @@ class Proxy:
                 log.warning("%s: %s; the answer goes on elsewhere", replica.url, lost)
             except Lost as lost:
                 replica.num_lost += 1
-                if is_once and lost.may_be_done:
-                    await self._may_be_done(reply, replica, lost)
+                if lost.may_be_done and (known.lose() or is_once):
+                    await self._tell_unanswered(reply, replica, lost, is_once=is_once)
                     return
                 log.warning("%s: %s; nothing was answered, so it goes elsewhere", replica.url, lost)
             finally:
@@ -344,9 +344,13 @@ class Proxy:
             path, body = PATH, known.continuation()
         return await replica.server.ask(scope["method"], path, headers, body, is_once=is_once)
 
-    async def _may_be_done(self, reply: Reply, replica: FleetReplica, lost: Lost) -> None:
+    async def _tell_unanswered(
+        self, reply: Reply, replica: FleetReplica, lost: Lost, *, is_once: bool
+    ) -> None:
         log.warning("%s: %s; its client is told", replica.url, lost)
         why = f"the replica was lost ({lost}), and may have done this or not: check, or send it again"
+        if not is_once:
+            why = f"more than {MOST_LOSSES} replicas were lost ({lost}), perhaps because of this request"
         await reply.error(502, why, code="replica_lost")
 
     def _others_than(self, routed: _Routed) -> Sequence[int]:

@@ -17,6 +17,7 @@ from serving.continuation import MOST_KNOWN_BYTES, NO_LOGPROBS, AnswerBegun, Gro
 from serving.router.upstream import Lost
 
 MOST_ALL_KNOWN_BYTES = 2**28
+MOST_LOSSES = 3  # losses after which what has not begun is asked of no other replica, as server.resume
 WAIT_S = 30.0  # time for which an answer waits for a replica at which it can go on
 
 
@@ -55,7 +56,7 @@ class KnownAnswer:
         self._num_cached_tokens = 0
         self.begun: AnswerBegun | None = None
         self.num_tokens = 0  # tokens that replicas have told of, also after they are kept no more
-        self.num_resumed = self._num_interrupted = 0
+        self.num_resumed = self._num_losses = 0
         self.is_sent = False  # its client has a part of it
         self.why_not = ""
         self.waits_until_s: float | None = None  # set while it is to go on elsewhere
@@ -120,15 +121,22 @@ class KnownAnswer:
 
     def interrupt(self) -> None:
         """Let the next replica continue it."""
-        self._num_interrupted += 1
+        self._num_losses += 1
         self.num_resumed += self.num_tokens > 0
         self.waits_until_s = time.monotonic() + WAIT_S
 
     def check_resumable(self) -> None:
         """Set `why_not` once it was lost as often as it may be; it may be what ends engines."""
-        begun, num_lost = self.begun, self._num_interrupted
+        begun, num_lost = self.begun, self._num_losses
         if begun is not None and not self.why_not and num_lost >= begun.most_resumed:
             self.give_up(f"it went on {num_lost} times already (server.resume)")
+
+    def lose(self) -> bool:
+        """Note a loss that told nothing of it; return whether it is lost too often to begin once more."""
+        if self.is_sent:
+            self.check_resumable()
+        self._num_losses += 1
+        return not self.is_sent and self._num_losses > MOST_LOSSES
 
     def give_up(self, why: str) -> None:
         """Keep it no longer, so that it cannot go on elsewhere; `why` is told to its client."""

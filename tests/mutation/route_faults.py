@@ -43,8 +43,8 @@ FAULTS = {
     ),
     "posted_twice": Fault(
         "serving/router/proxy.py::Proxy._send_on",
-        "is_once and lost.may_be_done",
-        "False",
+        "known.lose() or is_once",
+        "known.lose()",
         "a batch is run at two replicas",
         "tests/serving/router/test_lost_replicas.py::test_a_file_is_not_posted_twice",
     ),
@@ -54,6 +54,13 @@ FAULTS = {
         "False",
         "another model continues the answer",
         "tests/serving/router/test_resuming.py::test_it_goes_on_only_at_replicas_like_the_first",
+    ),
+    "begins_without_end": Fault(
+        "serving/router/resuming.py::KnownAnswer.lose",
+        "self._num_losses > MOST_LOSSES",
+        "False",
+        "a request that ends engines is sent to all replicas",
+        "tests/serving/router/test_resuming.py::test_what_ends_engines_before_its_first_token_is_not_sent_to_all",
     ),
     "goes_on_without_end": Fault(
         "serving/router/resuming.py::KnownAnswer.check_resumable",

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from recipes.schema.server_section import ServerSection
 from serving.continuation import (
     FRAMES,
     NO_LOGPROBS,
@@ -28,9 +29,9 @@ from serving.continuation import (
 )
 from serving.router import framed_answer
 from serving.router import proxy as of_proxy
-from serving.router.resuming import KnownAnswer, KnownAnswers
+from serving.router.resuming import MOST_LOSSES, KnownAnswer, KnownAnswers
 from serving.router.upstream import Lost
-from tests.serving.router.test_proxy import Fleet, Script, Stub, chunk, error_of, run, whole
+from tests.serving.router.test_proxy import Fleet, Script, Stub, chunk, error_of, run, stream, whole
 
 HEAD = f"HTTP/1.1 200 OK\r\ncontent-type: {FRAMES}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
 LIKE = "go_1"
@@ -165,6 +166,38 @@ def test_it_goes_on_as_often_as_it_may() -> None:
             assert error_of(body)["code"] == "replica_lost"
             assert b"[DONE]" not in body
             assert fleet.figures.num_cut_off == 1
+
+    run(test)
+
+
+def test_what_ends_engines_before_its_first_token_is_not_sent_to_all() -> None:
+    """Losses count alike before and after a replica has told what its answer begins with."""
+    assert ServerSection().resume == MOST_LOSSES
+
+    async def breaks(writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async def test() -> None:
+        ended = Over(503, "", b"", is_lost=True)
+        for script in (
+            breaks,
+            dies(),
+            dies(BEGUN),
+            tells(BEGUN, ended),
+            stream(ends=False),
+            whole(200, b"{", 9),
+        ):
+            async with Telling(*[script] * 8) as fleet:
+                _, body = await fleet.ask()
+                assert error_of(body)["code"] == "replica_lost"
+                assert "more than 3 replicas were lost" in error_of(body)["message"]
+                assert sum(fleet.num_asked()) == 1 + MOST_LOSSES
+        async with Telling(dies(BEGUN, grown(1)), *[breaks] * 7) as fleet:
+            assert "went on 2 times already" in error_of((await fleet.ask())[1])["message"]
+            assert sum(fleet.num_asked()) == 1 + BEGUN.most_resumed
+        full = whole(429, b"{}")
+        async with Telling(*[None] * 4, *[full] * 4, tells(BEGUN, grown(1), END)) as fleet:
+            assert tokens_in((await fleet.ask())[1]) == [1], "who refuses it has not begun it"
 
     run(test)
 
