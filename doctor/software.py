@@ -323,7 +323,8 @@ def _static_tls(facts: MachineFacts) -> Finding | None:
     return Finding(
         f"a library finds no room when it is loaded: {error}",
         "on aarch64 libgomp wants to be loaded first, and something else was",
-        "export LD_PRELOAD=$(ls .venv/lib/python3*/site-packages/torch.libs/libgomp*.so* | head -1)",
+        'export LD_PRELOAD=$(ls "$(.venv/bin/python -m pip show torch | sed -n "s/^Location: //p")"'
+        "/torch.libs/libgomp*.so* | head -1)",
         "pytorch and scikit-learn on aarch64: NVIDIA/DALI #5519, dmlc/xgboost #8488",
     )
 

@@ -73,7 +73,6 @@ mapfile -t found <<<"$found"
 device=${found[0]} node=${found[1]}
 
 preload "$(tcmalloc)"
-site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 case $device in
     cpu) preload "$("$python" -c 'import sys; print(sys.prefix)')/lib/libiomp5.so" ;;
     npu)
@@ -84,9 +83,10 @@ case $device in
         fi
         [[ -n ${ATB_HOME_PATH:-} ]] || source_first "$ascend/nnal/atb/set_env.sh" ||
             echo "launch: no NNAL in $ascend: operators of ATB are not there" >&2
-        # On aarch64 libgomp must be the first to ask for thread-local storage
+        # On aarch64 libgomp must be the first to ask for thread-local storage; an image's torch is not in the .venv
         if [[ $(uname -m) == aarch64 ]]; then
-            preload "$site"/torch.libs/libgomp*.so*
+            torch=$("$python" -c 'import importlib.util as u; print(getattr(u.find_spec("torch"), "origin", ""))')
+            preload "${torch%/*}".libs/libgomp*.so*
             # Threads stay on the cores near their NPU. Interrupts stay where they are: to move them, torch_npu
             # stops the machine's irqbalance
             set_unless CPU_AFFINITY_CONF 1,npu_affine:1,bind_irq:0

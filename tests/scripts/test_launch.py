@@ -6,6 +6,8 @@ import ast
 import os
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,27 @@ def test_threads_are_bound_where_sockets_are_many(
     done = launch("--dry-run", "generate", NPU, ASCEND=ascend, PATH=path)
     assert done.returncode == 0
     assert ("launch: CPU_AFFINITY_CONF=1,npu_affine:1,bind_irq:0" in done.stderr) == is_bound
+
+
+def test_the_libgomp_of_an_images_torch_is_loaded_first_on_aarch64(ascend: str, tmp_path: Path) -> None:
+    """A .venv over an image's Python reads its packages by a file of paths, as scripts/setup.sh writes it."""
+    image, uname = tmp_path / "image", tmp_path / "bin/uname"
+    library = image / "torch.libs/libgomp-x.so.1"
+    for path, text in {
+        library: "",
+        image / "torch/__init__.py": "raise ImportError",
+        uname: "#!/bin/sh\necho aarch64\n",
+    }.items():
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    uname.chmod(0o755)
+    venv.create(tmp_path / "venv", symlinks=True)
+    (site,) = tmp_path.glob("venv/lib/python3*/site-packages")
+    (site / "image.pth").write_text(f"{image}\n{sysconfig.get_path('purelib')}\n")
+    python, path = f"{tmp_path}/venv/bin/python", f"{uname.parent}:{os.environ['PATH']}"
+    done = launch("--dry-run", "generate", NPU, ASCEND=ascend, PATH=path, PYTHON=python)
+    assert done.returncode == 0, done.stderr
+    assert f"launch: LD_PRELOAD has {library}" in done.stderr
 
 
 def test_what_the_user_set_stays(ascend: str) -> None:
