@@ -32,13 +32,13 @@ from recipes.cluster.cluster import Cluster, find_cluster, named_cluster, ranks_
 from recipes.model_folder import answer_keys, model_folder, names_model
 from recipes.schema import verb
 from recipes.schema.command_line import places_of_positionals, profiles_in, with_keys
+from recipes.schema.parallel_section import MOST_RANKS
 from recipes.schema.reader import overridden, read
 from recipes.schema.recipe import ROOT, Recipe, from_root
 from recipes.schema.recipe_error import RecipeError
 
 log = logging.getLogger(__name__)
 
-MOST_TENSOR = 16
 VIRTUAL_DEVICES = 8
 USEFUL_TOKENS = 32768  # devices that hold the weights and a smaller cache are called too small
 CPU_CACHES_GIB = (4.0, 2.0, 1.0, 0.5, 0.25)  # the first is that of recipes/any/cpu.yaml
@@ -216,8 +216,8 @@ class _Choice:
             yield 1
         self._cluster = named_cluster(parallel, os.environ)
         machines = self._cluster.num_nodes
-        most = min(found.count * machines, MOST_TENSOR)
-        yield from (count for count in (machines * each for each in (1, 2, 4, 8, 16)) if 1 < count <= most)
+        counts = (machines * 2**power for power in range(found.count.bit_length()))
+        yield from (count for count in counts if 1 < count <= MOST_RANKS)
 
     @property
     def _machines(self) -> str:
@@ -248,7 +248,7 @@ class _Choice:
                 if is_fixed or plan.cache_tokens > USEFUL_TOKENS:
                     break
         if not holds:
-            most = min(found.count * self._cluster.num_nodes, MOST_TENSOR)
+            most = min(found.count * self._cluster.num_nodes, MOST_RANKS)
             devices = (f"{most} x {found.name}" if most > 1 else found.name) + self._machines
             why = f"{devices} cannot hold the model: {problem.problem}"
             raise RecipeError(problem.keys, why, found.busy or problem.fix)

@@ -168,6 +168,8 @@ def test_the_devices_of_all_machines_hold_the_model(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("NODE_RANK", "0")
     nodes = "parallel.nodes=[a, b]"
     assert chosen_keys(model, two, nodes) == {"parallel.tensor": "4"}
+    sixteen = Present("cuda", "H100", count=16, memory_bytes=8 * GIB)
+    assert chosen_keys(model, sixteen, nodes) == {"parallel.tensor": "32"}
 
 
 def test_a_model_that_no_number_of_devices_holds_is_refused(tmp_path: Path) -> None:
