@@ -61,10 +61,11 @@ class DeviceRates:
 
     The speed of a step is a rate times its efficiency; `basis` says how these are known. A matrix product
     computes whole tiles of [rows, columns]; without `reads_ahead`, as on the cores of a CPU, it reads its
-    weights before it multiplies. `link_gb_per_s` is the rate of one device in one direction; `link_us` is the
-    least time of a message. `launch_us` is the host's time to launch one operator, `graph_us` that of a
-    captured graph, `kernel_us` the least time of an operator on the device, and `host_us` the host's time
-    between steps, with `row_us` more for each row that is sampled.
+    weights before it multiplies. `link_gb_per_s` is the rate of one device in one direction over links that
+    join `linked_devices` (0: any number), and more are taken as joined, too; `link_us` is the least time of a
+    message. `launch_us` is the host's time to launch one operator, `graph_us` that of a captured graph,
+    `kernel_us` the least time of an operator on the device, and `host_us` the host's time between steps, with
+    `row_us` more for each row that is sampled.
     """
 
     name: str
@@ -75,6 +76,7 @@ class DeviceRates:
     reads_ahead: bool
     link_gb_per_s: float
     link_us: float
+    linked_devices: int
     launch_us: float
     kernel_us: float
     graph_us: float

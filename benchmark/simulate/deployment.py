@@ -124,7 +124,9 @@ class Placement:
 
     def facts(self) -> dict[str, object]:
         """Return what a result states about the machine, as the gate requires."""
-        basis = f"{self.device.basis}: {self.device.source}"
+        basis, linked = f"{self.device.basis}: {self.device.source}", self.device.linked_devices
+        if 0 < linked < self.num_devices:
+            basis += f"; {self.num_devices} devices are taken as joined by the links that join {linked}"
         return {
             "device_profile": self.device.name,
             "costs": "fitted to a recorded run" if self.fitted else basis,

@@ -132,6 +132,13 @@ def test_devices_beyond_the_heads_hold_them_again() -> None:
     assert one.memory.page_bytes == recipe.cache.page_size * one.config.kv_bytes_per_token()
 
 
+def test_devices_beyond_those_that_links_join_are_told_of() -> None:
+    """The network between machines is slower, and no profile has a rate of it."""
+    recipe = load(RECIPE[0], RECIPE[1:])
+    eight, sixteen = (str(place(recipe, "ascend910b", tensor).facts()["costs"]) for tensor in (8, 16))
+    assert sixteen == f"{eight}; 16 devices are taken as joined by the links that join 8"
+
+
 def test_who_waits_between_two_engines_is_in_no_slot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
