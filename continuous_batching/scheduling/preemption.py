@@ -90,18 +90,23 @@ class Preemption:
         return row is not None
 
     def outranked(self, request: Request) -> int | None:
-        """Return the row of the lowest priority below that of a waiting request, or None.
+        """Return the row of the lowest priority, of those that a waiting request outranks, or None.
 
-        It must also stand behind the waiting request in the queue's order, which never changes: so a request
-        can be preempted only by those that would have gone before it, and the number of these is bounded.
+        Their priority is lower, and they stand behind the waiting request in the queue's order, which never
+        changes: so a request can be preempted only by those that would have gone before it, and the number
+        of these is bounded.
         """
-        slots = self._lifecycle.slots
-        rows = self._others()[::-1]  # the youngest of equal rows is preempted
-        lower = rows[slots.priority[rows] < request.priority]
-        if not len(lower):
+        slots, place = self._lifecycle.slots, self._waiting.place
+        others = self._others()[::-1]  # the youngest of equal rows is preempted
+        behind = [
+            int(row)
+            for row in others[slots.priority[others] < request.priority]
+            if place(request) < place(slots.requests[row])
+        ]
+        if not behind:
             return None
-        row, *_ = self._beam_searches.rows_of(int(lower[np.argmin(slots.priority[lower])]))
-        return row if self._waiting.place(request) < self._waiting.place(slots.requests[row]) else None
+        row, *_ = self._beam_searches.rows_of(min(behind, key=slots.priority.__getitem__))
+        return row
 
     def free_pages(self, counts: Sequence[int]) -> None:
         """Preempt until no group has more pages in use, all of them by rows, than so large a pool has.

@@ -319,3 +319,16 @@ def test_who_has_aged_cannot_be_preempted_any_more() -> None:
     engine.add(ask("in time", 6, 4, priority=1, arrival_s=9.0))
     engine.step()
     assert engine.scheduler.waiting.find("aged") is not None
+
+
+def test_who_has_aged_does_not_shield_others_from_preemption() -> None:
+    engine = make(num_slots=3, order=Aged(priority_s=10, length_s=0), outrank=True)
+    engine.add(ask("old", 6, 20, priority=5, arrival_s=0.0))
+    engine.add(aged := ask("aged", 6, 20, arrival_s=0.1))
+    engine.add(ask("mid", 6, 20, priority=1, arrival_s=100.0))
+    engine.step()
+    engine.add(ask("high", 6, 4, priority=2, arrival_s=101.0))
+    engine.step()
+    assert engine.scheduler.waiting.find("mid") is not None, "of those that stand behind it, it is the lowest"
+    assert engine.scheduler.waiting.find("high") is None
+    assert aged.num_preemptions == 0

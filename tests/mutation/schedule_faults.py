@@ -133,8 +133,8 @@ FAULTS = {
     ),
     "outranked_without_end": Fault(
         "continuous_batching/scheduling/preemption.py::Preemption.outranked",
-        "row if self._waiting.place(request) < self._waiting.place(slots.requests[row]) else None",
-        "row",
+        "place(request) < place(slots.requests[row])",
+        "True",
         "a request of low priority is preempted whenever one of higher priority comes",
         "tests/continuous_batching/test_ordering.py::test_who_has_aged_cannot_be_preempted_any_more",
     ),
