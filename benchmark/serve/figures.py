@@ -2,8 +2,8 @@
 
 A latency X has `mean_X_ms`, `median_X_ms`, `std_X_ms` and percentiles such as `p99_X_ms`; X is ttft (first
 piece), tpot ((last - first piece) / (tokens - 1)), itl (between two pieces) or e2el (last piece); ttft and
-e2el count from when the request was sent. Beside them are what was good of a run, by objectives, and what the
-server's own `/metrics` say, which are read once a second.
+e2el count from when the request was sent. Beside them are what was good of a run, by objectives, which count
+from when a request was due, and what the server's own `/metrics` say, which are read once a second.
 """
 
 from __future__ import annotations

@@ -102,6 +102,33 @@ def test_a_sweep_goes_on_where_it_was(
     assert [row[0] for row in page.rows if row[0] in ("300", "inf")] == ["300", "inf"]
 
 
+@pytest.mark.parametrize(
+    ("shares", "most"), [((1.0, 0.5, 1.0), "1 requests/s"), ((0.5, 1.0, 1.0), "none of these rates")]
+)
+def test_a_rate_is_borne_only_with_all_lower_ones(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    shares: tuple[float, ...],
+    most: str,
+) -> None:
+    good = dict(zip((1.0, 2.0, 3.0), shares))
+
+    def points(plan: Any, options: Any) -> Any:
+        verdict = {"outcome": "pass", "refused": {}}
+        for rate in options.request_rates:
+            yield rate, {"request_throughput": rate, "good_share": good[rate], "verdict": verdict}
+
+    monkeypatch.setattr("benchmark.serve.measure.sweep", points)
+    for name in ("read", "write"):
+        monkeypatch.setattr(f"benchmark.serve.report.{name}", lambda *_: None)
+    asked = tmp_path / "trace.jsonl"
+    asked.write_text('{"id": "a", "prompt_token_ids": [1]}\n')
+    where = ("--base-url", "http://127.0.0.1:1", "--trace", str(asked), "--result-dir", str(tmp_path))
+    main(["sweep", *where, "--request-rates", "3,1,2", "--goodput", "ttft:9"])
+    assert f"within the objectives for 99% of requests: {most}" in capsys.readouterr().out
+
+
 def write(path: Path, result: dict[str, Any]) -> str:
     path.write_text(json.dumps(result))
     return str(path)

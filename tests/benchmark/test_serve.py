@@ -315,6 +315,22 @@ def test_figures_are_those_of_their_closed_forms() -> None:
     assert kept[2] == {"id": "c", "arrival_s": 2.0, "late_ms": 2.0, "held_ms": 0.0, **failed}
 
 
+def test_who_is_held_waits_from_when_it_was_due() -> None:
+    """Of ten requests due at once, each takes 100 ms, and the limit of concurrency lets one go at a time."""
+    answers = [
+        ClientAnswer(
+            TraceRequest(str(n), 0.0, 1, False, [1], 1, {}),
+            held_s=n / 10, sent_s=n / 10, end_s=n / 10 + 0.1, piece_times_s=[n / 10 + 0.1],
+            piece_tokens=[1], finish_reason="length", prompt_tokens=1, output_tokens=1, due_s=0.0,
+        )
+        for n in range(10)
+    ]  # fmt: skip
+    result = summarise(ClientRun(answers, 0, 1, [], {"cpu_s": 0.1, "monotonic_s": 1.0}), {"e2el": 250})
+    assert result["p99_e2el_ms"] == 100.0, "as vLLM counts"
+    assert (result["good_share"], result["request_goodput"]) == (0.2, 2.0)
+    assert "goodput" in audit({"benchmark": "serve", "goodput": {"e2el": 250}, **result})["passed"]
+
+
 def test_errors_that_differ_in_ids_are_one_kind() -> None:
     busy = [f"HTTP 429: request cmpl-{n}a waits behind {n} others: try again in {n}.5 s" for n in (3, 4)]
     assert kinds(["HTTP 400: no", *busy, "HTTP 500: no"]) == {
