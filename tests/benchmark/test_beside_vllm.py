@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 from benchmark.offline import beside_vllm
-from benchmark.offline.beside_vllm import ROWS, Load, OwnSide, Setting, VllmSide, summary, turn
+from benchmark.offline.beside_vllm import ROWS, Load, OwnSide, Setting, VllmSide, before, summary, turn
 from benchmark.run_record import OtherLoad, taken_s
+from benchmark.serve.measure import measure
 from benchmark.verbs import BESIDE_ROWS
 from recipes.schema.reader import read
 from scripts.benchmark import main
+from tests.benchmark.openai_server import Stub, running
 
 RECIPE = "recipes/bench/llama_125m.yaml"
 SMALL = ["device.compile=false", "scheduler.num_slots=4"] + [
@@ -124,6 +126,17 @@ def test_a_load_is_what_its_row_says(tmp_path: Path) -> None:
     heads = {tuple(each["prompt_token_ids"][:512]) for each in load("shared", tmp_path, 64).lines}
     assert len(heads) == 4
     assert load("burst", tmp_path).lines == load("at-once", tmp_path).lines == load("steady", tmp_path).lines
+
+
+def test_a_counted_run_finds_no_prompt_of_its_own_computed(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    asked = [{"id": str(n), "prompt_token_ids": [n, 9, 8], "max_tokens": 2} for n in range(3)]
+    path.write_text("".join(json.dumps(each) + "\n" for each in asked))
+    with running(Stub()) as stub:
+        counted = beside_vllm.plan(Load(ROWS[1], path, asked), stub.url, math.inf)
+        measure(before(counted))
+        sent = [each["prompt"] for each in stub.asked]
+    assert sorted(sent) == [[8, 9, n] for n in range(3)]
 
 
 def run(rate: float, others: float = 0.01, late: str = "") -> dict[str, Any]:
