@@ -67,7 +67,8 @@ class StagedChunks(Chunks):
     ) -> None:
         sizes = np.linspace(min_tokens, max_tokens, num_stages).astype(np.int64)[::-1]
         tile = min(tile_tokens, min_tokens)
-        self.sizes: Index = (np.round(sizes / tile) * tile).astype(np.int64)
+        num_tiles = np.minimum(np.round(sizes / tile), max_tokens // tile)
+        self.sizes: Index = (num_tiles * tile).astype(np.int64)
         self._stage_tokens = -(-staged_tokens // num_stages)
 
     def limit(self, busy: Busy, left: int) -> Limit:

@@ -48,6 +48,11 @@ def test_stages_are_those_that_sarathi_computes_and_not_those_that_its_comment_t
     assert list(np.atleast_1d(each)) == [256, 256, 192, 64, 64], "beyond the last stage is the last stage"
 
 
+def test_a_chunk_of_whole_tiles_is_not_rounded_above_the_longest() -> None:
+    staged = StagedChunks(48, 112, num_stages=4, staged_tokens=448, tile_tokens=32)
+    assert staged.sizes.tolist() == [96, 96, 64, 64], "112 tokens are 3.5 tiles"
+
+
 def test_short_prompts_overtake_long_ones_which_keep_half() -> None:
     policy = StallFree(long_prompts=LongPrompts(max_long=2, long_tokens=100))
     assert policy.share(busy(500, 1, 30, 500), 61).tolist() == [30, 1, 30, 0]
