@@ -423,7 +423,8 @@ def _take(answer: ClientAnswer, chunk: StreamChunk, now_s: float) -> None:
         answer.cached_tokens = answer.cached_tokens if usage.cached_tokens is None else usage.cached_tokens
     new = 1 if any(each.says_something for each in choices) else 0
     if counted is not None:
-        new = counted - answer.output_tokens
+        if answer.piece_tokens is not None:  # otherwise the count includes earlier pieces
+            new = counted - answer.output_tokens
         answer.output_tokens, answer.from_usage = counted, True
     for choice in choices:
         answer.finish_reason = choice.finish_reason or answer.finish_reason

@@ -104,6 +104,17 @@ def test_tokens_in_pieces(
     assert refused(result) == {"samples"}
 
 
+def test_usage_beside_the_last_choice_is_no_piece() -> None:
+    answer = ClientAnswer(TraceRequest("a", 0.0, 20, True, [{}], None, {}))
+    text = b'{"choices": [{"delta": {"content": "word "}}]}'
+    end = b'{"choices": [{"delta": {"content": ""}, "finish_reason": "length"}], "usage": %s}'
+    for number, chunk in enumerate([*[text] * 20, end % b'{"completion_tokens": 20}']):
+        client._take(answer, client.read_chunk(chunk), float(number))
+    client._close(answer, True)
+    assert answer.piece_times_s == [float(number) for number in range(20)]
+    assert (answer.output_tokens, answer.piece_tokens, answer.error) == (20, [1] * 20, None)
+
+
 @pytest.mark.slow
 def test_every_kind_of_failure_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     faults = {name: {"id": name, "prompt_token_ids": [key]} for key, name in FAULTS.items()}
