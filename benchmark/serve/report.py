@@ -1,7 +1,8 @@
 """Write one self-contained HTML page that compares benchmark results and is readable on a phone.
 
 The inputs are JSON results of `serve`, `offline` or `vllm bench serve`, or folders of a sweep, of which the
-best result is compared. Each result is audited again by the gate, and the page shows the verdict.
+best result that the gate does not refuse is compared. Each result is audited again by the gate, and the page
+shows the verdict.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def read(path: Path) -> Side:
         if not points:
             raise ValueError(f"{path} holds no rate-*.json; it must be the folder of a sweep")
         good = "request_goodput" if "request_goodput" in points[0] else "requests_per_s"
-        best = max(points, key=lambda each: float(each[good]))
+        believed = [each for each in points if not each["verdict"]["refused"]] or points
+        best = max(believed, key=lambda each: float(each[good]))
         return Side(path.name, best, points)
     return Side(path.stem, _result(path))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmark.serve.report import read
 from scripts.benchmark import main
 from tests.benchmark.openai_server import Stub, running
 from tests.simulation.queue import honest
@@ -178,6 +179,17 @@ def test_a_result_of_vllm_with_details_is_shown(tmp_path: Path) -> None:
     main(["report", write(tmp_path / "vllm.json", told), "--output", str(tmp_path / "a.html")])
     rows = {row[0]: row[1:] for row in checked(tmp_path / "a.html").rows}
     assert {name: row for name, row in rows.items() if "errors" in name} == {"errors: broke": ["2"]}
+
+
+def test_the_best_of_a_sweep_is_not_one_that_the_gate_refuses(tmp_path: Path) -> None:
+    better, worse = sorted((honest(1), honest(2)), key=lambda each: -each["requests_per_s"])
+    late = {**better, "client": {"lag_ms": {"p99": 9e5}, "late_ms": {"p99": 9e5}}}
+    write(tmp_path / "rate-2.json", {**late, "request_rate": 2.0})
+    assert read(tmp_path).result["request_rate"] == 2.0, "there is no other"
+    write(tmp_path / "rate-1.json", {**worse, "request_rate": 1.0})
+    assert read(tmp_path).result["request_rate"] == 1.0
+    write(tmp_path / "rate-2.json", {**better, "request_rate": 2.0})
+    assert read(tmp_path).result["request_rate"] == 2.0
 
 
 def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
