@@ -69,6 +69,7 @@ TRIED = (
     Column("ttft_within", "TTFT within", "{:.1%}"),
     Column("itl_within", "ITL within", "{:.1%}"),
     Column("output_tokens_per_s", "output tokens/s", "{:,.0f}"),
+    Column("refused", "refused by the gate"),
     Column("cannot_be", "cannot run"),
 )
 LENGTHS = (
@@ -249,10 +250,11 @@ def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
         totals.itl.share_within(options.itl_ms / 1e3),
     )
     verdict = with_verdict(figures)["verdict"]
-    meets = all(100 * each >= options.percent for each in shares) and not figures["failed"]
+    within = all(100 * each >= options.percent for each in shares) and not figures["failed"]
     return {
         **named,
-        "meets": meets and verdict["outcome"] == "pass",
+        "meets": within and verdict["outcome"] == "pass",
+        "within": within,
         "ttft_within": round(shares[0], 4),
         "itl_within": round(shares[1], 4),
         "output_tokens_per_s": figures["output_tokens_per_s"],
@@ -260,6 +262,7 @@ def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
         "ttft_ms": figures["ttft_ms"],
         "itl_ms": figures["itl_ms"],
         "verdict": verdict["outcome"],
+        **({"refused": verdict_line(verdict)} if verdict["refused"] else {}),
     }
 
 
@@ -295,6 +298,9 @@ def run_search(options: argparse.Namespace) -> None:
     if all("cannot_be" in each for each in found):
         raise ValueError(f"none of {len(found)} settings can run; the last: {best['cannot_be']}")
     if not best["meets"]:
+        for each in found:
+            if each.get("within"):
+                raise ValueError(f"{each['setting']} does not pass the gate: {each['refused']}")
         raise ValueError(
             f"none of {len(found)} settings meets the objectives; allow more devices (--tp, --dp) or time"
         )

@@ -121,6 +121,18 @@ def test_a_search_finds_the_fewest_devices(trace: str, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.startswith("SIMULATED")
 
 
+def test_a_search_says_what_the_gate_refuses(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = tmp_path / "short.jsonl"
+    short.write_text("".join(Path(trace).read_text(encoding="utf-8").splitlines(keepends=True)[:20]))
+    asked = ["--trace", str(short), "--device", "ascend910b", "--ttft-ms", "9e4", "--itl-ms", "9e4"]
+    why = "samples: 20 requests were answered; 30 are the least"
+    with pytest.raises(ValueError, match=f"^--tp 1 --dp 1 does not pass the gate: refused; {why}$"):
+        main(["search", *RECIPE, *asked, "--tp", "1", "--dp", "1"])
+    assert why in capsys.readouterr().out
+
+
 def test_devices_beyond_the_heads_hold_them_again() -> None:
     recipe = load("recipes/bench/qwen3_8b_cuda.yaml")  # of 8 heads of keys and values
     pages = {tensor: place(recipe, "h200", tensor).memory.num_pages for tensor in (4, 8, 16)}
