@@ -324,10 +324,15 @@ def attention_operations(config: DecoderConfig, context: float, pairs: float) ->
     latent = config.latent
     if latent is None:
         return 4 * config.head_dim * pairs
-    up = latent.rank * (latent.nope_dim + latent.value_dim)
     absorbed = 2 * (2 * latent.rank + latent.rope_dim) * pairs
-    expanded = 2 * (latent.query_dim + latent.value_dim) * pairs + 2 * up * context
-    return min(absorbed, expanded)
+    expanded = 2 * (latent.query_dim + latent.value_dim) * pairs
+    return min(absorbed, expanded + expansion_operations(config) * context)
+
+
+def expansion_operations(config: DecoderConfig) -> float:
+    """Return the operations by which one head expands the latent of a token; 0 where there is none."""
+    latent = config.latent
+    return 0.0 if latent is None else 2.0 * latent.rank * (latent.nope_dim + latent.value_dim)
 
 
 def index_operations(config: DecoderConfig, pairs: float) -> float:
@@ -354,7 +359,8 @@ def step_costs(
     indexers = counts.share * config.num_indexers
     read_bytes = growing * -(-config.num_kv_heads // counts.tensor) * config.kv_head_bytes
     read_bytes += indexers * config.index_key_bytes
-    operations = growing * -(-config.num_heads // counts.tensor) * attention_operations(config, 1, 1)
+    heads = growing * -(-config.num_heads // counts.tensor)
+    operations = heads * attention_operations(config, 1, 1)
     operations += indexers * index_operations(config, 1)
     few, many = 1, max(2, most_decodes)
     decode_s, decodes_s = (
@@ -370,12 +376,13 @@ def step_costs(
     few, many = min(SMALL_CHUNK, max(1, most_tokens // 2)), max(2, most_tokens)
     chunk_s, largest_s = (_step_s(counts, device, each, 1, 0) for each in (few, many))
     token_s = max(0.0, (largest_s - chunk_s) / (many - few))
-    pair = growing * -(-config.num_heads // counts.tensor) * attention_operations(config, 0, 1)
+    pair = heads * attention_operations(config, 0, 1)  # of expanded latents, where it has any
     pair += indexers * index_operations(config, 1) / counts.tensor
     prompts = Coefficients(
         step_s=max(0.0, chunk_s - few * token_s),
         token_s=token_s,
         context_s=read_bytes / device.bytes_per_s
+        + heads * expansion_operations(config) / device.flop_per_s(config.dtype)
         + counts.contexts_s(device, 0, 2 * growing)
         - counts.contexts_s(device, 0, growing),
         pair_s=pair / device.flop_per_s(config.dtype),

@@ -55,6 +55,15 @@ def test_the_lines_are_near_the_roofline(name: str, profile: str, tensor: int) -
         ), (chunk, start)
 
 
+@each_of("tensor", [1, 8])
+def test_a_chunk_expands_the_latents_of_all_tokens_before_it(tensor: int) -> None:
+    config, device = decoder_config(published.DEEPSEEK_V3), DeviceRates.load("h200")
+    found = step_costs(Counts(config, tensor), device, ROWS, TOKENS)
+    chunk = [32 * 1024], [512]
+    simulated = simulated_s(Roofline(config, device, tensor), *chunk)
+    assert predicted_s(found, *chunk) == pytest.approx(simulated, rel=0.05)
+
+
 def test_a_stage_costs_its_share_and_layers_with_a_window_read_no_more_of_a_longer_context() -> None:
     config, device = decoder_config(published.QWEN3_8B), DeviceRates.load("ascend910b")
     whole = step_costs(Counts(config), device, ROWS, TOKENS)
