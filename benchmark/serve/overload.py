@@ -36,6 +36,7 @@ _SAMPLE_S = 1.0  # seconds between two readings of memory
 _SEVERAL = 8  # every so many requests, one asks for two samples
 _IDLE_S = 60.0  # seconds in which pages are given back after the last answer
 _LONG_S = 3600.0  # seconds that an answer may take
+_AGAIN_S = 1.0  # seconds after which to come again where the server does not say
 COLUMNS = (
     *(Column(each, each) for each in ("clients", "accepted", "whole", "refused", "failed")),
     Column("refusal_p50_ms", "refusal p50", "{:.1f} ms"),
@@ -58,7 +59,7 @@ class LoadOutcome:
     accepted: int = 0
     whole: int = 0  # accepted answers that came to their ends with all of their tokens
     refused: int = 0
-    failed: int = 0  # responses that are neither
+    failed: int = 0  # requests that got another response, or none
     refusal_s: list[float] = field(default_factory=list)  # how long each took for its client
 
 
@@ -93,21 +94,26 @@ class PatientClient:
 
     async def _ask(self, body: Mapping[str, Any], found: LoadOutcome) -> float:
         """Read one response; return the seconds after which to come again, or 0."""
-        start_s = time.perf_counter()
-        async with self._http.post(_PATH, json=body) as response:
-            if response.status == 429:
-                await response.read()
-                found.refusal_s.append(time.perf_counter() - start_s)
-                found.refused += 1
-                return float(response.headers["retry-after"])
-            if response.status != 200:
-                found.failed += 1
+        start_s, is_accepted = time.perf_counter(), False
+        try:
+            async with self._http.post(_PATH, json=body) as response:
+                if response.status == 429:
+                    await response.read()
+                    found.refusal_s.append(time.perf_counter() - start_s)
+                    found.refused += 1
+                    return float(response.headers.get("retry-after", _AGAIN_S))
+                if response.status != 200:
+                    found.failed += 1
+                    return 0.0
+                found.accepted += 1
+                is_accepted = True
+                answer = await read_stream(response)
+                has_all = answer.usage.completion_tokens == body["max_tokens"] * body["n"]
+                found.whole += answer.is_whole and has_all
                 return 0.0
-            found.accepted += 1
-            answer = await read_stream(response)
-            has_all = answer.usage.completion_tokens == body["max_tokens"] * body["n"]
-            found.whole += answer.is_whole and has_all
-            return 0.0
+        except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
+            found.failed += not is_accepted  # one that was accepted is counted, and is not whole
+            return _AGAIN_S
 
 
 async def memory(server: ServerProcess, found: list[tuple[float, int, int]]) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 import multiprocessing
 import sys
 import time
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from benchmark.processes import process_pool, serving
 from benchmark.serve import router
+from benchmark.serve.overload import LoadOutcome, PatientClient
+from benchmark.workloads.synthetic import lengths
 from scripts.benchmark import main
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY
@@ -44,6 +49,34 @@ def test_who_is_accepted_under_overload_is_answered_and_nothing_is_left(
     assert found["refused"] > 0
     assert 0 <= found["refusal_p50_ms"] <= found["refusal_p99_ms"] <= found["refusal_most_ms"]
     assert found["failed"] == found["left"] == 0
+
+
+@pytest.mark.parametrize(
+    ("sent", "counted"),
+    [
+        (b"", (0, 0, 1)),
+        (b"HTTP/1.1 429 Busy\r\nContent-Length: 0\r\n\r\n", (0, 1, 0)),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\ndata:", (1, 0, 0)),
+    ],
+)
+def test_a_client_comes_again_after_a_broken_connection(sent: bytes, counted: tuple[int, ...]) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}}")
+        writer.write(sent)
+        writer.close()
+
+    async def ask() -> tuple[float, LoadOutcome]:
+        found = LoadOutcome()
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            url = "http://{}:{}".format(*server.sockets[0].getsockname())
+            async with aiohttp.ClientSession(url) as http:
+                patient = PatientClient(http, 0, argparse.Namespace(output_tokens=lengths("8")))
+                return await patient._ask(patient._body(64), found), found
+
+    pause_s, found = asyncio.run(ask())
+    assert pause_s == 1.0
+    assert (found.accepted, found.refused, found.failed) == counted
+    assert not found.whole
 
 
 @pytest.mark.parametrize(
