@@ -29,7 +29,7 @@ from recipes.schema.recipe import Recipe
 from simulation.disaggregated import DisaggregatedFleet
 from simulation.fitted import Fitted
 from simulation.fleet import serve_fleet
-from simulation.pipeline import Pipeline, Stages
+from simulation.pipeline import PipelineRunner, Stages
 from simulation.replica import CostModel, Replica
 from simulation.roofline import Roofline
 from simulation.run_totals import RunTotals
@@ -57,36 +57,18 @@ class Placement:
     def num_devices(self) -> int:
         return self.tensor * self.pipeline
 
-    def limits(self, parts: int = 1) -> SchedulerLimits:
-        """Return the limits of one of `parts` schedulers that share the pages."""
-        num_pages = self.memory.num_pages // parts
-        held = (num_pages - 1) * self.recipe.cache.page_size + 1  # the last token is never cached
-        longest = min(self.memory.longest_tokens, held)
-        windows = tuple(
-            (each.window, max(2, each.num_pages // parts), each.num_host_pages)
-            for each in self.memory.windows
-        )
-        most = (num_pages, self.memory.num_host_pages, longest)
-        states = -(-(self.memory.num_states - 1) // parts) + 1 if self.memory.num_states else 0
-        states_of = states, self.memory.num_host_states
-        return SchedulerLimits.of(self.config, *most, windows=windows, num_states=states_of)
+    def limits(self) -> SchedulerLimits:
+        """Return the limits of a scheduler."""
+        memory = self.memory
+        held = (memory.num_pages - 1) * self.recipe.cache.page_size + 1  # the last token is never cached
+        most = (memory.num_pages, memory.num_host_pages, min(memory.longest_tokens, held))
+        states = memory.num_states, memory.num_host_states
+        return SchedulerLimits.of(self.config, *most, windows=memory.window_pools, num_states=states)
 
     def scheduler(self, **changes: Any) -> Scheduler:
         """Return an empty scheduler as `recipes.assembly.engine` makes it, with changes to its section."""
-        section = replace(self.recipe.scheduler, **changes)
-        return scheduler_of(section, self.recipe.cache, self.limits(), step_costs=self._step_costs())
-
-    def stage_schedulers(self) -> list[Scheduler]:
-        """Return one scheduler for each stage, with its part of the slots and the pages."""
-        section, count = self.recipe.scheduler, self.pipeline
-        if section.num_slots % count:
-            raise ValueError(f"--pp is {count}; it must divide scheduler.num_slots ({section.num_slots})")
-        section = replace(section, num_slots=section.num_slots // count)
-        costs = self._step_costs()
-        return [
-            scheduler_of(section, self.recipe.cache, self.limits(count), step_costs=costs)
-            for _ in range(count)
-        ]
+        section, costs = replace(self.recipe.scheduler, **changes), self._step_costs()
+        return scheduler_of(section, self.recipe.cache, self.limits(), depth=self.pipeline, step_costs=costs)
 
     def _step_costs(self) -> StepCosts:
         """Return what the scheduler starts from, as on a real device of this profile."""
@@ -257,14 +239,21 @@ class Deployment:
     def _pipeline(
         self, trace: Iterable[Request], totals: RunTotals, timeline: SimulatedTrace | None
     ) -> Result:
-        def observe(stage: int, number: int, batch: Batch, begin_s: float, end_s: float) -> None:
+        def observe(stage: int, batch: Batch, begin_s: float, end_s: float) -> None:
             if timeline is not None:
-                args = {"scheduler": number, "spans": batch.num_spans, "tokens": batch.num_tokens}
-                timeline.lane(f"batch of {number}", stage, begin_s, end_s, args)
+                args = {"spans": batch.num_spans, "tokens": batch.num_tokens}
+                timeline.lane("batch", stage, begin_s, end_s, args)
 
-        placement = self.placement
+        placement, scheduler = self.placement, self.placement.scheduler()
         stages = Stages(placement.stage_costs(), placement.send_hidden_s, observe)
-        Pipeline(placement.stage_schedulers(), stages, totals).serve(trace)
+        replica = Replica(
+            scheduler,
+            stages.costs[0],
+            totals,
+            overlap=placement.recipe.scheduler.overlap,
+            runner=lambda clock: PipelineRunner(clock, stages, scheduler.slots),
+        )
+        serve_fleet(trace, [replica])
         return {
             "busy_share": _share(stages.busy_s, placement.pipeline, totals),
             "bubble_s": {kind: round(each, 4) for kind, each in stages.bubbles_s.items()},

@@ -11,7 +11,7 @@ import pytest
 from benchmark.simulate.deployment import place
 from benchmark.verbs import SIMULATIONS, function
 from continuous_batching.routing.routing import ROUTES
-from recipes.schema.reader import load
+from recipes.schema.reader import load, read
 from scripts.simulate import main
 from scripts.trace import main as make_trace
 from simulation.roofline import Roofline
@@ -107,6 +107,14 @@ def test_several_engines_pass_the_gate(
         events = json.loads((tmp_path / "line.json").read_text(encoding="utf-8"))["traceEvents"]
         assert {each["tid"] for each in events if each["ph"] == "X"} == {0, 1}
         assert set(result["bubble_s"]) == {"PB1", "PB2", "PB3"}
+
+
+def test_stages_have_the_one_scheduler_that_the_engine_has() -> None:
+    recipe = read(RECIPE[0], ["model.dtype=float16", "scheduler.num_slots=33"]).recipe
+    placed = place(recipe, "ascend910b", pipeline=2)
+    scheduler = placed.scheduler()
+    assert (scheduler.depth, scheduler.slots.num_slots) == (2, 33)
+    assert scheduler.pool.num_pages == placed.memory.num_pages
 
 
 def test_a_search_finds_the_fewest_devices(trace: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +15,7 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.routing.routing import Route, Routing
 from kv_cache.page_keys import short_key
 from simulation.fleet import Fleet, serve_fleet
-from simulation.pipeline import Pipeline, Stages
+from simulation.pipeline import PipelineRunner, Stages
 from simulation.replica import Replica
 from simulation.run_totals import RunTotals
 from tests.simulation.test_serve import Fixed, requests, scheduler
@@ -63,36 +65,42 @@ def stages(count: int) -> Stages:
     return Stages([Fixed()] * count, lambda tokens: 0.002)
 
 
+def staged(trace: Iterable[Request], stages: Stages, **changes: object) -> RunTotals:
+    totals, one = RunTotals(), scheduler(depth=len(stages.costs), **changes)
+    runner = partial(PipelineRunner, stages=stages, slots=one.slots)
+    serve_fleet(trace, [Replica(one, Fixed(), totals, runner=runner)])
+    return totals
+
+
 def test_a_request_alone_passes_all_stages() -> None:
-    totals, two = RunTotals(), stages(2)
     request = Request("a", np.arange(30), SamplingParams(max_tokens=3, ignore_eos=True))
-    Pipeline([scheduler(), scheduler()], two, totals).serve([request])
+    totals = staged([request], stages(2))
     assert totals.ttft.total_s == pytest.approx(2 * 0.040 + 0.002)
     assert totals.itl.total_s == pytest.approx(2 * (2 * 0.011 + 0.002))
 
 
 def test_two_stages_are_never_at_one_thing_twice() -> None:
-    seen: list[tuple[int, int, float, float]] = []
+    seen: list[tuple[int, list[int], float, float]] = []
 
-    def observe(stage: int, number: int, batch: Batch, begin_s: float, end_s: float) -> None:
-        seen.append((stage, number, begin_s, end_s))
+    def observe(stage: int, batch: Batch, begin_s: float, end_s: float) -> None:
+        seen.append((stage, batch.slots.tolist(), begin_s, end_s))
 
-    totals, two = RunTotals(), replace(stages(2), observe=observe)
-    Pipeline([scheduler(), scheduler()], two, totals).serve(requests(60, 20.0))
-    assert totals.completed == 60
-    for column in (0, 1):  # a stage has one batch at a time, and so has a scheduler in any stage
-        for each in (0, 1):
-            spans = sorted(one[2:] for one in seen if one[column] == each)
-            assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(spans))
+    two = replace(stages(2), observe=observe)
+    assert staged(requests(60, 20.0), two).completed == 60
+    of_stages = [[each[2:] for each in seen if each[0] == stage] for stage in (0, 1)]
+    of_rows = [[each[2:] for each in seen if row in each[1]] for row in range(4)]
+    for spans in of_stages + of_rows:  # a stage has one batch at a time, and so has a row in any stage
+        assert spans
+        assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(sorted(spans)))
+    assert any(begin_s < at_s < end_s for begin_s, end_s in of_stages[0] for at_s, _ in of_stages[1])
     assert two.busy_s == pytest.approx(sum(end_s - begin_s for *_, begin_s, end_s in seen))
 
 
 def test_chunks_make_bubbles_small() -> None:
     shares = {}
     for budget in (8, 128):
-        totals, two = RunTotals(), stages(2)
-        parts = [scheduler(max_batch_tokens=budget) for _ in range(2)]
-        Pipeline(parts, two, totals).serve(requests(60, 50.0))
+        two = stages(2)
+        staged(requests(60, 50.0), two, max_batch_tokens=budget)
         lost_s = sum(two.bubbles_s.values())
         shares[budget] = lost_s / (lost_s + two.busy_s)
         assert min(two.bubbles_s.values()) > 0
@@ -101,11 +109,11 @@ def test_chunks_make_bubbles_small() -> None:
 
 def test_a_pipeline_knows_a_prompt_of_one_token() -> None:
     """Where all steps hold prompts, no bubble lies between decodes."""
-    totals, two = RunTotals(), stages(2)
+    two = stages(2)
     alone = [
         Request(f"{each}", np.arange(1), SamplingParams(max_tokens=1), arrival_s=each) for each in range(4)
     ]
-    Pipeline([scheduler() for _ in range(2)], two, totals).serve(alone)
+    staged(alone, two)
     assert two.bubbles_s["PB3"] == 0
 
 

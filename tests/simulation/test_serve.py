@@ -52,10 +52,10 @@ class Fixed:
         return 0.010 + 0.001 * batch.num_tokens
 
 
-def scheduler(num_pages: int = 400, **changes: object) -> Scheduler:
+def scheduler(num_pages: int = 400, depth: int = 1, **changes: object) -> Scheduler:
     asked = replace(SchedulerSection(num_slots=4, max_batch_tokens=32), **changes)
     limits = SchedulerLimits(num_pages, 0, 200, 1000, (2,), None)
-    return scheduler_of(asked, CacheSection(num_pages=num_pages, page_size=8), limits)
+    return scheduler_of(asked, CacheSection(num_pages=num_pages, page_size=8), limits, depth=depth)
 
 
 def requests(count: int, rate: float, seed: int = 0) -> Iterator[Request]:
