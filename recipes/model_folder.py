@@ -17,6 +17,7 @@ from models.checkpoint.files import MISTRALS, mistrals_own
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_DOT = "___"  # what ModelScope writes for the dots of a model's name
 _DOWNLOAD = "download the model's safetensors: hf download ORG/NAME, or modelscope download --model ORG/NAME"
 _CONVERT = (
     'write it as safetensors: python -c "from transformers import AutoModelForCausalLM as M;'
@@ -87,6 +88,18 @@ def model_folder(given: str, environment: Mapping[str, str] = os.environ) -> Pat
     if path.is_dir() and "snapshots" in _names(path):
         path = _snapshot(path) or path
     return checked(path)
+
+
+def name_of_folder(folder: Path) -> str:
+    """Return what a checkpoint is called: ORG/NAME in a cache of downloads, and elsewhere as its folder."""
+    repository = folder.parent.parent
+    if folder.parent.name == "snapshots" and repository.name.startswith("models--"):
+        return repository.name.removeprefix("models--").replace("--", "/")  # no name on the hub has --
+    name, above = folder.name.replace(_DOT, "."), repository.parent.name
+    is_cached = (repository.name, above) == ("hub", "modelscope") or (
+        repository.name == "models" and (above == "hub" or name != folder.name)
+    )
+    return f"{folder.parent.name}/{name}" if is_cached else name
 
 
 def check_kind(path: Path) -> None:
@@ -199,11 +212,11 @@ def _snapshot(repository: Path) -> Path | None:
 
 
 def _of_modelscope(name: str, environment: Mapping[str, str]) -> Iterator[Path]:
-    """Yield where ModelScope's versions put a model; they write ___ for the dots of its name."""
+    """Yield where ModelScope's versions put a model."""
     said = environment.get("MODELSCOPE_CACHE")
     caches = [Path("~/.cache/modelscope/hub")] if said is None else [Path(said), Path(said) / "hub"]
     organization, _, model = name.partition("/")
     for cache in caches:
         for models in (cache / "models", cache):
-            for written in (model.replace(".", "___"), model):
+            for written in (model.replace(".", _DOT), model):
                 yield models.expanduser() / organization / written

@@ -20,6 +20,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from borders.numbers import PORTS
+from recipes.model_folder import name_of_folder
 from serving.api import access
 from serving.api.api_keys import ApiKeys, Rights, key_of_environment
 from serving.api.app import application
@@ -312,4 +313,4 @@ def _sendable(model: str) -> str:
 
 def name_of(path: Path | None, recipe: str) -> str:
     """Return the name under which a model is served unless another is given."""
-    return Path(recipe).parent.name if path is None or path.name == "weights" else path.name
+    return Path(recipe).parent.name if path is None or path.name == "weights" else name_of_folder(path)

@@ -26,6 +26,7 @@ from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from scripts import generate
 from serving.llm import LLM, SamplingParams
+from serving.server import name_of
 from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.recipes import published
@@ -250,6 +251,27 @@ def test_a_name_is_looked_up_in_both_caches(tmp_path: Path) -> None:
     absent = "hf download org/other, or modelscope download --model org/other"
     with pytest.raises(ValueError, match=absent):
         model_folder("org/other", caches)
+
+
+@each_of(
+    "folder, name",
+    [
+        (
+            "c/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de289a04d12100db370d81485cdf75e47ca",
+            "Qwen/Qwen3-0.6B",
+        ),
+        ("c/hub/models--gpt2/snapshots/aaa", "gpt2"),
+        ("modelscope/hub/models/Qwen/Qwen3-0___6B", "Qwen/Qwen3-0.6B"),
+        ("modelscope/hub/Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("mine/models/Qwen/Qwen2___5-7B", "Qwen/Qwen2.5-7B"),
+        ("mine/Qwen2___5-7B", "Qwen2.5-7B"),
+        ("models/Qwen/Qwen3-8B", "Qwen3-8B"),
+        ("models/Qwen3-8B", "Qwen3-8B"),
+        ("recipes/llama/weights", "llama"),
+    ],
+)
+def test_a_model_of_a_cache_is_served_by_the_name_that_it_was_downloaded_by(folder: str, name: str) -> None:
+    assert name_of(Path("/a") / folder, "recipes/llama/cpu.yaml") == name
 
 
 @pytest.mark.parametrize(
