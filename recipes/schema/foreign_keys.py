@@ -55,7 +55,7 @@ FOREIGN = (
     _near("json_model_override_args rope_scaling rope_theta", "model.config_overrides", "a mapping"),
     _near("load_format", "model.weights", "random in place of dummy"),
     _near("trust_remote_code", "", "no code of a checkpoint is ever run"),
-    _near("quantize", "model.quantization"),
+    _near("quantize quantization", "model.quantization", "a checkpoint says its own: leave it out"),
     _same("dtype", "model.dtype", "float16 in place of half"),
     _same("max_batch_size max_num_seqs max_bs max_running_requests maxBatchSize", "scheduler.num_slots"),
     _near(
@@ -130,6 +130,7 @@ FOREIGN = (
     _same("max_lora_rank", "adapters.rank"),
     _near("enable_lora", "adapters.most"),
     _same("tool_call_parser", "server.tool_format"),
+    _near("enable_auto_tool_choice", "", "tools are called wherever `server.tool_format` is set"),
     _near("reasoning_parser", "server.reasoning", "think, for most"),
     _near("served_model_name host port api_key", "", _OPTION),
 )  # fmt: skip
@@ -146,6 +147,7 @@ SWITCHES = frozenset(
         "disable_cuda_graph",
         "enable_expert_parallel",
         "enable_lora",
+        "enable_auto_tool_choice",
     )
 )
 

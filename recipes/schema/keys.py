@@ -28,6 +28,7 @@ class Key:
     least: float | None
     most: float | None
     default: Any  # MISSING: the key is required
+    elsewhere: tuple[tuple[str, str], ...] = ()  # what another engine calls a choice, and the choice
 
     @property
     def kind(self) -> Any:
@@ -93,10 +94,15 @@ class Key:
 
 
 def key(
-    meaning: str, *, default: Any = MISSING, least: float | None = None, most: float | None = None
+    meaning: str,
+    *,
+    default: Any = MISSING,
+    least: float | None = None,
+    most: float | None = None,
+    elsewhere: tuple[tuple[str, str], ...] = (),
 ) -> Any:
     """Return a field of a recipe's section; a number's range includes both ends."""
-    metadata = {"meaning": meaning, "least": least, "most": most}
+    metadata = {"meaning": meaning, "least": least, "most": most, "elsewhere": elsewhere}
     return field(default=default, metadata=metadata)
 
 

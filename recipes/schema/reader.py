@@ -271,6 +271,8 @@ def _converted(key: Key, located: Located, place: str) -> Any:
         value = tuple(value)
     if isinstance(value, int) and str(value) in key.choices:  # YAML reads the product 950 as a number
         value = str(value)
+    if isinstance(value, str):
+        value = dict(key.elsewhere).get(value, value)
     if key.kind is float and isinstance(value, str) and _EXPONENT.fullmatch(value):
         assert key.range is not None, "a number has one"
         number = key.range.parse(value)

@@ -46,8 +46,10 @@ class ServerSection:
     )
     tool_format: ToolFormatName = key(
         "how the model writes that it calls tools (docs/tools.md); none: it was not trained to, and requests"
-        " that let it are refused; harmony: beside `server.reasoning` alone",
+        " that let it are refused; harmony: beside `server.reasoning` alone; vLLM's names deepseek_v3 and"
+        " openai are read as deepseek and harmony",
         default="none",
+        elsewhere=(("deepseek_v3", "deepseek"), ("openai", "harmony")),
     )
     reasoning: ReasoningName = key(
         "how the model writes what it only thinks; think: from <think> to </think>, before the answer; seed,"

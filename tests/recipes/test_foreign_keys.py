@@ -85,6 +85,13 @@ def test_a_key_of_the_same_meaning_is_taken_as_ours(
     assert "r.yaml:" in read_recipe.origin(key)
 
 
+def test_names_of_vllms_parsers_are_taken_as_ours() -> None:
+    for given, meant in (("deepseek_v3", "deepseek"), ("hermes", "hermes")):
+        for key in ("tool_call_parser", "server.tool_format"):
+            assert load(TINY, [f"{key}={given}"]).server.tool_format == meant
+    assert load(TINY, ["tool_call_parser=openai", "server.reasoning=harmony"]).server.tool_format == "harmony"
+
+
 def test_the_command_line_takes_them_too(caplog: pytest.LogCaptureFixture) -> None:
     assert load(TINY, ["max_num_seqs=3", "scheduler.max_model_len=64"]).scheduler.num_slots == 3
     assert "command line: max_num_seqs=3: max_num_seqs is taken as scheduler.num_slots=3" in caplog.text
@@ -100,6 +107,7 @@ def test_the_command_line_takes_them_too(caplog: pytest.LogCaptureFixture) -> No
         ("r.yaml --no-enable-prefix-caching --port 1", "r.yaml enable_prefix_caching=false --port 1"),
         ("--model DIR --tp 2", "DIR tp=2"),
         ("r.yaml --model DIR -- --tp 2", "r.yaml model=DIR -- --tp 2"),
+        ("--enable-auto-tool-choice r.yaml", "r.yaml enable_auto_tool_choice=true"),
         ("r.yaml --unknown 2", "r.yaml --unknown 2"),
     ],
 )
@@ -172,6 +180,8 @@ def test_their_values_are_judged_as_keys(main: Callable[[list[str]], object], be
         ("scheduler2:\n  max_bs: 4\n  wrong: 1", "r.yaml:12: scheduler2.wrong: unknown key"),
         ("engine:\n  max_tokens_per_batch: 9", "r.yaml:11: engine.max_tokens_per_batch: is a key of another"),
         ("enforce_eager: true", "(0: none); set device.graphs"),
+        ("quantization: ascend", "(a checkpoint says its own: leave it out); set model.quantization"),
+        ("enable_auto_tool_choice: true", "wherever `server.tool_format` is set); leave it out"),
         ("max_num_seqs: many", "r.yaml:10: scheduler.num_slots: 'many' is not allowed"),
         ("max_num_seqs: 5", "scheduler.num_slots: 5 here, there max_num_seqs, and 4 at "),
         ("max_bs: 4\nmaxBatchSize: 8", "8 here, there maxBatchSize, and 4 at r.yaml:10, there max_bs"),
