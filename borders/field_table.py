@@ -111,7 +111,8 @@ _PROMPT = (
         "`x-reasoning-effort` of the answer says so; needs `messages`"),
 )  # fmt: skip
 _SAMPLING = (
-    _parameter("max_tokens", integer(1), 16, _GENERATED + _PYTHON, "the most tokens of the answer"),
+    _parameter("max_tokens", integer(1), 16, _GENERATED + _PYTHON,
+        "the most tokens of the answer; a chat over HTTP that leaves it out may fill the context"),
     RequestField("max_completion_tokens", integer(1), "`max_tokens`", ("chats",),
         "another name of `max_tokens`"),
     _parameter("min_tokens", integer(0, allowed="an integer from 0 to `max_tokens`"), 0, _SAMPLED + _PYTHON,
@@ -130,7 +131,9 @@ _SAMPLING = (
     _parameter("frequency_penalty", number(-2, 2), 0.0, _SAMPLED + _PYTHON,
         "subtracted from the logit of a token for each time that the answer holds it"),
     _parameter("seed", integer(0, 2**63 - 1), "drawn", _SAMPLED + _PYTHON,
-        "with it, the same request gets the same tokens, whatever else runs"),
+        "with it, the same request draws by the same random numbers, whatever else runs; it gets the same "
+        "tokens, too, where logits do not depend on the batch (a CPU with `device.batch_invariant`), and "
+        "elsewhere but for near ties, which are rare in float32 and not in 16 bits"),
     _parameter("logit_bias", biases(MOST_NAMED_TOKENS, numbers(-100, 100)), "none", _SAMPLED + _PYTHON,
         "added to the logits of these tokens"),
     RequestField("allowed_token_ids", token_ids(MOST_ALLOWED, least=1), "all", _SAMPLED + _PYTHON,
@@ -205,8 +208,8 @@ _ANSWER = (
     RequestField("parallel_tool_calls", FieldType(bool, "true or false"), True, _CHATS,
         "one answer may call several, or one several times"),
     RequestField("thinking_token_budget", integer(0), "any number", _CHATS,
-        "so many tokens of thoughts, and then their block ends; needs `messages`, and `server.reasoning` of "
-        "the recipe"),
+        "so many tokens of thoughts, and then their block ends; needs `messages`, and a `server.reasoning` "
+        "of the recipe whose marks are tokens of the model"),
     RequestField("include_stop_str_in_output", _BOOLEAN, False, _GENERATED + _PYTHON,
         "the stop string or end token is a part of the text"),
     RequestField("skip_special_tokens", _BOOLEAN, True, _GENERATED + _PYTHON,

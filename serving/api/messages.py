@@ -177,7 +177,8 @@ class MessagesRoutes:
         if "thinking_token_budget" not in fields or (text is not None and len(text.think_marks) == 2):
             return fields, ""
         del fields["thinking_token_budget"]
-        return fields, "budget_tokens has no effect: the recipe does not say server.reasoning: think"
+        said = "the recipe has no server.reasoning whose marks are tokens of the model"
+        return fields, f"budget_tokens has no effect: {said}"
 
 
 @dataclass(slots=True)

@@ -291,7 +291,7 @@ def _after_thoughts(
     """Put the grammar after the reasoning with which a chat's answer may begin."""
     budget = values.get(BUDGET)
     if budget is not None and (text is None or len(text.think_marks) != 2):
-        problem = "is not supported: the recipe does not say server.reasoning: think, or there are no marks"
+        problem = "is not supported: the recipe has no server.reasoning whose marks are tokens of the model"
         raise BadRequest(BUDGET, problem, fix="leave it out")
     if text is None or "messages" not in values or (grammar is None and budget is None):
         return grammar

@@ -208,12 +208,21 @@ def test_a_remark_on_their_length_may_stand_at_the_beginning_of_open_thoughts() 
 def test_a_budget_is_refused_where_no_thoughts_are_known() -> None:
     text = Text.load(ROOT / "recipes/tiny/weights")
     fields = {"id": "0", "messages": [{"role": "user", "content": "1"}]}
-    with pytest.raises(BadRequest, match="thinking_token_budget is not supported: the recipe does not say"):
+    with pytest.raises(BadRequest, match=r"thinking_token_budget is not supported: the recipe has no server"):
         parse_request(fields | {"thinking_token_budget": 3}, text)
     with pytest.raises(BadRequest, match=r"thinking_token_budget.* from 0 to"):
         parse_request(fields | {"thinking_token_budget": -1}, text_with_marks())
     plain = parse_request({"id": "0", "prompt": "1", "guided_json": FORM}, text_with_marks())
     assert json.loads(plain.params.grammar or "")[1] == "json", "a prompt of one's own has no turns"
+
+
+@each_of("name", [*THOUGHT_FORMATS])
+def test_a_budget_holds_for_every_format_whose_marks_are_tokens(name: str) -> None:
+    text = text_with_marks()
+    text.thoughts = THOUGHT_FORMATS[name]
+    fields = {"id": "0", "messages": [{"role": "user", "content": "1"}], "thinking_token_budget": 3}
+    field, kind, asked = json.loads(parse_request(fields, text).params.grammar or "")
+    assert (field, kind, asked["budget"]) == ("thinking_token_budget", "thinking", 3)
 
 
 def test_thoughts_before_a_form_are_told_apart() -> None:
