@@ -76,7 +76,8 @@ class Grown(Frame, frozen=True):
 class Over(Frame, frozen=True):
     """The end of an answer: the last bytes of a stream, or the whole answer to a request that is none.
 
-    If it `is_lost`, the engine ended and not the answer, and there is no payload.
+    If it `is_lost`, the engine ended and not the answer, and there is no payload. That `is_orderly` if the
+    server ends, too, so that the request is not the cause.
     """
 
     status: Annotated[int, Meta(ge=200, le=599)]
@@ -84,6 +85,7 @@ class Over(Frame, frozen=True):
     payload: bytes
     is_lost: bool = False
     has_more: bool = False  # a long answer that is no stream comes in several of these
+    is_orderly: bool = False
 
 
 class Continuation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

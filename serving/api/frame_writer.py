@@ -23,7 +23,7 @@ from serving.api.streamed import KeepAlive, StreamedResponse
 from serving.api.writer import AnswerWriter, ResponseForm, WholeForm
 from serving.async_llm import AsyncLLM
 from serving.continuation import FRAMES, NO_LOGPROBS, PIECE_BYTES, AnswerBegun, Grown, Over, encode, framed
-from serving.failures import Failure, ShutDown, Unavailable
+from serving.failures import EngineEnded, Failure, ShutDown, Unavailable
 
 _TOLD_TOGETHER = 16  # tokens of an answer that is no stream, of which the router is told in one frame
 _REWRITTEN = 64  # parts of an answer that are written again in one turn of the event loop
@@ -63,7 +63,7 @@ class FrameWriter(AnswerWriter):
             try:
                 deltas = await self._answer.next()
             except (Failure, BadRequest) as failure:
-                yield _lost() if _is_lost(failure) else framed(Over(200, "", form.failed(failure)))
+                yield _lost(failure) if _is_lost(failure) else framed(Over(200, "", form.failed(failure)))
                 return
             pieces = form.events([(each.index, each) for each in deltas])
             payload = await self._joined(pieces) if deltas else b""
@@ -87,7 +87,7 @@ class FrameWriter(AnswerWriter):
                     yield self._grown(untold, b"")
                     untold = []
         except (Failure, BadRequest) as failure:
-            yield _lost() if _is_lost(failure) else _failed(failure, request)
+            yield _lost(failure) if _is_lost(failure) else _failed(failure, request)
             return
         whole = await self._joined(form.whole([known[at] for at in sorted(known)]))
         for at in range(0, len(whole), PIECE_BYTES):
@@ -119,8 +119,9 @@ def _is_lost(failure: Failure | BadRequest) -> bool:
     return isinstance(failure, (Unavailable, ShutDown))
 
 
-def _lost() -> bytes:
-    return framed(Over(503, "", b"", is_lost=True))
+def _lost(failure: Failure | BadRequest) -> bytes:
+    is_orderly = not isinstance(failure, EngineEnded)
+    return framed(Over(503, "", b"", is_lost=True, is_orderly=is_orderly))
 
 
 def _failed(failure: Failure | BadRequest, request: Request) -> bytes:

@@ -257,12 +257,11 @@ class Proxy:
                     tried = [each for each in tried if each not in again]
             except Interrupted as lost:
                 replica.num_lost += 1
-                known.interrupt()
                 tried, refusal = [sent.replica], None
                 log.warning("%s: %s; the answer goes on elsewhere", replica.url, lost)
             except Lost as lost:
                 replica.num_lost += 1
-                if lost.may_be_done and (known.lose() or is_once):
+                if lost.may_be_done and (known.lose(is_orderly=lost.is_orderly) or is_once):
                     await self._tell_unanswered(reply, replica, lost, is_once=is_once)
                     return
                 log.warning("%s: %s; nothing was answered, so it goes elsewhere", replica.url, lost)
@@ -422,7 +421,8 @@ class Proxy:
                             self._figures.resumed()
                         await framed.begin(frame)
                     elif frame.is_lost:
-                        raise Lost("its engine ended")
+                        which = "server" if frame.is_orderly else "engine"
+                        raise Lost(f"its {which} ended", is_orderly=frame.is_orderly)
                     else:
                         refusal = await framed.end(frame)
                         if not (framed.is_long and frame.has_more):
@@ -434,8 +434,9 @@ class Proxy:
             await framed.send()  # An answer that goes on elsewhere has reached its client so far.
             if has_stalled:
                 known.give_up("its client read too slowly")
-            known.check_resumable()
+            known.check_resumable(is_orderly=lost.is_orderly)
             if known.can_go_on:
+                known.interrupt(is_orderly=lost.is_orderly)
                 raise Interrupted(str(lost)) from lost
             if known.is_sent:
                 self._record_loss(counted.replica, lost, is_its_own=not has_stalled)

@@ -13,7 +13,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from serving.continuation import MOST_KNOWN_BYTES, NO_LOGPROBS, AnswerBegun, Grown, SentContinuation, encode
+from serving.continuation import (
+    MOST_KNOWN_BYTES,
+    MOST_RESUMED,
+    NO_LOGPROBS,
+    AnswerBegun,
+    Grown,
+    SentContinuation,
+    encode,
+)
 from serving.router.upstream import Lost
 
 MOST_ALL_KNOWN_BYTES = 2**28
@@ -56,7 +64,8 @@ class KnownAnswer:
         self._num_cached_tokens = 0
         self.begun: AnswerBegun | None = None
         self.num_tokens = 0  # tokens that replicas have told of, also after they are kept no more
-        self.num_resumed = self._num_losses = 0
+        self.num_resumed = self._num_interrupted = 0
+        self._num_losses = 0  # those of which the request may be the cause
         self.is_sent = False  # its client has a part of it
         self.why_not = ""
         self.waits_until_s: float | None = None  # set while it is to go on elsewhere
@@ -119,22 +128,32 @@ class KnownAnswer:
         is_continued, self.waits_until_s = self.is_continued, None
         return is_continued
 
-    def interrupt(self) -> None:
+    def interrupt(self, *, is_orderly: bool) -> None:
         """Let the next replica continue it."""
-        self._num_losses += 1
+        self._num_losses += not is_orderly
+        self._num_interrupted += 1
         self.num_resumed += self.num_tokens > 0
         self.waits_until_s = time.monotonic() + WAIT_S
 
-    def check_resumable(self) -> None:
-        """Set `why_not` once it was lost as often as it may be; it may be what ends engines."""
-        begun, num_lost = self.begun, self._num_losses
-        if begun is not None and not self.why_not and num_lost >= begun.most_resumed:
-            self.give_up(f"it went on {num_lost} times already (server.resume)")
+    def check_resumable(self, *, is_orderly: bool) -> None:
+        """Set `why_not` once it was lost as often as it may be; it may be what ends engines.
 
-    def lose(self) -> bool:
+        Orderly ends do not count, but for a bound on what replicas may say without an end.
+        """
+        begun, num_lost = self.begun, self._num_losses
+        if begun is None or self.why_not:
+            return
+        if not is_orderly and num_lost >= begun.most_resumed:
+            self.give_up(f"it went on {num_lost} times already (server.resume)")
+        elif self._num_interrupted >= MOST_RESUMED:
+            self.give_up(f"it went on {MOST_RESUMED} times already")
+
+    def lose(self, *, is_orderly: bool) -> bool:
         """Note a loss that told nothing of it; return whether it is lost too often to begin once more."""
         if self.is_sent:
-            self.check_resumable()
+            self.check_resumable(is_orderly=is_orderly)
+        if is_orderly:
+            return False
         self._num_losses += 1
         return not self.is_sent and self._num_losses > MOST_LOSSES
 

@@ -33,11 +33,13 @@ class Lost(Exception):
     """There is no answer, or not the rest of it.
 
     `may_be_done` is False where there was no connection, so that the server cannot have done what was asked.
+    It `is_orderly` where the server said so and the request is not the cause.
     """
 
-    def __init__(self, why: str, *, may_be_done: bool = True) -> None:
+    def __init__(self, why: str, *, may_be_done: bool = True, is_orderly: bool = False) -> None:
         super().__init__(why)
         self.may_be_done = may_be_done
+        self.is_orderly = is_orderly
 
 
 class UpstreamAnswer(asyncio.Protocol):

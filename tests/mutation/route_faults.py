@@ -43,8 +43,8 @@ FAULTS = {
     ),
     "posted_twice": Fault(
         "serving/router/proxy.py::Proxy._send_on",
-        "known.lose() or is_once",
-        "known.lose()",
+        "known.lose(is_orderly=lost.is_orderly) or is_once",
+        "known.lose(is_orderly=lost.is_orderly)",
         "a batch is run at two replicas",
         "tests/serving/router/test_lost_replicas.py::test_a_file_is_not_posted_twice",
     ),

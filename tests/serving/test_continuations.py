@@ -7,6 +7,8 @@ from any of them sends is known. The server is asked as a router asks it.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -278,6 +280,31 @@ def test_an_answer_says_why_it_cannot_go_on(server: Server) -> None:
         assert response.status_code == 200, response.text
         assert response.headers["content-type"] == "application/json"
         assert why in response.headers[NOT_RESUMED_HEADER]
+
+
+@pytest.mark.parametrize("is_stream", cases([False], [False, True]))
+def test_a_router_is_told_whether_an_engine_was_lost_or_its_server_ends(is_stream: bool) -> None:
+    server = Server(AGENT, "server.drain_s=0").ready()
+    body = PLAIN | {"max_tokens": 2000, "stream": is_stream}
+
+    def last_frame(pid: int, number: signal.Signals) -> Over:
+        reader = FrameReader()
+        with httpx.stream(
+            "POST", server.url + COMPLETIONS, json=body, headers=ROUTER, timeout=PATIENCE_S
+        ) as response:
+            parts = response.iter_raw()
+            found = [*reader.push(next(parts))]
+            os.kill(pid, number)
+            found += [frame for part in parts for frame in reader.push(part)]
+        assert isinstance(found[-1], Over)
+        return found[-1]
+
+    lost = Over(503, "", b"", is_lost=True)
+    assert last_frame(server.engine_pid, signal.SIGKILL) == lost
+    server.wait_until("/ready", 200)
+    orderly = msgspec.structs.replace(lost, is_orderly=True)
+    assert last_frame(server.process.pid, signal.SIGTERM) == orderly
+    assert server.wait() == 0
 
 
 def fingerprint_of(server: Server) -> Any:

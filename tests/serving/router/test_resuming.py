@@ -15,6 +15,7 @@ import pytest
 from recipes.schema.server_section import ServerSection
 from serving.continuation import (
     FRAMES,
+    MOST_RESUMED,
     NO_LOGPROBS,
     NOT_RESUMED_HEADER,
     PATH,
@@ -198,6 +199,30 @@ def test_what_ends_engines_before_its_first_token_is_not_sent_to_all() -> None:
         full = whole(429, b"{}")
         async with Telling(*[None] * 4, *[full] * 4, tells(BEGUN, grown(1), END)) as fleet:
             assert tokens_in((await fleet.ask())[1]) == [1], "who refuses it has not begun it"
+
+    run(test)
+
+
+def test_replicas_that_end_in_order_are_no_losses() -> None:
+    """A rolling update ends one after the other, and its requests are not the cause."""
+    orderly = Over(503, "", b"", is_lost=True, is_orderly=True)
+    begun = msgspec.structs.replace(BEGUN, is_stream=False)
+    short = msgspec.structs.replace(begun, most_tokens=2)
+    told, end = Grown([1], NO_LOGPROBS, 0, b""), Over(200, "", b'{"a":1}')
+
+    async def test() -> None:
+        for leaves in ([begun, orderly], [begun, told, orderly], [short, told, orderly]):
+            async with Telling(*[tells(*leaves)] * 4, tells(begun, end)) as fleet:
+                assert await fleet.ask() == (200, b'{"a":1}')
+                assert fleet.num_asked() == [1] * 5
+        scripts = [tells(BEGUN, grown(1), orderly)] * 4, tells(BEGUN, grown(2), END)
+        async with Telling(*scripts[0], scripts[1]) as fleet:
+            assert tokens_in((await fleet.ask())[1]) == [1, 1, 1, 1, 2]
+            assert fleet.sent_to(4).num_resumed == 4
+        async with Telling(*[tells(BEGUN, orderly)] * 2) as fleet:
+            _, body = await fleet.ask()
+            assert error_of(body)["code"] == 503, "who says so without an end is not asked for ever"
+            assert sum(fleet.num_asked()) <= MOST_RESUMED + 2
 
     run(test)
 
