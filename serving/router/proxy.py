@@ -55,7 +55,7 @@ from serving.router.reply import (
     refuses,
     whole_events,
 )
-from serving.router.resuming import MOST_LOSSES, WAIT_S, Interrupted, KnownAnswer, KnownAnswers
+from serving.router.resuming import WAIT_S, Interrupted, KnownAnswer, KnownAnswers
 from serving.router.upstream import HeaderLines, Lost, UpstreamAnswer
 
 log = logging.getLogger("route")
@@ -262,7 +262,7 @@ class Proxy:
             except Lost as lost:
                 replica.num_lost += 1
                 if lost.may_be_done and (known.lose(is_orderly=lost.is_orderly) or is_once):
-                    await self._tell_unanswered(reply, replica, lost, is_once=is_once)
+                    await self._tell_unanswered(reply, replica, lost, known, is_once=is_once)
                     return
                 log.warning("%s: %s; nothing was answered, so it goes elsewhere", replica.url, lost)
             finally:
@@ -344,12 +344,13 @@ class Proxy:
         return await replica.server.ask(scope["method"], path, headers, body, is_once=is_once)
 
     async def _tell_unanswered(
-        self, reply: Reply, replica: FleetReplica, lost: Lost, *, is_once: bool
+        self, reply: Reply, replica: FleetReplica, lost: Lost, known: KnownAnswer, *, is_once: bool
     ) -> None:
         log.warning("%s: %s; its client is told", replica.url, lost)
         why = f"the replica was lost ({lost}), and may have done this or not: check, or send it again"
         if not is_once:
-            why = f"more than {MOST_LOSSES} replicas were lost ({lost}), perhaps because of this request"
+            most = known.most_losses
+            why = f"more than {most} replicas were lost ({lost}), perhaps because of this request"
         await reply.error(502, why, code="replica_lost")
 
     def _others_than(self, routed: _Routed) -> Sequence[int]:

@@ -76,6 +76,11 @@ class KnownAnswer:
         return self.begun is not None and not self.why_not
 
     @property
+    def most_losses(self) -> int:
+        """Losses after which it is asked of no other replica, while its client has nothing of it."""
+        return MOST_LOSSES if self.begun is None else max(MOST_LOSSES, self.begun.most_resumed)
+
+    @property
     def is_stream(self) -> bool:
         """Whether its client is sent its parts as they come."""
         return self.begun is not None and self.begun.is_stream
@@ -155,7 +160,7 @@ class KnownAnswer:
         if is_orderly:
             return False
         self._num_losses += 1
-        return not self.is_sent and self._num_losses > MOST_LOSSES
+        return not self.is_sent and self._num_losses > self.most_losses
 
     def give_up(self, why: str) -> None:
         """Keep it no longer, so that it cannot go on elsewhere; `why` is told to its client."""
@@ -167,7 +172,7 @@ class KnownAnswer:
         why = f"a replica refused with status {status} to continue it"
         if not self.is_sent:
             self.begin_again()
-            raise Lost(why)
+            raise Lost(why, is_orderly=True)
         self.give_up(why)
 
     def continuation(self) -> bytes:

@@ -57,7 +57,7 @@ FAULTS = {
     ),
     "begins_without_end": Fault(
         "serving/router/resuming.py::KnownAnswer.lose",
-        "self._num_losses > MOST_LOSSES",
+        "self._num_losses > self.most_losses",
         "False",
         "a request that ends engines is sent to all replicas",
         "tests/serving/router/test_resuming.py::test_what_ends_engines_before_its_first_token_is_not_sent_to_all",

@@ -227,6 +227,26 @@ def test_replicas_that_end_in_order_are_no_losses() -> None:
     run(test)
 
 
+def test_an_answer_in_one_piece_goes_on_as_often_as_its_replicas_let_it() -> None:
+    begun = msgspec.structs.replace(BEGUN, is_stream=False, most_resumed=6)
+    told, end = Grown([1], NO_LOGPROBS, 0, b""), Over(200, "", b'{"a":1}')
+    refused = whole(400, b"{}")
+
+    async def breaks(writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async def test() -> None:
+        async with Telling(dies(begun, told), *[breaks] * 5, tells(begun, end)) as fleet:
+            assert await fleet.ask() == (200, b'{"a":1}')
+        async with Telling(dies(begun, told), *[breaks] * 7) as fleet:
+            assert "more than 6 replicas were lost" in error_of((await fleet.ask())[1])["message"]
+            assert sum(fleet.num_asked()) == 1 + 6
+        async with Telling(*[dies(begun, told), refused] * 3, tells(begun, end)) as fleet:
+            assert await fleet.ask() == (200, b'{"a":1}'), "who refuses what is known of it is not lost"
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     "refusal", [MISFIT, BUSY, whole(404, b"{}"), None], ids=["409", "503", "404", "away"]
 )
