@@ -174,11 +174,13 @@ def _by_ascend_operator(environment: Environment) -> Cluster | None:
     """Read the Ascend Operator's variables.
 
     Its RANK is the machine's number, its LOCAL_RANK a list such as 0,1,2,3 or {0,1,2,3}, and its WORLD_SIZE
-    the number of NPUs. The list of a single NPU looks like the number that other launchers set there.
+    the number of NPUs. The list of a single NPU looks like the number that other launchers set there, and is
+    read only where there are other NPUs: what is left of another launcher must not hide the one of this job.
     """
     listed = environment.get("LOCAL_RANK", "")
-    has_master = {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
-    is_single = listed != "" and environment.get("LOCAL_WORLD_SIZE") == "1" and has_master
+    has_all = {"MASTER_ADDR", "MASTER_PORT", "RANK"} <= environment.keys()
+    has_others = environment.get("WORLD_SIZE", "") not in ("", "1")
+    is_single = listed != "" and environment.get("LOCAL_WORLD_SIZE") == "1" and has_all and has_others
     if not re.search(r"[{,]", listed) and not is_single:
         return None
     world, here = _needed(environment, "WORLD_SIZE", _COUNTS), _needed(environment, "LOCAL_WORLD_SIZE")

@@ -231,6 +231,17 @@ def test_an_ascend_job_is_known_by_its_list_in_braces_or_not_and_of_a_single_npu
     assert find_cluster(parallel, by_torchrun, set, Path("none")).source == "torchrun"
 
 
+def test_what_a_launcher_has_left_behind_is_no_ascend_job() -> None:
+    """The variables of one process, as a script for torch sets them, hide no launcher and are none."""
+    parallel, slurm = ParallelSection(tensor=2), launched("SLURM", 2, 1, Path())[1]
+    left = {"MASTER_ADDR": "a", "MASTER_PORT": "2222", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    of_one = left | {"RANK": "0", "WORLD_SIZE": "1"}
+    for stray in (left, of_one):
+        found = find_cluster(parallel, slurm | stray, set, Path("none"))
+        assert (found.source, found.num_nodes, found.node) == ("SLURM", 2, 1)
+        assert find_cluster(parallel, stray, set, Path("none")) == Cluster("this machine")
+
+
 def without(environment: dict[str, str], name: str) -> dict[str, str]:
     return {each: value for each, value in environment.items() if each != name}
 
