@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -138,6 +139,8 @@ def test_a_slurm_job_holds_one_engine() -> None:
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.MULTILINE))
     assert asked["ntasks-per-node"] == "1"
+    (before_s,) = re.findall(r"^TERM@(\d+)$", asked["signal"])  # With B: it would be for the shell alone.
+    assert int(before_s) > 5 + ServerSection().drain_s
     words = shlex.split(re.findall(r"launch.sh serve (.*) \"\$@\"", text)[0])
     told = {"SLURM_JOB_ID": "7", "SLURM_NNODES": asked["nodes"], "SLURM_JOB_NODELIST": "n[1-2]"}
     cluster = placed(words, told | {"SLURM_NODEID": "1", "SLURM_STEP_ID": "0"}, 8)
@@ -145,54 +148,53 @@ def test_a_slurm_job_holds_one_engine() -> None:
     assert parser().parse_intermixed_args(words).port == PORT
 
 
-# The step of a job, whose server lets its requests end at SIGTERM
+# The step of a job: its server lets its requests end at the first SIGTERM, and does not wait at the second
 STEP = """
-trap 'touch drained; exit 7' TERM
+trap 'echo TERM >> told; [[ $(wc -l < told) == 1 ]] || exit 1' TERM
 echo $$ > step; touch started
-while :; do sleep 0.05; done
+until [[ -f told && -f answered ]]; do sleep 0.05; done
+exit 7
 """
-# As srun does, at SIGTERM it kills its step, and ends itself where it has none yet
+# As srun does, at SIGTERM it kills its step
 SRUN = """
 trap 'kill -KILL $task 2>/dev/null; exit 143' TERM
 bash -c "$STEP" & task=$!
 while kill -0 $task 2>/dev/null; do wait $task; done
 wait $task
 """
-SCANCEL = """
-[[ "$*" == "--signal=TERM 31.0" && -f step ]] && kill -TERM $(<step)
-"""
 
 
-def slurm_job(folder: Path, step: str = STEP, key: str = "a") -> subprocess.Popen[str]:
-    """Start slurm.sbatch in a folder that holds stand-ins for SLURM's commands, and what they tell."""
-    for name, text in {"srun": SRUN, "scancel": SCANCEL}.items():
-        (folder / name).write_text(f"#!/bin/bash\ncd {folder}{text}")
-        (folder / name).chmod(0o755)
+def slurm_job(folder: Path, key: str = "a") -> subprocess.Popen[str]:
+    """Start slurm.sbatch in a folder that holds a stand-in for srun, and what its step tells."""
+    (folder / "srun").write_text(f"#!/bin/bash\ncd {folder}{SRUN}")
+    (folder / "srun").chmod(0o755)
     path = f"{folder}:{os.environ['PATH']}"
-    job = {"PATH": path, "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "31", "STEP": step, "API_KEY": key}
+    job = {"PATH": path, "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "31", "STEP": STEP, "API_KEY": key}
     return subprocess.Popen(
         ["bash", FOLDER / "slurm.sbatch"], env=os.environ | job, stderr=subprocess.PIPE, text=True
     )
 
 
-def ended(job: subprocess.Popen[str], folder: Path) -> int:
-    """The status of a job that gets SIGTERM once it has started."""
-    while not (folder / "started").exists():
+def wait_for_file(path: Path, job: subprocess.Popen[str]) -> None:
+    until_s = time.monotonic() + PATIENCE_S
+    while not path.exists():
         assert job.poll() is None
+        assert time.monotonic() < until_s
         time.sleep(0.01)
-    job.terminate()
-    return job.wait(PATIENCE_S)
 
 
-def test_a_slurm_job_waits_for_its_server_at_the_time_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_shell_signalled", [False, True], ids=["time limit", "scancel"])
+def test_a_slurm_job_ends_when_its_step_does(tmp_path: Path, is_shell_signalled: bool) -> None:
+    """At the time limit SLURM signals the step's tasks alone, and for a plain scancel the shell, too."""
     with slurm_job(tmp_path) as job:
-        assert ended(job, tmp_path) == 7
-    assert (tmp_path / "drained").exists()
-
-
-def test_a_slurm_job_whose_step_has_not_begun_ends_at_the_time_limit(tmp_path: Path) -> None:
-    with slurm_job(tmp_path, step="touch started; while :; do sleep 0.05; done") as job:
-        assert ended(job, tmp_path) == 143
+        wait_for_file(tmp_path / "started", job)
+        if is_shell_signalled:
+            job.terminate()
+        os.kill(int((tmp_path / "step").read_text()), signal.SIGTERM)
+        wait_for_file(tmp_path / "told", job)
+        (tmp_path / "answered").touch()
+        assert job.wait(PATIENCE_S) == 7
+    assert (tmp_path / "told").read_text() == "TERM\n"
 
 
 def test_a_slurm_job_without_a_key_starts_nothing(tmp_path: Path) -> None:
