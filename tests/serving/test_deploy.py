@@ -86,6 +86,8 @@ def test_a_machine_that_pulls_its_image_later_is_waited_for(name: str) -> None:
     text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     (within_s,) = re.findall(r" parallel\.connect_timeout_s=(\d+)", text)
     assert int(within_s) >= 1800
+    (start_s,) = re.findall(r" server\.start_timeout_s=(\d+)", text)
+    assert int(start_s) >= int(within_s) + ServerSection().start_timeout_s, "the wait is a part of the start"
 
 
 def npus(container: dict[str, Any]) -> int:
