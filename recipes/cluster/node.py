@@ -41,6 +41,7 @@ class _Signals:
         self.status = 0  # exit status by the last signal; 0 before any
         self.end_s = math.inf
         self.within_s = within_s
+        self.is_told = False  # the log says that this process waits
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, self._take)
 
@@ -85,5 +86,9 @@ def _first_ended(ranks: Sequence[RankProcess], signals: _Signals) -> RankProcess
     while (ended := next((rank for rank in ranks if rank.ended), None)) is None:
         if time.monotonic() > signals.end_s:
             raise AskedToEnd(signals.status)
+        if signals.status and not signals.is_told:  # Their handler may have interrupted a write to the log.
+            signals.is_told = True
+            told = "asked to end: the leader has %g s to let its requests end; a second signal does not wait"
+            log.info(told, signals.within_s)
         time.sleep(_LOOKS_S)
     return ended

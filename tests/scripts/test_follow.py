@@ -160,6 +160,7 @@ def test_a_second_signal_ends_a_machine_that_waits_for_its_leader() -> None:
         assert agent.stderr is not None
         assert any("ranks 1 to 1 of 2 follow" in line for line in agent.stderr)
         agent.send_signal(signal.SIGTERM)
+        assert any("a second signal does not wait" in line for line in agent.stderr)
         agent.send_signal(signal.SIGINT)
         assert agent.wait(PATIENCE_S) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
