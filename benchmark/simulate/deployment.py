@@ -104,11 +104,15 @@ class Placement:
         """
         return self.device.send_s(num_tokens * self.config.kv_bytes_per_token(self.tensor))
 
-    def facts(self) -> dict[str, object]:
-        """Return what a result states about the machine, as the gate requires."""
+    def facts(self, num_joined: int = 0) -> dict[str, object]:
+        """Return what a result states about the machine, as the gate requires.
+
+        `num_joined` counts its devices and those of engines that it sends pages to; 0: its own alone.
+        """
+        num_joined = max(num_joined, self.num_devices)
         basis, linked = f"{self.device.basis}: {self.device.source}", self.device.linked_devices
-        if 0 < linked < self.num_devices:
-            basis += f"; {self.num_devices} devices are taken as joined by the links that join {linked}"
+        if 0 < linked < num_joined:
+            basis += f"; {num_joined} devices are taken as joined by the links that join {linked}"
         return {
             "device_profile": self.device.name,
             "costs": "fitted to a recorded run" if self.fitted else basis,
@@ -204,11 +208,15 @@ class Deployment:
         own: Result = {"busy_share": _share(totals.busy_s, self.replicas, totals)}
         return totals, own | routed.figures() if self.replicas > 1 else own
 
+    def facts(self) -> Result:
+        """Return what a result states about the machines; engines for prompts send pages to the others."""
+        num_joined = self.num_devices if self.split else 0
+        return {**self.placement.facts(num_joined), "devices": self.num_devices}
+
     def figures(self, totals: RunTotals, own: Result) -> Result:
         """Return what ran and how it fared, as the gate reads it."""
         return {
-            **self.placement.facts(),
-            "devices": self.num_devices,
+            **self.facts(),
             "slots": self.num_slots,
             "max_tokens_per_step": 1,
             "warm_up_counted": 0,

@@ -195,7 +195,7 @@ def run_ways(options: argparse.Namespace) -> Result:
             raise ValueError(f"{name} does not pass the gate: {verdict_line(verdict)}")
         wanted = (*WANTED, *(each.name for each in ROUTED if split is None))
         rows[name] = {figure: found[figure] for figure in wanted if figure in found}
-    return {"SIMULATED": SIMULATED, **placement.facts(), "devices": whole.num_devices, "ways": rows}
+    return {"SIMULATED": SIMULATED, **replace(whole, split=split).facts(), "ways": rows}
 
 
 def print_ways(result: Result) -> None:

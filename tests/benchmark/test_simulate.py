@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmark.simulate.deployment import place
+from benchmark.simulate.deployment import Deployment, place
 from benchmark.verbs import SIMULATIONS, function
 from continuous_batching.routing.routing import ROUTES
 from recipes.schema.reader import load, read
@@ -156,7 +156,11 @@ def test_devices_beyond_those_that_links_join_are_told_of() -> None:
     """The network between machines is slower, and no profile has a rate of it."""
     recipe = load(RECIPE[0], RECIPE[1:])
     eight, sixteen = (str(place(recipe, "ascend910b", tensor).facts()["costs"]) for tensor in (8, 16))
-    assert sixteen == f"{eight}; 16 devices are taken as joined by the links that join 8"
+    joined = f"{eight}; 16 devices are taken as joined by the links that join 8"
+    assert sixteen == joined
+    machine = place(recipe, "ascend910b", 8)
+    assert Deployment(machine, split=(1, 1)).facts()["costs"] == joined, "prompts send pages to answers"
+    assert Deployment(machine, replicas=2).facts()["costs"] == eight
 
 
 def test_who_waits_between_two_engines_is_in_no_slot(
