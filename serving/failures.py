@@ -39,7 +39,12 @@ class Unavailable(Failure):
 
 
 class EngineEnded(Unavailable):
-    """The engine ended while it had the request, which may be the cause."""
+    """The engine ended while it had the request, which may be the cause.
+
+    By the code a router counts it as a loss, where another 503 says that the request may come again.
+    """
+
+    code = "engine_lost"
 
 
 class CutOff(Failure):

@@ -49,10 +49,12 @@ from serving.router.reply import (
     Refusal,
     Reply,
     begun_with,
+    first_data,
     has_event,
     is_event_stream,
     own_error,
     refuses,
+    tells_of_loss,
     whole_events,
 )
 from serving.router.resuming import WAIT_S, Interrupted, KnownAnswer, KnownAnswers
@@ -78,6 +80,7 @@ _ONCE = ("/v1/files", "/v1/batches")  # requests posted to these paths are never
 _ABORT = "/abort/"  # followed by a request's id, which only the replica that runs it knows
 _DONE, _UNKNOWN, _UNAVAILABLE = 200, 404, 503
 _ELSEWHERE = (*REFUSED, 404, 409)  # statuses after which another replica may continue an answer
+_ENDED = "its engine ended"
 _NOTHING_ASKED, _NO_PROMPT = RoutedBody(), RoutedPrompt(0)
 
 
@@ -251,6 +254,11 @@ class Proxy:
                 refusal = await self._answered(routed, reply, counted, split.place, known, is_once=is_once)
                 if refusal is None:
                     return
+                if refusal.is_loss:
+                    replica.num_lost += 1
+                    if known.lose(is_orderly=False):
+                        await self._tell_unanswered(reply, replica, Lost(_ENDED), known, is_once=is_once)
+                        return
                 if refusal.status == _UNAVAILABLE:
                     again = set(tried[:-1]) - asked_again
                     asked_again |= again
@@ -300,8 +308,9 @@ class Proxy:
                 if answer.status not in _ELSEWHERE:
                     known.be_refused(answer.status)
             if is_refused:
-                whole = partial(reply.whole, answer.status, _kept(answer.headers), await _whole(answer))
-                return Refusal(answer.status, whole)
+                body = await _whole(answer)
+                whole = partial(reply.whole, answer.status, _kept(answer.headers), body)
+                return Refusal(answer.status, whole, tells_of_loss(body))
             return await self._forward(routed, reply, answer, counted, known)
         finally:
             server.done(answer)
@@ -382,7 +391,7 @@ class Proxy:
         unsent = await self._first_event(routed, reply, answer)
         if refuses(unsent):
             event = unsent if not wants_done else _with_done(unsent)
-            return Refusal(0, partial(reply.part, event, more=False))
+            return Refusal(0, partial(reply.part, event, more=False), tells_of_loss(first_data(unsent)))
         counted.begin()
         sent, held = b"", b""  # the last bytes that were sent, and the beginning of an event
         try:
@@ -422,8 +431,8 @@ class Proxy:
                             self._figures.resumed()
                         await framed.begin(frame)
                     elif frame.is_lost:
-                        which = "server" if frame.is_orderly else "engine"
-                        raise Lost(f"its {which} ended", is_orderly=frame.is_orderly)
+                        why = "its server ended" if frame.is_orderly else _ENDED
+                        raise Lost(why, is_orderly=frame.is_orderly)
                     else:
                         refusal = await framed.end(frame)
                         if not (framed.is_long and frame.has_more):

@@ -18,6 +18,7 @@ from starlette.types import Message, Send
 
 from serving.api.errors import error_body
 from serving.api.streamed import COMMENT, EVENTS, Pace
+from serving.failures import EngineEnded
 from serving.router.upstream import HeaderLines
 
 MESSAGES = "/v1/messages"  # Anthropic's path, and the beginning of its others
@@ -40,10 +41,14 @@ _FAILED = ("server_error", "rate_limit_exceeded")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What a replica said that does not answer, and how that is passed on; an event tells no status: 0."""
+    """What a replica said that does not answer, and how that is passed on; an event tells no status: 0.
+
+    It `is_loss` where the replica says that its engine ended with the request.
+    """
 
     status: int
     pass_on: Callable[[], Awaitable[None]]
+    is_loss: bool = False
 
 
 def is_event_stream(headers: HeaderLines) -> bool:
@@ -77,19 +82,37 @@ def _is_sign(event: bytes) -> bool:
 
 def refuses(stream: bytes) -> bool:
     """Return whether the first event of a stream refuses the request; another replica may accept it."""
-    event = _END.split(stream, 1)[0]
-    data = b"".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
-    if len(event) > _MOST_FIRST or b'"error"' not in data:
-        return False
-    try:
-        found = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False
+    data = first_data(stream)
+    found = _decoded(data)
     is_response = isinstance(found, dict) and found.get("type") == "response.failed"
     error = _field(_field(found, "response") if is_response else found, "error")
     if is_response:
         return _field(error, "code") in _FAILED
-    return _field(error, "code") in REFUSED or _field(error, "type") in _OVERLOADED
+    return _field(error, "code") in REFUSED or _field(error, "type") in _OVERLOADED or tells_of_loss(data)
+
+
+def first_data(stream: bytes) -> bytes:
+    """Return the data of the first event of a stream; none where that is long."""
+    event = _END.split(stream, 1)[0]
+    if len(event) > _MOST_FIRST:
+        return b""
+    return b"".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
+
+
+def tells_of_loss(body: bytes) -> bool:
+    """Return whether an error says, as OpenAI's or Anthropic's, that the engine ended with the request."""
+    error = _field(_decoded(body), "error")
+    return EngineEnded.code in (_field(error, "code"), _field(_field(error, "details"), "error_code"))
+
+
+def _decoded(body: bytes) -> Any:
+    """Return what an error holds; None for what is none."""
+    if b'"error"' not in body:
+        return None
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _field(found: Any, name: str) -> Any:

@@ -160,7 +160,7 @@ def test_a_stream_whose_engine_is_lost_ends_with_an_error_event(served: Served) 
                 assert pid is not None
                 os.kill(pid, signal.SIGKILL)
                 (error,) = [each async for each in events(one)]
-                assert error["error"]["code"] == 503
+                assert error["error"]["code"] == "engine_lost"
                 (failed,) = [each async for each in events(two)]
                 assert failed["type"] == "response.failed"
 

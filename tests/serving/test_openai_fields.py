@@ -22,7 +22,7 @@ from serving import fingerprint
 from serving.api.embeddings import EmbeddingsBody
 from serving.api.responses import ResponsesBody
 from serving.api.schemas import ChatBody, CompletionBody, problem_of
-from serving.failures import ClientGone, CutOff, ShutDown
+from serving.failures import ClientGone, CutOff, EngineEnded, ShutDown
 from tests.each_of import each_of
 from tests.lazy import openai
 from tests.serving.server import TINY, Server
@@ -79,9 +79,14 @@ def test_a_cut_off_answer_is_not_sent_again_by_openai_s_clients() -> None:
     client = openai.OpenAI(base_url="http://127.0.0.1:1", api_key="none")
     with client:
         gone = ClientGone("b", "disconnect")
-        for failure, comes_again in ((CutOff("a", "asked"), False), (gone, False), (ShutDown(), True)):
-            assert client._should_retry(httpx.Response(failure.status)) == comes_again
-            assert failure.code == (None if comes_again else "aborted")
+        for failure, code in (
+            (CutOff("a", "asked"), "aborted"),
+            (gone, "aborted"),
+            (ShutDown(), None),
+            (EngineEnded("a"), "engine_lost"),
+        ):
+            assert client._should_retry(httpx.Response(failure.status)) == (code != "aborted")
+            assert failure.code == code
 
 
 def test_a_fingerprint_is_of_what_tokens_depend_on() -> None:

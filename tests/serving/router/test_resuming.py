@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from recipes.schema.server_section import ServerSection
+from serving.api.errors import anthropics_error, error_body
 from serving.continuation import (
     FRAMES,
     MOST_RESUMED,
@@ -199,6 +200,32 @@ def test_what_ends_engines_before_its_first_token_is_not_sent_to_all() -> None:
         full = whole(429, b"{}")
         async with Telling(*[None] * 4, *[full] * 4, tells(BEGUN, grown(1), END)) as fleet:
             assert tokens_in((await fleet.ask())[1]) == [1], "who refuses it has not begun it"
+
+    run(test)
+
+
+LOST_ENGINE = error_body(503, "killed", code="engine_lost")
+CLAUDES = anthropics_error(503, "killed", "a", "engine_lost")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [whole(503, LOST_ENGINE), stream(b"data: %s\n\n" % LOST_ENGINE), whole(503, CLAUDES)],
+    ids=["whole", "stream", "Anthropic's"],
+)
+def test_who_says_that_its_engine_ended_is_a_loss_also_without_frames(script: Script) -> None:
+    async def test() -> None:
+        async with Telling(*[script] * 8) as fleet:
+            _, body = await fleet.ask()
+            assert error_of(body)["code"] == "replica_lost"
+            assert sum(fleet.num_asked()) == 1 + MOST_LOSSES
+        async with Telling(*[script] * 3, tells(BEGUN, grown(1), END)) as fleet:
+            assert tokens_in((await fleet.ask())[1]) == [1]
+        async with Telling(script) as fleet:
+            assert b'"killed"' in (await fleet.ask())[1], "who alone is there says why"
+        async with Telling(*[BUSY] * 8) as fleet:
+            assert (await fleet.ask())[0] == 503
+            assert fleet.num_asked() == [2] * 8, "who is busy has not begun it"
 
     run(test)
 
