@@ -296,7 +296,7 @@ class Engine:
         self.drain()
         if self.tier is not None:
             self.tier.make(self.scheduler.tables.take_copies())
-        self.scheduler.prefix.forget_all()
+        self.scheduler.lifecycle.matching.forget_all()
         self.observer.forgotten()
 
     def close(self) -> None:

@@ -270,12 +270,20 @@ class PrefixMatching:
     def forget(self, row: int) -> None:
         """Remove everything that the row found or published from the cache, because it may be wrong."""
         keys = self._prefix.forget(self._slots.pages(row)[: self._slots.num_published[row]])
-        # What a row computes behind forgotten pages is not published
-        self._blocked = dict.fromkeys(self._blocked, Wait(-1))
+        self._end_waits()
         if self._has_tier and keys:
             numbers = [group.number for group in self._tables.groups]
             wrong = tuple(key_of_group(key, number) for number in numbers for key in keys)
             self._tables.copy(PageCopy(EMPTY, EMPTY, "off_tier", wrong))
+
+    def forget_all(self) -> None:
+        """Empty the prefix cache, but not the tier below."""
+        self._prefix.forget_all()
+        self._end_waits()
+
+    def _end_waits(self) -> None:
+        """Look all blocked rows up next: what a row computes behind forgotten pages is not published."""
+        self._blocked = dict.fromkeys(self._blocked, Wait(-1))
 
     def leave(self, row: int) -> None:
         """Drop the row's wait: it is being freed."""

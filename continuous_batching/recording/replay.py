@@ -317,7 +317,7 @@ def _replay_quiet(scheduler: Scheduler, entry: Quiet, device: Device) -> None:
     elif isinstance(entry, Forgotten):
         if scheduler.has_tier:
             device.copy(scheduler.tables.take_copies())
-        scheduler.prefix.forget_all()
+        lifecycle.matching.forget_all()
     elif isinstance(entry, PagesExpected):
         if lifecycle.held.arriving(entry.id) is not None:
             raise Divergence(f"pages are expected twice for {entry.id}")

@@ -12,6 +12,8 @@ from continuous_batching.batch import Sampled
 from continuous_batching.engine import Engine
 from continuous_batching.policies.batching import StallFree
 from continuous_batching.policies.prefill_budget import FixedChunks
+from continuous_batching.recording.recorder import Recorder
+from continuous_batching.recording.replay import Replayed, replay
 from continuous_batching.request import Request, SamplingParams, TokenLogprobs
 from continuous_batching.samples.mask_maker import MaskMaker
 from continuous_batching.slots import SlotPool
@@ -20,6 +22,7 @@ from kv_cache.prefix_index import PrefixIndex
 from tests.continuous_batching import test_slot_lifecycle as small
 from tests.continuous_batching.checksum import VOCAB_SIZE, alone
 from tests.continuous_batching.recount import recount
+from tests.continuous_batching.test_recorder import Memory
 from tests.continuous_batching.test_slot_lifecycle import run_out
 
 
@@ -132,6 +135,26 @@ def test_what_has_been_published_for_waiting_rows_is_promised_to_nobody() -> Non
     engine.add(ask("newcomer", 24, 1))
     steps = [spans(engine) for _ in range(4)]
     assert ["newcomer" in step for step in steps] == [False, True, True, True]
+
+
+def test_rows_that_wait_for_forgotten_pages_compute_them() -> None:
+    def made() -> Engine:
+        return make(num_pages=100, budget=100, policy=StallFree(FixedChunks(16)))
+
+    engine, memory = made(), Memory()
+    engine.observer = Recorder({}, memory)
+    for number in range(3):
+        prompt = np.append(np.arange(96), [number, 1])
+        engine.add(Request(f"r{number}", prompt, SamplingParams(max_tokens=2, temperature=0.0)))
+    assert spans(engine) == {"r0": (0, 16)}
+    assert spans(engine) == {"r0": (16, 32)}
+    engine.forget_prefixes()
+    assert spans(engine) == {"r0": (32, 48), "r1": (0, 16)}, "the third waits for the second"
+    finished = run_out(engine)
+    assert {request.id: request.num_cached_tokens for request in finished} == {"r0": 0, "r1": 0, "r2": 96}
+    engine.observer.close()
+    steps = sum(isinstance(event, Replayed) for event in replay(memory.entries(), made().scheduler))
+    assert steps == engine.scheduler.counters.steps
 
 
 class LateMasks(MaskMaker):

@@ -57,7 +57,7 @@ FAULTS = {
     ),
     "forgotten_by_the_leader_alone": Fault(
         "continuous_batching/recording/replay.py::_replay_quiet",
-        "scheduler.prefix.forget_all()",
+        "lifecycle.matching.forget_all()",
         "pass",
         "ranks find pages of a run before, which the leader computes again",
         "tests/continuous_batching/test_recorder.py::test_a_replay_searches_the_same",
