@@ -8,7 +8,7 @@ fork, freeing pages behind a window, compaction and resizing. Matching prompts a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class PageTables:
         slots.window_tables = tuple(group.table for group in beside if not group.is_of_rows)
         self._copies: list[PageCopy] = []
         self.forked: set[int] = set()  # rows whose last page may be shared with the rows they forked from
+        # Returns how many pages of group 0 that rows still need they will share with rows that hold them
+        self.num_to_share: Callable[[], int] = int
         # Row of a beam that waits for its leader -> number of pages to share
         self.waiting_beams: dict[int, int] = {}
 
@@ -91,13 +93,18 @@ class PageTables:
         return np.array([group.num_available - self.num_promised(group) for group in self.groups])
 
     def num_promised(self, group: PageGroup) -> int:
-        """Return how many pages busy rows will still need for their known tokens or their reservation."""
+        """Return how many pages busy rows will still need for their known tokens or their reservation.
+
+        Pages that they will share with rows that hold them are not counted.
+        """
         slots, busy = self.slots, self.slots.busy
         tokens = np.maximum(slots.reserved[busy], slots.num_tokens[busy])
         promised = int(group.promised(busy, tokens).sum())
         if group.is_of_rows:
             return promised
         promised += len(self.forked)
+        if group is self.groups[0]:
+            promised -= self.num_to_share()
         size = slots.page_size
         return promised - sum(group.needed(count * size) for count in self.waiting_beams.values())
 

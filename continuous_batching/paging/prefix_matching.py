@@ -62,6 +62,7 @@ class PrefixMatching:
         if tables.states is not None:
             self.checkpoints = Checkpoints(slots, tables.states, prefix, tables.copy, shares=prefix_sharing)
         self._blocked: dict[int, Wait] = {}  # keyed by row
+        tables.num_to_share = self._num_to_share
         # Row of a resumed search's leader -> the pages from which its other beams start, while they wait
         self.most_found: dict[int, int] = {}
 
@@ -220,6 +221,32 @@ class PrefixMatching:
             return self.checkpoints.is_to_leave(wait.row, wait.num_pages)
         # It may also have come from a tier, or from another row
         return self._prefix.index.page_of(wait.leader.page_keys[wait.num_pages - 1]) is None
+
+    def _num_to_share(self) -> int:
+        """Return how many pages of group 0 blocked rows lack that their leaders have published and hold.
+
+        None are counted where other groups must be resumed from, too, which may allow fewer.
+        """
+        slots = self._slots
+        if self._tables.beside:
+            return 0
+        waits = [
+            (row, wait.row, min(wait.num_pages, self.most_found.get(row, wait.num_pages)))
+            for row, wait in self._blocked.items()
+            if wait.leader is not None and slots.requests[wait.row] is wait.leader
+        ]
+        if not waits:
+            return 0
+        rows, leaders, stops = np.array(waits).T
+        held, published = slots.num_pages[rows], np.zeros_like(slots.num_pages)
+        for leader in set(leaders.tolist()):
+            pages = slots.pages(leader)[: slots.num_published[leader]]
+            published[leader] = self._prefix.is_cached(pages).sum()
+        to_share = np.maximum(np.minimum(published[leaders], stops) - held, 0)
+        # A row that came back with pages of its own may find nothing behind them
+        last = np.maximum(held - 1, 0)
+        goes_on = (held == 0) | (slots.page_table[rows, last] == slots.page_table[leaders, last])
+        return int(to_share[goes_on].sum())
 
     def _look_up(self, row: int) -> bool:
         """End a row's wait, and share the pages published since its last lookup; return whether any were."""

@@ -92,6 +92,8 @@ class Admission:
                 self.held_back = "tokens"
                 return
             if (wanted > spare).any():
+                # Less is promised to rows that share pages, also where a leader has just been preempted or
+                # layers have windows or states, for which `num_spare` foresees nothing
                 if self._lifecycle.share_published():
                     spare = self._lifecycle.tables.num_spare()
                     continue

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
+from continuous_batching.policies.batching import StallFree
+from continuous_batching.policies.prefill_budget import FixedChunks
 from continuous_batching.recording.recorder import Recorder
-from continuous_batching.recording.replay import Divergence, replay
+from continuous_batching.recording.replay import Divergence, Replayed, replay
 from continuous_batching.request import Request, SamplingParams
 from tests.continuous_batching.checksum import POISON, VOCAB_SIZE, ChecksumRunner, alone, keys_of
 from tests.continuous_batching.recount import recount
@@ -134,6 +136,47 @@ def test_nothing_is_expected_that_others_were_promised() -> None:
     assert expect(engine, ask("b", 9, 2))
     run_out(engine)
     check(running)
+
+
+def waiting_rows() -> Engine:
+    """A decoding row, and three that wait for a prefix of 24 pages; another computes one of these a step."""
+    engine = make(num_slots=5, num_pages=110, budget=100, policy=StallFree(FixedChunks(4)))
+    engine.add(Request("decoding", np.array([1, 2]), SamplingParams(max_tokens=60, temperature=0.0)))
+    for number in range(4):
+        prompt = np.append(np.arange(96), [number, 1])
+        engine.add(Request(f"r{number}", prompt, SamplingParams(max_tokens=4, temperature=0.0)))
+    return engine
+
+
+def test_what_waiting_rows_will_share_is_spared_for_others() -> None:
+    engine, memory = waiting_rows(), Memory()
+    engine.observer = Recorder({}, memory)
+    for _ in range(20):
+        engine.step()
+    scheduler = engine.scheduler
+    assert len(scheduler.lifecycle.matching.blocked) == 3
+    asked = [expect(engine, ask(name, 81, 2)) for name in ("first", "second", "third", "fourth")]
+    assert asked == [True, True, True, False], "each is of 20 pages, and the rows need some of the others"
+    assert len(scheduler.lifecycle.matching.blocked) == 3, "the rows still wait"
+    recount(scheduler)
+    run_out(engine)
+    assert scheduler.counters.preemptions == 0
+    assert engine.arriving_pages("third") is not None, "none had to give way"
+    engine.observer.close()
+    steps = sum(isinstance(event, Replayed) for event in replay(memory.entries(), waiting_rows().scheduler))
+    assert steps == scheduler.counters.steps
+
+
+def test_what_waiting_rows_will_share_is_not_spared_once_their_leader_has_gone() -> None:
+    """Its pages could be evicted for others before the rows hold them."""
+    engine = waiting_rows()
+    for _ in range(20):
+        engine.step()
+    engine.abort("r0")
+    assert not expect(engine, ask("first", 121, 2))
+    recount(engine.scheduler)
+    run_out(engine)
+    assert engine.scheduler.counters.preemptions == 0
 
 
 @pytest.mark.parametrize("kind", ["arriving", "leased"])

@@ -125,9 +125,10 @@ def test_rows_that_wait_for_a_prefix_are_not_looked_up_until_it_is_there(
         assert request.num_cached_tokens == (0 if request.id == "r0" else 96)
 
 
-def test_what_has_been_published_for_waiting_rows_is_promised_to_nobody() -> None:
+@pytest.mark.parametrize("windows", [(), (100,)])
+def test_what_has_been_published_for_waiting_rows_is_promised_to_nobody(windows: tuple[int, ...]) -> None:
     """The pool has room for two prompts of 16 pages, and for a third once three of their pages are shared."""
-    engine = make(num_pages=1 + 36, budget=100, policy=StallFree(FixedChunks(4)))
+    engine = make(num_pages=1 + 36, windows=windows, budget=100, policy=StallFree(FixedChunks(4)))
     common = np.arange(60)
     for number in range(2):
         engine.add(Request(f"r{number}", np.append(common, [number, 1]), SamplingParams(max_tokens=1)))
