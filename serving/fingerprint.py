@@ -85,24 +85,20 @@ def of_drafts(recipe: Recipe) -> str:
     return f"{asked.kind} {digest.hexdigest()[:16]}"
 
 
-def of_continuations(recipe: Recipe, server_version: str) -> str:
+def of_continuations(recipe: Recipe, server_version: str) -> dict[bool, str]:
     """Return the fingerprint of what the rest of an answer depends on, given its tokens so far.
 
     Answers may go on between servers with the same one: of the same weights and type, on the same kind of
     device with the same software, which read calls and thoughts alike. How many slots and pages each has does
-    not matter; how long a request may be decides how "longrope" rotates.
+    not matter. There are two, by `EngineFacts.long_factors`, which is not known before an engine is ready.
     """
-    names = (
-        "scheduler.max_request_tokens",
-        "device.kind",
-        "server.tool_format",
-        "server.reasoning",
-        "server.logits_processors",
-    )
+    names = "device.kind", "server.tool_format", "server.reasoning", "server.logits_processors"
     software = [server_version, versions.installed(), *map(recipe.value, names)]
     digest = hashlib.sha256(json.dumps(software, default=str).encode())
     digest.update(of_pages(recipe).encode())
-    return f"go_{digest.hexdigest()[:16]}"
+    short, long = digest, digest.copy()
+    long.update(b" long factors")
+    return {False: f"go_{short.hexdigest()[:16]}", True: f"go_{long.hexdigest()[:16]}"}
 
 
 def _add_files(digest: hashlib._Hash, folder: Path | None) -> None:

@@ -53,7 +53,7 @@ def application(
     errors.install(app)
     names = ModelNames(model, llm.recipe.server.model_names, llm.adapters)
     turns = Turns()
-    continuations = fingerprint.of_continuations(llm.recipe, VERSION)
+    continuations = _continuations(llm)
     generation = Generation(llm, names, continuations, turns)
     route = bounded_route(llm.recipe.server.max_body_values, turns)
     app.router.route_class = route
@@ -90,6 +90,12 @@ def application(
         door=AnswersDoor(llm, (*answers, messages.PATH, PATH)),
     )
     return _open_to(cors_origins, guarded) if cors_origins else guarded
+
+
+def _continuations(llm: AsyncLLM) -> Callable[[], str]:
+    """Return what returns the fingerprint of the servers at which answers may go on; it reads no file."""
+    by_factors = fingerprint.of_continuations(llm.recipe, VERSION)
+    return lambda: by_factors[llm.engine.long_factors]
 
 
 class AnswersDoor(Door):

@@ -8,6 +8,7 @@ beside it: so it has the client's rights, limits and form.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from starlette.responses import Response
@@ -28,13 +29,19 @@ _FORBIDDEN = (
 
 
 class Continuations:
-    """Wrap an application; `fingerprint` is that of what may go on here.
+    """Wrap an application; `fingerprint` returns that of what may go on here.
 
     Without keys, only a server for this machine alone (`is_local`) believes that a router is one.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys, section: ServerSection, fingerprint: str, *, is_local: bool
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        section: ServerSection,
+        fingerprint: Callable[[], str],
+        *,
+        is_local: bool,
     ) -> None:
         self._app = app
         self._keys = keys
@@ -96,7 +103,7 @@ class Continuations:
             return error_response(
                 409, "answers do not go on here: server.resume is 0, or server.weights_root is set"
             )
-        if known.begun.fingerprint != self._fingerprint:
+        if known.begun.fingerprint != self._fingerprint():
             why = "the answer was begun with other weights, another type or other software"
             return error_response(409, f"{why} than this server's; continue it at one like the first")
         return None

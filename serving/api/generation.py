@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,10 +53,12 @@ def fields_as_sent(names: Mapping[str, str]) -> Iterator[None]:
 class Generation:
     """Sends requests to the engine; every answer carries `system_fingerprint`.
 
-    Answers may go on at servers with the same `continuations`, which is such a fingerprint, too.
+    Answers may go on at servers with the same `continuations()`, which is such a fingerprint, too.
     """
 
-    def __init__(self, llm: AsyncLLM, names: ModelNames, continuations: str, turns: Turns) -> None:
+    def __init__(
+        self, llm: AsyncLLM, names: ModelNames, continuations: Callable[[], str], turns: Turns
+    ) -> None:
         self.llm = llm
         self._names = names
         self._continuations = continuations
@@ -170,7 +172,7 @@ class Generation:
         return AnswerBegun(
             group=answer.group,
             created_s=answer.created_s,
-            fingerprint=self._continuations,
+            fingerprint=self._continuations(),
             adapter=self.llm.adapters.digest_of(request),
             seed=request.params.seed or 0,
             max_tokens=request.params.max_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import metadata
 from typing import Annotated, Any
@@ -37,13 +37,13 @@ def routers(
     names: ModelNames,
     model: str,
     route: type[APIRoute],
-    continuations: str,
+    continuations: Callable[[], str],
     *,
     is_local: bool,
 ) -> Iterator[APIRouter]:
     """Yield the routers of this module that the recipe asks for; see AccessControl for `is_local`.
 
-    `continuations` is the fingerprint of the servers at which answers may go on.
+    `continuations` returns the fingerprint of the servers at which answers may go on.
     """
     yield router(llm, names, continuations)
     yield text_router(llm, names, route)
@@ -54,7 +54,7 @@ def routers(
         yield operators.router(llm, route, is_local=is_local)
 
 
-def router(llm: AsyncLLM, names: ModelNames, continuations: str) -> APIRouter:
+def router(llm: AsyncLLM, names: ModelNames, continuations: Callable[[], str]) -> APIRouter:
     """Return a router with the routes for operators of the server."""
     routes = APIRouter()
     described = versions.describe()
@@ -86,8 +86,9 @@ def router(llm: AsyncLLM, names: ModelNames, continuations: str) -> APIRouter:
     @routes.get("/server_info")
     async def server_info(request: Request) -> dict[str, Any]:
         """What should be noted beside a figure that was measured on this server."""
+        go_on = llm.facts is not None and llm.recipe.server.most_resumed
         return _info(llm, names.name, described, request.state.client) | {
-            "continuations": continuations if llm.recipe.server.most_resumed else None,
+            "continuations": continuations() if go_on else None,
         }
 
     @routes.post("/abort/{request_id}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from continuous_batching.scheduling.validation import longest_allowed
+from models.config import needs_long_factors
 from models.step.expert_counts import StageCounts
 from recipes.assembly.rank_works import EXPERTS
 from serving.engine.messages import EngineFacts, ExpertTable, TierReading
@@ -42,6 +43,7 @@ def facts_of(built: BuiltEngine, *, prefix_sharing: bool) -> EngineFacts:
         max_shared_tokens=config.max_shared_positions,
         expected_step_s=max(shortest_s, built.largest_step_s),
         hidden_size=config.hidden_size,
+        long_factors=needs_long_factors(config.rope, engine.slots.max_tokens),
     )
 
 

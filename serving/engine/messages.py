@@ -158,6 +158,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     expected_step_s: float  # duration that a normal step may reach
     hidden_size: int  # length of an embedding
     further_page_bytes: tuple[int, ...] = ()  # bytes of a page of each window, and of a state
+    long_factors: bool = False  # whether "longrope" rotates by its long factors (`needs_long_factors`)
 
 
 class Starting(Message, frozen=True):

@@ -58,6 +58,7 @@ class Supervisor:
     ) -> None:
         self.state: State = "starting"
         self.facts: EngineFacts | None = None  # facts of the engine, while it is ready
+        self.long_factors = False  # kept from the latest engine's facts, for answers that it began
         self.trouble = ""  # why the last engine ended
         self.starting = StartReport(say=lambda text: log.info("start: %s", text))  # what a start does
         self.has_failed = False  # there will be no engine, although nobody asked for that
@@ -270,6 +271,7 @@ class Supervisor:
 
     def _begin(self, message: Ready, start_s: float) -> None:
         self.facts, self.start_s = message.facts, start_s
+        self.long_factors = message.facts.long_factors
         self.starting.tell("")
         self._starts_s[self._had_spare] = start_s
         self._ready_s = time.monotonic()

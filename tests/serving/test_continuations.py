@@ -6,6 +6,7 @@ from any of them sends is known. The server is asked as a router asks it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,7 +20,11 @@ import httpx
 import msgspec
 import pytest
 
+from borders.version import VERSION
 from recipes.schema.recipe import ROOT
+from serving.api.api_keys import ApiKeys
+from serving.api.app import application
+from serving.async_llm import AsyncLLM
 from serving.continuation import (
     FRAMES,
     NO_LOGPROBS,
@@ -34,10 +39,13 @@ from serving.continuation import (
     encode,
     framed,
 )
+from serving.engine.messages import Ready
+from serving.fingerprint import of_continuations
 from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.serving.router.resumed import CHAT, COMPLETIONS, asked
 from tests.serving.server import Server
+from tests.serving.test_supervisor import FACTS
 from tests.thorough import cases, first_quick
 
 AGENT = "recipes/tiny/agent.yaml"
@@ -309,6 +317,23 @@ def test_a_router_is_told_whether_an_engine_was_lost_or_its_server_ends(is_strea
 
 def fingerprint_of(server: Server) -> Any:
     return httpx.get(f"{server.url}/server_info", timeout=PATIENCE_S).json()["continuations"]
+
+
+def test_a_server_says_of_the_engine_that_is_ready_where_its_answers_go_on() -> None:
+    async def told(llm: AsyncLLM) -> str | None:
+        app = application(llm, "tiny", ApiKeys({}), is_local=True)
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
+        ) as client:
+            said: str | None = (await client.get("/server_info")).json()["continuations"]
+            return said
+
+    llm = AsyncLLM(AGENT)
+    assert asyncio.run(told(llm)) is None
+    for long_factors in (False, True):
+        llm.engine._begin(Ready(msgspec.structs.replace(FACTS, long_factors=long_factors)), 0.0)
+        expected = of_continuations(llm.recipe, VERSION)[long_factors]
+        assert asyncio.run(told(llm)) == expected
 
 
 @pytest.mark.parametrize(

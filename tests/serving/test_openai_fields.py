@@ -96,16 +96,14 @@ def test_a_fingerprint_is_of_what_tokens_depend_on() -> None:
     assert plain != fingerprint.of(load(TINY), "2")
 
 
-def test_answers_go_on_only_where_requests_may_be_as_long() -> None:
-    """How long decides how "longrope" rotates."""
+def test_answers_go_on_wherever_the_same_factors_rotate() -> None:
+    """The longest request decides which factors "longrope" has, and nothing of another model."""
     one, other = (
-        fingerprint.of_continuations(load(TINY, [f"scheduler.max_request_tokens={most}"]), "1")
-        for most in (64, 65)
+        fingerprint.of_continuations(load(TINY, [f"scheduler.max_request_tokens={most}", *more]), "1")
+        for most, more in ((64, ()), (65, ("cache.num_pages=9",)))
     )
-    assert one != other
-    assert one == fingerprint.of_continuations(
-        load(TINY, ["scheduler.max_request_tokens=64", "cache.num_pages=9"]), "1"
-    )
+    assert one == other
+    assert one[False] != one[True]
 
 
 def test_a_model_that_stands_in_the_recipe_has_a_fingerprint_of_its_own() -> None:

@@ -23,6 +23,8 @@ from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe_error import RecipeError
 from serving.engine import page_exchange
+from serving.engine.facts import facts_of
+from serving.engine.messages import EngineFacts
 from serving.engine.page_exchange import PageSends
 from tests.kv_cache import device
 from tests.patience import PATIENCE_S
@@ -453,6 +455,7 @@ def test_engines_of_longer_requests_rotate_otherwise_and_exchange_no_pages(
         "rope_scaling": rope,
     }
     identities: list[PageIdentity] = []
+    facts: list[EngineFacts] = []
 
     def note(endpoint: str, identity: PageIdentity, *args: object, **options: object) -> None:
         identities.append(identity)
@@ -466,6 +469,8 @@ def test_engines_of_longer_requests_rotate_otherwise_and_exchange_no_pages(
         built = build(recipe)
         with pytest.raises(RecipeError, match="nobody listens"):
             page_exchange.exchange_of(recipe, built)
+        facts.append(facts_of(built, prefix_sharing=True))
         built.engine.close()
     assert [each.long_factors for each in identities] == [False, True]
+    assert [each.long_factors for each in facts] == [False, True], "nor do their answers go on at the other"
     assert identities[0] == replace(identities[1], long_factors=False)
