@@ -138,6 +138,6 @@ class Preemption:
         self._waiting.push(request)
 
     def _others(self) -> Index:
-        """Return all rows except those of the oldest request."""
+        """Return all rows except those of the oldest request, of which there may be none."""
         busy = self._lifecycle.slots.busy
-        return busy[len(self._beam_searches.rows_of(int(busy[0]))) :]
+        return busy[len(self._beam_searches.rows_of(int(busy[0]))) :] if len(busy) else busy

@@ -179,9 +179,10 @@ def test_what_waiting_rows_will_share_is_not_spared_once_their_leader_has_gone()
     assert engine.scheduler.counters.preemptions == 0
 
 
+@pytest.mark.parametrize("outrank", [False, True])
 @pytest.mark.parametrize("kind", ["arriving", "leased"])
-def test_held_pages_give_way_to_who_runs(kind: str) -> None:
-    engine = make(num_pages=1 + 12)
+def test_held_pages_give_way_to_who_runs(kind: str, outrank: bool) -> None:
+    engine = make(num_pages=1 + 12, outrank=outrank)
     if kind == "arriving":
         assert expect(engine, ask("a", 30, 2))
     else:
