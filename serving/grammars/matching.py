@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 
 # These limits bound the cost of a step: a schema of 500 optional properties needs half of them.
 _INITIAL_FUEL, _STEP_FUEL, _ROW_ITEMS = 200_000, 50_000, 4000
-# Symbols of the rules, of which 500 optional properties need 4,100, and 128 tools with 20 each 25,000. An
-# allOf of alternatives becomes all their combinations, which may double with each level.
-_SYMBOLS = 30_000
+# Symbols of the rules: this many or, where that is more, one for so many characters of the grammar, up to a
+# maximum. 500 optional properties need 4,100, and 128 tools with 30 of mixed types each 68,000, one for seven
+# characters. An allOf of alternatives becomes all their combinations, which may double with each level, so
+# that few characters need many symbols, and one mask of 100,000 may take seconds.
+_SYMBOLS, _CHARACTERS_PER_SYMBOL, _MOST_SYMBOLS = 30_000, 4, 120_000
 # Otherwise, where the text must go on in one way, a mask would allow only the first of its usual tokens.
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 # The space between the parts of a JSON value is nothing, one space, or a new line with its indentation. If it
@@ -152,14 +154,15 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         field, kind, asked = json.loads(grammar)
+        text = _as_library_has_it(field, kind, asked)
         limits = LLParserLimits(
             initial_lexer_fuel=_INITIAL_FUEL,
             step_lexer_fuel=_STEP_FUEL,
             max_items_in_row=_ROW_ITEMS,
-            max_grammar_size=_SYMBOLS,
+            max_grammar_size=min(max(_SYMBOLS, len(text) // _CHARACTERS_PER_SYMBOL), _MOST_SYMBOLS),
             verbose_errors=False,
         )
-        matcher = LLMatcher(tokenizer, _as_library_has_it(field, kind, asked), log_level=0, limits=limits)
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refused(field, kind, matcher.get_error())
         tried = matcher.deep_copy()

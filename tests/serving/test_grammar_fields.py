@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from borders.field_table import LONGEST_GRAMMAR, MOST_CHOICES, MOST_SCHEMA_BYTES
+from borders.field_table import LONGEST_GRAMMAR, MOST_CHOICES, MOST_SCHEMA_BYTES, MOST_TOOLS
 from borders.refusal import BadRequest
 from serving.grammars import json_schema
 from serving.grammars.json_schema import (
@@ -22,6 +22,7 @@ from serving.grammars.json_schema import (
 from serving.grammars.matching import Grammars
 from serving.grammars.structured_output import form_notes, grammar_of
 from serving.tools.definitions import tool_use
+from serving.tools.formats import TOOL_FORMATS
 from tests.each_of import each_of
 
 
@@ -311,11 +312,22 @@ def combined(levels: int) -> dict[str, Any]:
 def test_alternatives_that_combine_are_refused_before_a_mask_is_made() -> None:
     """Their masks took seconds; what tools and large schemas need stays below the limit."""
     grammars = Grammars(lambda: Bytes(), 257, [256])
-    names = {f"p{number}": {"type": "string"} for number in range(20)}
-    tool = f"%json {json.dumps({'type': 'object', 'properties': names})}"
-    rules = [f't{number}: "t{number}" {tool}' for number in range(128)]
-    tools = "\n".join([f"start: {' | '.join(f't{number}' for number in range(128))}", *rules])
-    grammars.beginning(json.dumps(["tools", "lark", tools]))
+    text = {"type": "string"}
+    inner = {"type": "object", "properties": {"key": text, "value": {"type": "number"}}}
+    nested = {"type": "object", "properties": {"id": text, "items": {"type": "array", "items": inner}}}
+    kinds = [text, {"type": "integer"}, {"type": ["string", "null"]}, {"type": "array", "items": text}]
+    kinds += [nested, {"enum": ["a", "b", "c"]}]
+    tools = []
+    for tool in range(MOST_TOOLS):
+        values = {f"p{tool}_{number}": kinds[number % len(kinds)] for number in range(20)}
+        function = {"name": f"t{tool}", "parameters": {"type": "object", "properties": values}}
+        tools.append({"type": "function", "function": function})
+    use = tool_use({"tools": tools, "tool_choice": "required"})
+    assert use is not None
+    for form in ("hermes", "qwen3_coder"):
+        written = use.grammar(TOOL_FORMATS[form], {})
+        assert written is not None
+        grammars.beginning(written)
     for levels in (7, 10):
         asked_for = json.dumps(asked(guided_json=combined(levels)))
         if levels == 7:
