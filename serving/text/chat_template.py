@@ -312,18 +312,38 @@ def _reads_whole(tree: nodes.Template, named: Collection[str]) -> bool:
     parts = {each.target.name for each in loops if isinstance(each.target, nodes.Name)}
     named = {*named} - (parts - is_set)
     roots = [each.iter for each in loops]
-    roots += [each.node for each in sets if _is_content(each.node, named)]
-    firsts = (each for each in tree.find_all(nodes.Getitem) if isinstance(each.arg, nodes.Const))
-    roots += [each.node for each in firsts if isinstance(each.arg.as_const(), int)]
-    kinds = (nodes.Getattr, nodes.Getitem, nodes.Name)
+    # What an attribute of a namespace holds is not followed, so that it may be anything
+    roots += [
+        each.node for each in sets if isinstance(each.target, nodes.Name) and _is_content(each.node, named)
+    ]
+    kinds = (nodes.Getattr, nodes.Getitem, nodes.Name, nodes.Call, nodes.Filter)
+    roots += [whole for each in tree.find_all(kinds) if (whole := _with_parts(each)) is not None]
     by_parts = {id(each) for root in roots for each in (root, *root.find_all(kinds))}
     return any(
-        isinstance(each, kinds)
-        and each.ctx == "load"
-        and id(each) not in by_parts
-        and _is_content(each, named)
+        id(each) not in by_parts
+        and getattr(each, "ctx", "load") == "load"
+        and (_is_content(each, named) or _is_looked_up(each))
         for each in tree.find_all(kinds)
     )
+
+
+def _with_parts(expression: nodes.Node) -> nodes.Node | None:
+    """Return what has the part of which an expression is a member, as `content[0].type` is; else None."""
+    if isinstance(expression, nodes.Getattr | nodes.Getitem):
+        match expression.node:
+            case nodes.Getitem(node=whole, arg=nodes.Const(value=int())):
+                return whole
+    return None
+
+
+def _is_looked_up(expression: nodes.Node) -> bool:
+    """Whether an expression is the content of a message, taken from it by a method or a filter."""
+    match expression:
+        case nodes.Call(node=nodes.Getattr(attr="get"), args=[nodes.Const(value="content"), *_]):
+            return True
+        case nodes.Filter(name="attr", args=[nodes.Const(value="content")]):
+            return True
+    return False
 
 
 _FAILURES = (

@@ -96,6 +96,9 @@ def test_a_template_that_reads_parts_gets_them(way: str, role: str) -> None:
     assert shown(template, [message]) == theirs(template, [message]) == "Hello"
 
 
+PARTS_OF_X = "{% if m.role == 'x' %}" + LOOPS["over the content"] + "{% else %}"
+
+
 @each_of(
     "way, reads_no_text",
     [
@@ -122,6 +125,17 @@ def test_a_template_that_reads_parts_gets_them(way: str, role: str) -> None:
         (
             "{% set c = m.content %}{% if m.role == 'x' %}{% for p in c %}{% endfor %}"
             "{% else %}{{ c }}{% endif %}",
+            False,
+        ),
+        (PARTS_OF_X + "{{ m.get('content') }}{% endif %}", False),
+        (PARTS_OF_X + "{{ m | attr('content') or m['content'] }}{% endif %}", False),
+        (
+            "{% set ns = namespace() %}{% set ns.t = m.content %}" + PARTS_OF_X + "{{ ns.t }}{% endif %}",
+            False,
+        ),
+        (
+            "{% set c = m.content %}{% if c[0] is string %}{% for p in c %}{{ p }}{% endfor %}{% else %}"
+            "{% for p in c %}{{ p.text }}{% endfor %}{% endif %}",
             False,
         ),
     ],
