@@ -283,6 +283,7 @@ class ToolParser:
         self._is_line = True  # whether what is held begins a line, but for white space
         self._is_unknown = False  # whether the call that has begun is of what is no tool
         self._name = self._lead = ""  # the name and the head of a call whose keywords are not complete
+        self._keywords: list[str] = []  # its keywords so far
         self._scan = _Scan()
         self._tail = form.tail  # the tail of the call that has begun
         self._brace = self._scanned = 0  # An object in what is held begins here, and is read so far.
@@ -338,14 +339,16 @@ class ToolParser:
         if is_ended and self._is_call_without_arguments(held):
             parsed.parts += self.push(self._form.end_mark).parts
         elif self._place == self._in_keywords:
-            parsed.say(self._lead + self._scan.text + held)
+            parsed.say(self._lead + "".join(self._keywords) + held)
         elif self._place == self._in_json:
             self._add(parsed, held)
         elif self._place == self._in_reader and self._reader is not None:
             self._add(parsed, self._reader.rest(held))
         elif self._place == self._in_content:
-            parsed.say(held if held.strip() or not self.num_calls else "")
-        elif self._place == self._behind_call and (self._is_unknown or not self._may_close(held)):
+            parsed.say(held if held.strip() or self._is_unknown or not self.num_calls else "")
+        elif self._place == self._behind_call and self._is_unknown:
+            parsed.say(held)
+        elif self._place == self._behind_call and not self._may_close(held):
             parsed.say("" if held.strip() in ("", self._form.between.strip()) else held)
         self._held = ""
         self._resume()  # so that nothing of it is given a second time
@@ -526,7 +529,8 @@ class ToolParser:
             self._scan.depth, self._place = 1, self._in_unknown
             return
         if self._form.arguments == "keywords":
-            self._name, self._lead, self._place = lead.name, text, self._in_keywords
+            self._name, self._lead, self._keywords = lead.name, text, []
+            self._place = self._in_keywords
             return
         parsed.add(CallDelta(self.num_calls, lead.name, id=lead.id))
         self.num_calls += 1
@@ -578,6 +582,7 @@ class ToolParser:
             return True
         parsed.add(call)
         self.num_calls += 1
+        self._is_unknown = False
         self._held = held[self._scanned :]
         self._tail = form.tail.removeprefix("}") if form.arguments == "json" else ""
         self._is_within = bool(form.opening) and not form.is_whole
@@ -659,12 +664,14 @@ class ToolParser:
 
     def _in_keywords(self, parsed: Parsed) -> bool:
         taken = self._scan.keywords(self._held)
+        self._keywords.append(self._held[:taken])
         self._held = self._held[taken:]
         if self._scan.depth > 0:
             return True
-        arguments = _as_json(self._scan.text)
+        keywords = "".join(self._keywords)
+        arguments = _as_json(keywords)
         if arguments is None:
-            parsed.say(self._lead + self._scan.text)
+            parsed.say(self._lead + keywords)
             self._resume()
             return True
         parsed.add(CallDelta(self.num_calls, self._name, arguments))
@@ -722,7 +729,6 @@ class _Scan:
 
     def __init__(self) -> None:
         self.depth = 0
-        self.text = ""  # the keywords so far
         self._quote = ""
         self._is_escaped = False
         self._is_spoilt = False  # whether a text has begun where none may
@@ -745,14 +751,11 @@ class _Scan:
     def keywords(self, text: str) -> int:
         """Return how much of the text belongs to the keywords, including their closing bracket."""
         self.depth = self.depth or 1
-        taken = len(text)
         for at, char in enumerate(text):
             self._step(char, "\"'")
             if not self.depth:
-                taken = at + 1
-                break
-        self.text += text[:taken]
-        return taken
+                return at + 1
+        return len(text)
 
     def _step(self, char: str, quotes: str) -> None:
         if self._quote:

@@ -511,12 +511,31 @@ def test_gemmas_bare_words_are_sought_through_once(begin: str, place: str) -> No
         ("pythonic", "[f(x), and more", 0),
         ("llama3_json", '{"name": "nope", "parameters": {"a": "}"}}; {"name": "add", "parameters": {}}', 1),
         ("llama3_json", '{"name": "nope", "parameters": {"a": 1}, "more": [2]}\nSo.', 0),
+        ("llama3_json", '[{"name": "nope", "parameters": {}}, {"parameters": {}, "name": "add"}]', 1),
     ],
 )
 def test_a_call_of_what_is_no_tool_is_passed_over(name: str, answer: str, num_calls: int) -> None:
     content, found = read(name, answer)
     assert len(found) == num_calls
+    assert not (num_calls and content.endswith("}]")), "the end of a call is not shown"
     assert content.strip() == answer.strip() if not num_calls else "nope(" in content or '"nope"' in content
+
+
+@each_of("name, call", [("llama3_json", '{"name": "Bob", "arguments": {"x": 1}}'), ("pythonic", "[f(x)")])
+@each_of("end", [";", ",", "\n", " ", "; ", "]\n", "\n" * 2 * MOST_SPACE])
+def test_what_stands_behind_no_call_is_shown(name: str, call: str, end: str) -> None:
+    assert read(name, call + end) == (call + end, [])
+    known = '{"name": "add", "arguments": {}}; ' if name == "llama3_json" else "[add(), "
+    content, found = read(name, known + call.removeprefix("[") + end)
+    assert content.endswith(call.removeprefix("[") + end)
+    assert len(found) == 1
+
+
+def test_nothing_of_an_unknown_call_is_kept() -> None:
+    parser = ToolParser(TOOL_FORMATS["pythonic"], NAMES)
+    for piece in ("[nope(", "a=1, ", "b='", "x" * 1000):
+        assert parser.push(piece).content == piece
+    assert (parser._keywords, parser._held) == ([], "")
 
 
 def test_calls_of_llama_may_stand_in_a_list_and_end_with_a_semicolon() -> None:
