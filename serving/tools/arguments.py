@@ -20,12 +20,11 @@ _ALL = frozenset({"string", "integer", "number", "boolean", "null", "array", "ob
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 # How names of types begin, those of other languages included, which vLLM reads as well
 _BEGINNINGS = {
-    **dict.fromkeys(("int", "uint", "long"), "integer"),
-    **dict.fromkeys(("num", "float"), "number"),
+    **dict.fromkeys(("int", "uint", "unsigned", "long", "short"), "integer"),
+    **dict.fromkeys(("num", "float", "double"), "number"),
     **dict.fromkeys(("obj", "dict"), "object"),
     **dict.fromkeys(("arr", "list"), "array"),
-    "bool": "boolean",
-    "str": "string",
+    **dict.fromkeys(("bool", "binary"), "boolean"),
     "null": "null",
 }
 _PYTHON = {"True": ("true", "boolean"), "False": ("false", "boolean"), "None": ("null", "null")}
@@ -453,10 +452,11 @@ def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _types_named(name: str) -> frozenset[str]:
-    """Return the type of this name, which other languages may use; all types where it is unknown."""
+    """Return the type of this name, which other languages may use; one that is unknown is text, as `date`."""
+    if name.lower() == "any":
+        return _ALL
     known = (kind for begin, kind in _BEGINNINGS.items() if name.lower().startswith(begin))
-    kind = next(known, None)
-    return _ALL if kind is None else frozenset({kind})
+    return frozenset({next(known, "string")})
 
 
 def _union(sets: Iterable[Set[str]]) -> frozenset[str]:
