@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, Protocol
 
 from serving.grammars.schema_references import Path, References
-from serving.tools.formats import MAYBE, NO, Pairs, ToolFormat, match
+from serving.tools.formats import MAYBE, MOST_SPACE, NO, Pairs, ToolFormat, after_space, match
 
 LONGEST_KEY = 256
 _ALL = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
@@ -43,8 +43,8 @@ class Reader(Protocol):
     def read(self, held: str) -> tuple[int, str]:
         """Return how many characters are decided, and the JSON that they add."""
 
-    def rest(self, held: str) -> str:
-        """Return what else is certain when no more text comes."""
+    def rest(self, held: str, *, is_ended: bool) -> str:
+        """Return what else is certain when no more text comes; whether the model has ended the answer."""
 
 
 def reader_of(form: ToolFormat, schema: Any) -> Reader:
@@ -60,6 +60,9 @@ class PairReader:
     A value ends at the closing tag behind which the next key or the end stands, so that it may contain such
     tags itself. Text is passed on as it arrives; another value when it has ended. Of a key that comes twice,
     the first value counts, since it has been passed on.
+
+    A call that lacks an end is taken to end only where the model has ended the answer there, since a text may
+    hold whatever else would follow, other calls included.
     """
 
     def __init__(self, form: ToolFormat, schema: Any) -> None:
@@ -75,17 +78,20 @@ class PairReader:
         }
         self._said = {each: types for each, types in said.items() if each}
         self._end = form.tail.split()[0]
-        self._behind = [self._pairs.key, *form.call_ends]  # what may stand behind a value's closing tag
         # What ends a call for certain, even where its last value is not closed
-        behind = [each for each in (form.closing, form.between + form.head) if each]
-        self._tail = form.tail
-        self._whole_ends = [form.tail + each for each in (behind if self._end == form.tail else [""])]
+        behind = (form.closing, form.between + form.head) if form.closing else ("",)
+        self._whole_ends = [form.tail + each for each in behind]
+        # With what an answer may end behind its last value and, without the first word, behind a closing tag
+        self._last_ends = [form.tail, form.tail + form.closing]
+        late = "".join(self._last_ends[1].split()[1:])
+        self._late_ends = [late] if late else []
         self._types = Types(schema)
         self._seen: set[str] = set()
         self._key: str | None = None  # the key whose value is arriving
         self._allowed = frozenset[str]()  # the types that this value may have
         self._is_silent = False  # whether this value is passed over
         self._is_fresh = True  # whether nothing of this value has been read
+        self._is_doubtful = False  # whether this value has what looks like its end, and is not
         self._sought = 0  # the search for the value's end goes on here in the text that is held
 
     def read(self, held: str) -> tuple[int, str]:
@@ -96,16 +102,17 @@ class PairReader:
             return further, said + more
         return taken, said
 
-    def rest(self, held: str) -> str:
+    def rest(self, held: str, *, is_ended: bool) -> str:
         """Return the part of a text, or the value, that the answer has when it breaks off."""
-        if self._key is None or self._is_silent:
+        if self._key is None:
             return ""
         start = self._begin(held)
-        undecided = next((at for at, end in self._ends(held, start) if end == MAYBE), len(held))
-        if held.startswith("\n", undecided) and match(self._tail, held, undecided + 1) >= 0:
-            # Nothing but the call's end follows
-            return self._ended(held, start, undecided, undecided)[1] + "}"
-        at, is_closed = self._last(held, start, undecided)
+        last = next((at for at, end in self._ends(held, start) if end == MAYBE), len(held))
+        if is_ended and (end := self._unless_more(held, last)) >= 0:
+            return self._ended(held, start, last, end)[1] + "}"
+        if self._is_silent:
+            return ""
+        at, is_closed = self._last(held, start)
         if self._is_text:
             return self._opened() + _escaped(held[start:at]) + ('"' if is_closed else "")
         return self._written(held[start:at]) if is_closed else ""
@@ -122,7 +129,7 @@ class PairReader:
             self.is_complete = True  # here they end, or something else begins
             return 0, "}" if self._seen else "{}"
         key, at, said = found
-        self._key, self._is_fresh, self._sought = key, True, 0
+        self._key, self._is_fresh, self._is_doubtful, self._sought = key, True, False, 0
         self._is_silent = key in self._seen
         self._seen.add(key)
         self._allowed = self._types.of(key) if said is None else said
@@ -169,11 +176,13 @@ class PairReader:
             return self._ended(held, start, at, end)
         return self._part(held, start, len(held))
 
-    def _ends(self, held: str, start: int) -> Iterator[tuple[int, int]]:
-        """Yield where a value may end, and where what follows its closing tag begins, or NO or MAYBE."""
+    def _ends(self, held: str, start: int, *, is_over: bool = False) -> Iterator[tuple[int, int]]:
+        """Yield where a value may end, and where what follows its closing tag begins, or NO or MAYBE.
+
+        Unless the text `is_over`, MAYBE is also where the value ends if the answer does.
+        """
         pairs, at = self._pairs, max(self._sought, start)
-        firsts = [pairs.close[0]] + (["\n"] if pairs.is_by_line else [])
-        search = re.compile("|".join(map(re.escape, firsts)))
+        search = re.compile(f"{re.escape(pairs.close[0])}|\n")
         while found := search.search(held, at):
             at = found.start()
             end = _ahead(pairs.close, held, at)
@@ -181,15 +190,35 @@ class PairReader:
                 end = self._followed(held, end)
             elif pairs.is_by_line and held[at] == "\n":
                 end = self._forgotten(held, at)
+            if end == NO and not is_over and self._unless_more(held, at) != NO:
+                end = MAYBE
             yield at, end
             at += 1
 
     def _followed(self, held: str, end: int) -> int:
         """Return `end` where the next key or the end of all pairs follows; NO or MAYBE."""
-        follows = [match(each, held, end) for each in self._behind]
+        follows = [match(each, held, end) for each in (self._pairs.key, self._end)]
         if max(follows) >= 0:
             return end
         return MAYBE if MAYBE in follows else NO
+
+    def _unless_more(self, held: str, at: int) -> int:
+        """Return as `_ends` does whether a value ends here that lacks an end, if no more text comes."""
+        end, begin, ends = _ahead(self._pairs.close, held, at), 0, self._late_ends
+        if end >= 0:
+            begin = end
+        elif held.startswith("\n", at) and _ahead(self._end, held, at + 1) != NO:
+            end, begin, ends = at, at + 1, self._last_ends
+        else:
+            return NO
+        found = [match(each, held, begin) for each in ends]
+        if not self._is_doubtful:
+            if any(each >= 0 and after_space(held, each, MOST_SPACE) == len(held) for each in found):
+                return end
+            if MAYBE in found:
+                return MAYBE
+        self._is_doubtful = True
+        return NO
 
     def _forgotten(self, held: str, at: int) -> int:
         """Return `at` where a line begins with the next pair or ends the call: a value without a tag ends."""
@@ -227,9 +256,13 @@ class PairReader:
         self._key = None
         return end, "" if was_silent else written
 
-    def _last(self, held: str, start: int, at: int) -> tuple[int, bool]:
-        """Return where a value ends that an answer breaks off at or behind `at`, and whether it is closed."""
-        margin, is_closed = self._pairs.margin, held.startswith(self._pairs.close, at)
+    def _last(self, held: str, start: int) -> tuple[int, bool]:
+        """Return where a value ends with which an answer breaks off, and whether its closing tag has come."""
+        margin, at, is_closed = self._pairs.margin, len(held), False
+        ends = self._ends(held, start, is_over=True)
+        undecided = next((at for at, end in ends if end == MAYBE), None)
+        if undecided is not None:
+            at, is_closed = undecided, held.startswith(self._pairs.close, undecided)
         if margin and held[start:at].endswith(margin):
             at -= len(margin)
         return at, is_closed
@@ -271,7 +304,7 @@ class BareReader:
             at, said = end, said + piece
         return at, said
 
-    def rest(self, held: str) -> str:
+    def rest(self, held: str, *, is_ended: bool) -> str:
         """Return nothing: what is undecided is a part of a mark, of an escape, of a key or of a number."""
         return ""
 
@@ -515,4 +548,4 @@ def _ahead(literal: str, held: str, at: int) -> int:
     """Return where a text ends that stands here exactly, or NO, or MAYBE if it is cut off."""
     if held.startswith(literal, at):
         return at + len(literal)
-    return MAYBE if literal.startswith(held[at:]) else NO
+    return MAYBE if literal.startswith(held[at : at + len(literal)]) else NO

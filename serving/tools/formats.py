@@ -92,15 +92,6 @@ class ToolFormat:
         return "" if mark in ("}", ")") else mark
 
     @property
-    def call_ends(self) -> list[str]:
-        """The texts of which one ends pairs, also where others are missing.
-
-        They are the parts of the tail, the end of all calls, and a head that no text has by chance.
-        """
-        head = self.head if self.head.endswith('"') else ""
-        return [each for each in (*self.tail.split(), self.closing, head) if each]
-
-    @property
     def before_object(self) -> str | None:
         """The text before a call that is a JSON object; None where models write none."""
         if self.is_whole:  # Llama 4 writes them in place of keywords
@@ -231,7 +222,7 @@ GLM45 = ToolFormat(
     tail="</tool_call>",
     between="\n",
     arguments="pairs",
-    pairs=Pairs(key="<arg_key>", value="</arg_key>\n<arg_value>", close="</arg_value>", is_by_line=True),
+    pairs=Pairs(key="<arg_key>", value="</arg_key>\n<arg_value>", close="</arg_value>"),
     marks=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
 GLM47 = replace(

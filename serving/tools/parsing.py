@@ -343,7 +343,7 @@ class ToolParser:
         elif self._place == self._in_json:
             self._add(parsed, held)
         elif self._place == self._in_reader and self._reader is not None:
-            self._add(parsed, self._reader.rest(held))
+            self._add(parsed, self._reader.rest(held, is_ended=is_ended))
         elif self._place == self._in_content:
             parsed.say(held if held.strip() or self._is_unknown or not self.num_calls else "")
         elif self._place == self._behind_call and self._is_unknown:
@@ -514,7 +514,7 @@ class ToolParser:
             if held[after] == "{" or (mark and held.startswith(mark, after)):
                 return after
             return MAYBE if mark.startswith(held[after:]) else NO
-        begins = [match(each, held, after) for each in (pairs.key, *self._form.call_ends)]
+        begins = [match(each, held, after) for each in (pairs.key, self._form.tail.split()[0])]
         if max(begins) >= 0:
             return after
         return MAYBE if MAYBE in begins else NO
@@ -651,7 +651,7 @@ class ToolParser:
         return at
 
     def _end_of_spoilt_tail(self, held: str, at: int) -> int:
-        """Return where a tail ends that has too many or too few braces, or lacks a word; NO or MAYBE."""
+        """Return where a tail ends that has too many or too few braces, or no last word; NO or MAYBE."""
         first, *rest = self._tail.split() or [""]
         if first == "}" and rest:
             braces = _BRACES.match(held, at)
@@ -659,8 +659,7 @@ class ToolParser:
             end = match(rest[0], held, braces.end())
             if end != NO:
                 return end
-        ends = [match(each, held, at) for each in (first, *rest)]
-        return NO if not rest else max(ends) if max(ends) >= 0 else min(ends)
+        return match(first, held, at) if rest else NO
 
     def _in_keywords(self, parsed: Parsed) -> bool:
         taken = self._scan.keywords(self._held)

@@ -73,14 +73,16 @@ def test_arguments_leave_before_they_are_complete() -> None:
     assert parser.finish().content == ""
 
 
-def read(name: str, answer: str, schemas: Mapping[str, Any] | None = None) -> tuple[str, Calls]:
+def read(
+    name: str, answer: str, schemas: Mapping[str, Any] | None = None, *, is_ended: bool = False
+) -> tuple[str, Calls]:
     """What a parser finds in an answer, which is the same however it is cut."""
     rng, form = random.Random(6), TOOL_FORMATS[name]
-    whole = parsed(form, [answer], schemas)
+    whole = parsed(form, [answer], schemas, is_ended=is_ended)
     for pieces in (list(answer), *(cut(answer, rng) for _ in range(5))):
-        assert parsed(form, pieces, schemas) == whole, pieces
+        assert parsed(form, pieces, schemas, is_ended=is_ended) == whole, pieces
     for at in range(0, len(answer), 7):
-        assert parsed(form, [answer[:at], answer[at:]], schemas) == whole, answer[:at]
+        assert parsed(form, [answer[:at], answer[at:]], schemas, is_ended=is_ended) == whole, answer[:at]
     return whole
 
 
@@ -427,44 +429,76 @@ def test_a_call_whose_arguments_are_missing_is_one_without_any(name: str) -> Non
             assert parsed(form, pieces)[1] == calls[:1], "an answer that was cut has no arguments"
 
 
-INNER_ENDS = {
-    "qwen3_coder": "</function>",
-    "seed_oss": "</function>",
-    "minimax_m2": "</invoke>",
-    "deepseek_v32": "</｜DSML｜invoke>",
-}
+PAIRS = {name: form.pairs for name, form in TOOL_FORMATS.items() if form.pairs is not None}
 
 
-@each_of("name", INNER_ENDS)
-@each_of("gap", ["", "\n"])
-def test_a_call_without_its_inner_end_hides_no_other(name: str, gap: str) -> None:
-    calls = [("add", {"s": "abc"}), ("get_weather", {}), ("add", {"s": "</tool_call> x"})]
-    answer = written(name, calls)
-    for unended in (
-        answer.replace(INNER_ENDS[name] + gap, ""),
-        answer.replace(INNER_ENDS[name] + gap, "", 1),
-    ):
-        content, found = read(name, unended + "So.")
-        assert content.strip() == "So."
-        assert [(each, json.loads(arguments)) for each, arguments in found] == calls
+def whole(arguments: str) -> Any:
+    """What arguments say, or None where they break off."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return None
 
 
-@each_of("name", ["glm45", "hy_v3", "minimax_m2"])
+@each_of("name", PAIRS)
+def test_values_may_hold_what_ends_values_and_calls(name: str) -> None:
+    """Other answers, with ends left out, would look the same."""
+    form, pairs = TOOL_FORMATS[name], PAIRS[name]
+    begun = f"\n{form.head}add{form.middle}"
+    ends = [each for each in (*form.tail.split()[1:], form.closing, begun) if each]
+    values = [f"x{pairs.close}{end}{more}" for end in ends for more in ("", " z", begun)]
+    values += [f"x{pairs.close} z"]
+    if not pairs.is_by_line:
+        value = f"{pairs.key}content{pairs.value}y"
+        values += [
+            f"x{pairs.close}{begun}{form.tail}",
+            f"x\n{form.tail}",
+            f"x\n{form.tail}{begun}{value}",
+            f"x\n{pairs.key}path{pairs.value}y",
+        ]
+        values += [f'x\n{form.head}\n{{"name": "f"}}\n{form.tail}\n{form.head}\n{{}}\n{form.tail}']
+    schemas = {
+        "add": {"type": "object", "properties": {key: {"type": "string"} for key in ("content", "path")}}
+    }
+    for value in values:
+        calls = [("add", {"content": value, "path": "a.md"}), ("get_weather", {"content": value})]
+        answer = written(name, calls)
+        for pieces in ([answer], [*answer]):
+            content, found = parsed(form, pieces, schemas, is_ended=True)
+            assert (content, [(each, whole(arguments)) for each, arguments in found]) == ("", calls), value
+
+
+@each_of("name", PAIRS)
 @each_of("value", [5, "5 </tool_call> or </invoke>", ""])
-def test_a_value_without_its_end_hides_no_other_call(name: str, value: Any) -> None:
-    """A line with the end of the call ends it where another call, the end of all calls or nothing follows."""
-    kind = "string" if isinstance(value, str) else "integer"
-    schemas = {"add": {"type": "object", "properties": {"x": {"type": kind}}}}
-    form, calls = TOOL_FORMATS[name], [("add", {"x": value}), ("add", {"x": value})]
-    pairs = form.pairs
-    assert pairs is not None
-    answer = written(name, calls).replace(pairs.close, "")
-    for unended in (answer, answer.removesuffix(form.closing.strip()).rstrip()):
-        content, found = read(name, unended, schemas)
-        assert (content, [json.loads(arguments) for _, arguments in found]) == ("", [{"x": value}] * 2)
-    mentioned = f"a\n{form.tail}\nb {form.tail} {form.head}"
-    content, found = read(name, written(name, [("add", {"s": mentioned})] * 2))
-    assert [json.loads(arguments) for _, arguments in found] == [{"s": mentioned}] * 2
+def test_the_last_call_may_lack_an_end_where_the_model_ends(name: str, value: Any) -> None:
+    schemas = {
+        "add": {"type": "object", "properties": {"x": {"type": "string" if value != 5 else "integer"}}}
+    }
+    form, pairs = TOOL_FORMATS[name], PAIRS[name]
+    calls = [("add", {"x": value}), ("add", {"x": value})]
+    before, behind = written(name, calls).rsplit(pairs.close, 1)
+    unclosed = f"{before.removesuffix(pairs.margin)}\n{behind.lstrip()}"
+    answers = [unclosed, unclosed + "\n", unclosed.removesuffix(form.closing.strip()).rstrip()]
+    if late := behind.replace(form.tail.split()[0], "", 1).strip():
+        answers += [f"{before}{pairs.close}{late}", f"{before}{pairs.close}\n{late}\n"]
+    for answer in answers:
+        content, found = read(name, answer, schemas, is_ended=True)
+        assert content.strip() == ""
+        assert [(each, whole(arguments)) for each, arguments in found] == calls, answer
+        is_certain = pairs.is_by_line and answer in answers[: 3 if name != "minimax_m2" else 2]
+        _, [_, (_, arguments)] = read(name, answer, schemas)
+        assert whole(arguments) == (calls[1][1] if is_certain else None), "a cut answer is cut visibly"
+
+
+@each_of("name", ["glm45", "hy_v3", "qwen3_coder", "minimax_m2"])
+def test_a_value_with_ends_in_it_has_no_further_one_by_the_answer_s_end(name: str) -> None:
+    """It may as well be several calls that lack their ends."""
+    form, pairs = TOOL_FORMATS[name], PAIRS[name]
+    answer = written(name, [("add", {"s": "a"}), ("add", {"s": "b"})])
+    end = form.tail.split()[0] if pairs.is_by_line else pairs.close
+    _, [(_, arguments)] = read(name, answer.replace(end, ""), is_ended=True)
+    assert whole(arguments) is None
+    assert read(name, answer.replace(end, ""), is_ended=False)[1] == [("add", arguments)]
 
 
 def test_gemmas_texts_in_double_quotes_leave_as_they_come() -> None:
