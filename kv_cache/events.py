@@ -31,6 +31,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -58,6 +59,7 @@ MOST_BATCHES, MOST_BATCH_BYTES = 10_000, 2**26  # batches that are kept, to be s
 _MOST_UNREAD = 1_000  # batches queued for each subscriber
 # Messages of answers queued for each reader: one may hold all pages, and the rest of the answer waits here
 _MOST_UNREAD_AGAIN = 16
+_MOST_STALLED_S = 30.0  # an answer of which its reader takes nothing for so long is given up, with its memory
 _MOST_ASKED_BYTES = 1024  # a subscriber's topic or question; more ends its connection
 _MOST_QUESTIONS = 1000  # questions that wait
 _PAUSE_MS = 10  # pause between two batches
@@ -127,7 +129,7 @@ class PageEvents(PageListener):
         self._asked = self._bound(zmq.ROUTER, again, _MOST_UNREAD_AGAIN)
         self._asked.router_mandatory = True  # it says whose queue is full, and who has gone
         # What each reader has yet to be sent again, sequence and batch
-        self._answers: dict[bytes, deque[tuple[bytes, bytes]]] = {}
+        self._answers: dict[bytes, _Answer] = {}
         self._poller = zmq.Poller()
         for each in (self._admission, self._asked):
             self._poller.register(each, zmq.POLLIN)
@@ -293,24 +295,34 @@ class PageEvents(PageListener):
         else:
             snapshot = KVEventBatch(time.time(), [AllBlocksCleared(), *self._pages.values()])
             batches = [(self._next - 1, encode(snapshot))]
-        self._answers[who] = deque([*((_sequence(number), batch) for number, batch in batches), (END, b"")])
+        left = deque([*((_sequence(number), batch) for number, batch in batches), (END, b"")])
+        self._answers[who] = _Answer(left, time.monotonic())
         self._send_again()
 
     def _send_again(self) -> bool:
         """Send what there is room for of the answers; return whether more of them is likely soon."""
         is_moving = False
-        for who, left in [*self._answers.items()]:
+        for who, answer in [*self._answers.items()]:
             try:
-                while left:
-                    self._asked.send_multipart([who, b"", self._topic, *left[0]], zmq.NOBLOCK)
-                    left.popleft()
-                    is_moving = True
+                while answer.left:
+                    self._asked.send_multipart([who, b"", self._topic, *answer.left[0]], zmq.NOBLOCK)
+                    answer.left.popleft()
+                    answer.moved_s, is_moving = time.monotonic(), True
             except zmq.Again:
-                continue
+                if time.monotonic() - answer.moved_s < _MOST_STALLED_S:
+                    continue
             except zmq.ZMQError:
                 pass  # the reader has gone
             del self._answers[who]
         return is_moving and bool(self._answers)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What is left of the answer to a reader's question."""
+
+    left: deque[tuple[bytes, bytes]]  # sequence numbers and batches
+    moved_s: float  # when the reader last took a part of it
 
 
 def _sequence(number: int) -> bytes:

@@ -28,7 +28,7 @@ NOT_RESUMED_HEADER = "x-not-resumed"
 # The paths whose answers can go on
 RESUMED_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 MOST_KNOWN_BYTES = 2**24  # most bytes of the tokens and log-probabilities of one answer
-MOST_RESUMED = 64  # most that server.resume may be
+MOST_RESUMED = 64  # most that server.resume may be, and that an answer goes on behind orderly ends, too
 PIECE_BYTES = 2**22  # an answer that is no stream is sent in pieces of so many bytes
 LONGEST_FRAME = 2**25
 _LENGTH_BYTES = 4

@@ -44,7 +44,7 @@ class PageTables:
         slots.window_tables = tuple(group.table for group in beside if not group.is_of_rows)
         self._copies: list[PageCopy] = []
         self.forked: set[int] = set()  # rows whose last page may be shared with the rows they forked from
-        # Returns how many pages of group 0 that rows still need they will share with rows that hold them
+        # Counts the pages of group 0 that rows still need and will share with rows that hold them
         self.num_to_share: Callable[[], int] = int
         # Row of a beam that waits for its leader -> number of pages to share
         self.waiting_beams: dict[int, int] = {}

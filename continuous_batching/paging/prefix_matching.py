@@ -320,7 +320,7 @@ class PrefixMatching:
             self.checkpoints.leave(row)
 
     def _computing(self) -> list[int]:
-        """Return the rows that compute their prompts and wait for nobody; only states are asked of them."""
+        """Return the rows that compute prompts and wait for nobody, where layers keep states; else none."""
         if self.checkpoints is None:
             return []
         slots, busy = self._slots, self._slots.busy
@@ -337,7 +337,8 @@ class PrefixMatching:
     def _leader_of(self, request: Request, index: int, computing: Sequence[int]) -> tuple[int, int] | None:
         """Return the row that is about to publish the page that `request` needs at `index`, or None.
 
-        With it comes how many pages the request waits for. `computing` are the rows of `_computing`.
+        With it comes how many pages the request waits for. `computing` are the rows of `_computing`, of which
+        one may leave a state.
         """
         slots, keys, num_usable = self._slots, request.page_keys, self._num_usable(request)
         if index >= num_usable:

@@ -234,7 +234,7 @@ class DecodeGraphs:
         """Return the rows, and the tokens of each, of the captured step for a batch that `takes` allows."""
         if self._num_states and self._needs_spans(batch):
             # There is no other captured step for these. Where more than a page of tokens is padding, several
-            # write to one place of the null page, whose order op-plugin's pages leave open and nobody reads
+            # write to one place of the null page: op-plugin's pages leave open which remains; nobody reads it
             return next(rows for rows in self.span_rows if rows >= batch.num_spans), self.width
         return smallest(batch, self.sizes, self.span_rows, self.width, self.slots.page_size)
 

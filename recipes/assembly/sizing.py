@@ -172,8 +172,8 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     The estimate serves plans that are made before a model is loaded.
 
     They consist of all that one layer holds at once, the scores of the longest span that the budget allows,
-    what plain attention makes of the longest request, and the logits of all slots, and of their drafts, as
-    the sampler works on them. The logits have `vocab_size` tokens where `config` is a rank's part.
+    what attention makes of the cached tokens that it gathers, and the logits of all slots, and of their
+    drafts, as the sampler works on them. The logits have `vocab_size` tokens where `config` is a rank's part.
     """
     num_tokens = step_tokens(recipe, config)
     num_rows = min(num_tokens, recipe.scheduler.num_slots * recipe.speculation.most_sampled)
@@ -235,9 +235,9 @@ def _index_bytes(index: IndexConfig, num_tokens: int, longest: int, *, is_plain:
 
 
 def _read_bytes(config: DecoderConfig, num_tokens: int, *, in_float32: bool) -> int:
-    """Return the bytes of so many tokens' keys and values as plain attention multiplies with them.
+    """Return the bytes of so many cached tokens' keys and values, gathered for attention to multiply with.
 
-    They are gathered and converted to float32, or from int8 to the model's type by fused attention. Latents
+    Plain attention converts them to float32, and fused attention from int8 to the model's type. Latents
     are expanded to the keys and values of each head, and copied to the order that fused attention takes.
     """
     width = 2 * config.num_kv_heads * config.head_dim

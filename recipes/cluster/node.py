@@ -86,7 +86,7 @@ def _first_ended(ranks: Sequence[RankProcess], signals: _Signals) -> RankProcess
     while (ended := next((rank for rank in ranks if rank.ended), None)) is None:
         if time.monotonic() > signals.end_s:
             raise AskedToEnd(signals.status)
-        if signals.status and not signals.is_told:  # Their handler may have interrupted a write to the log.
+        if signals.status and not signals.is_told:  # The handler may interrupt a write to the log
             signals.is_told = True
             told = "asked to end: the leader has %g s to let its requests end; a second signal does not wait"
             log.info(told, signals.within_s)

@@ -149,7 +149,7 @@ class KnownAnswer:
         if begun is None or self.why_not:
             return
         if not is_orderly and num_lost >= begun.most_resumed:
-            self.give_up(f"it went on {num_lost} times already (server.resume)")
+            self.give_up(f"it was lost {num_lost} times before (server.resume)")
         elif self._num_interrupted >= MOST_RESUMED:
             self.give_up(f"it went on {MOST_RESUMED} times already")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -396,12 +397,13 @@ ENDS = {
 }
 
 
-@each_of("name", ENDS)
-@each_of("spoilt", ['{"l": [[1, 2}', '{"s": "5" tall"', '{"s": "5" <tall", "l": ["', "{"])
+SPOILT = ('{"l": [[1, 2}', '{"s": "5" tall"', '{"s": "5" <tall", "l": ["', "{")
+OPEN_TEXT = ("gemma4", SPOILT[2])  # a text begins at its end in Gemma's notation
+
+
+@each_of("name, spoilt", [each for each in itertools.product(ENDS, SPOILT) if each != OPEN_TEXT])
 def test_arguments_that_are_malformed_end_with_their_call(name: str, spoilt: str) -> None:
     values = "{x:1}" if name == "gemma4" else '{"x": 1}'
-    if name == "gemma4" and spoilt.endswith('["'):
-        return  # a text begins there in its notation
     first, behind = written(name, [("add", {"x": 1}), ("add", {"x": 1})]).split(values, 1)
     content, found = read(name, f"{first}{spoilt}{behind}")
     assert content == ""

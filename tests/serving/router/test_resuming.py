@@ -164,7 +164,7 @@ def test_it_goes_on_as_often_as_it_may() -> None:
         async with Telling(*[dies(BEGUN, grown(1))] * 3) as fleet:
             _, body = await fleet.ask()
             assert tokens_in(body) == [1, 1, 1]
-            assert "it went on 2 times already (server.resume)" in error_of(body)["message"]
+            assert "it was lost 2 times before (server.resume)" in error_of(body)["message"]
             assert error_of(body)["code"] == "replica_lost"
             assert b"[DONE]" not in body
             assert fleet.figures.num_cut_off == 1
@@ -195,7 +195,7 @@ def test_what_ends_engines_before_its_first_token_is_not_sent_to_all() -> None:
                 assert "more than 3 replicas were lost" in error_of(body)["message"]
                 assert sum(fleet.num_asked()) == 1 + MOST_LOSSES
         async with Telling(dies(BEGUN, grown(1)), *[breaks] * 7) as fleet:
-            assert "went on 2 times already" in error_of((await fleet.ask())[1])["message"]
+            assert "was lost 2 times before" in error_of((await fleet.ask())[1])["message"]
             assert sum(fleet.num_asked()) == 1 + BEGUN.most_resumed
         full = whole(429, b"{}")
         async with Telling(*[None] * 4, *[full] * 4, tells(BEGUN, grown(1), END)) as fleet:
