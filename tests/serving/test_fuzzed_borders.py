@@ -305,7 +305,7 @@ def test_an_engine_answers_no_wrong_question_about_its_pages(tmp_path: Path) -> 
     engine.compute(list(range(12)))
     sent = list[list[bytes]]()
     engine.events.close()
-    engine.events._asked = SimpleNamespace(send_multipart=sent.append)
+    engine.events._asked = SimpleNamespace(send_multipart=lambda frames, _: sent.append(frames))
     for _ in range(FEW):
         frames = [b"who", b"", (3).to_bytes(8, "big")]
         frames[2] = mutator.data(frames[2])
