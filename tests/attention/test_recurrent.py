@@ -15,7 +15,7 @@ from attention.cpu.recurrent import CpuRecurrence, compiled_recurrence
 from attention.recurrent import SHORT, Recurrence
 from kv_cache.states import GRID
 from tests.lazy import LazyModule
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 QWEN = LazyModule("transformers.models.qwen3_next.modeling_qwen3_next")
 KIMI = LazyModule("transformers.models.kimi_linear.modeling_kimi_linear")
@@ -104,7 +104,7 @@ def way(request: pytest.FixtureRequest) -> Recurrence:
     return Recurrence() if request.param == "defined" else CpuRecurrence()
 
 
-@pytest.mark.parametrize("multiple", [1, 7, GRID])
+@pytest.mark.parametrize("multiple", first_quick(1, [7, 1, GRID]))
 def test_any_spans_advance_as_in_transformers(kind: Kind, way: Recurrence, multiple: int) -> None:
     given, states = drawn(kind), rows_of_states(2)
     cuts = list(range(1, LENGTH)) if multiple == 1 else cuts_at(multiple, np.random.default_rng(multiple))

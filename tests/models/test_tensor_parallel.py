@@ -225,7 +225,6 @@ def alone_of(path: str, way: Way | None = None) -> tuple[Tensor, Tensor, Tensor]
     return first_logits_of(decoder), tokens_of(decoder), greedy_of(decoder)[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_every_rank_gets_what_all_brought(size: int, found: Callable[[int], Found]) -> None:
     check_collectives(found(size)["collectives"])

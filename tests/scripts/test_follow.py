@@ -134,6 +134,7 @@ def test_the_next_engine_serves_with_the_next_ranks() -> None:
         assert next_agent.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_an_answer_ends_whole_where_both_machines_are_asked_to_end() -> None:
     """As by the end of a whole job: the leader needs the second machine's rank until it has answered."""
     port, drain = str(free_port()), f"server.drain_s={PATIENCE_S:g}"

@@ -74,7 +74,9 @@ def test_an_npu_gets_its_environment_and_a_dry_run_runs_nothing(ascend: str) -> 
     assert f"'-m' 'scripts.generate' '{NPU}' '--prompt' 'a b=c'" in done.stderr
 
 
-@pytest.mark.parametrize(("machine", "is_bound"), [("aarch64", True), ("x86_64", False)])
+@pytest.mark.parametrize(
+    ("machine", "is_bound"), [("aarch64", True), pytest.param("x86_64", False, marks=pytest.mark.slow)]
+)
 def test_threads_are_bound_where_sockets_are_many(
     ascend: str, tmp_path: Path, machine: str, is_bound: bool
 ) -> None:

@@ -287,7 +287,7 @@ def test_an_answer_that_breaks_off_has_what_came(form: str) -> None:
         assert " ".join(words(said.thoughts or "")).startswith(" ".join(words(found.thoughts))[:-12])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", first_quick(8, FORMS))
 def test_calls_of_what_is_no_tool_stay_text(form: str) -> None:
     rng = random.Random(f"{form} unknown")
     for _ in range(NUM_TURNS):
@@ -300,7 +300,7 @@ def test_calls_of_what_is_no_tool_stay_text(form: str) -> None:
             assert words(found.content) == words(bare), answer
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", first_quick(8, FORMS))
 def test_thoughts_that_the_prompt_has_opened(form: str) -> None:
     rng = random.Random(f"{form} opened")
     for _ in range(NUM_TURNS if form != "harmony" else 0):
@@ -379,7 +379,7 @@ def spoilt(answer: str, rng: random.Random) -> str:
     return answer[:other] + answer[at:to] + answer[other:]
 
 
-@pytest.mark.parametrize("form", TOOL_FORMATS)
+@pytest.mark.parametrize("form", first_quick(6, TOOL_FORMATS))
 def test_the_parser_finds_valid_calls_in_what_the_grammar_takes(form: str) -> None:
     rng = random.Random(f"{form} taken")
     num_taken = 0

@@ -364,7 +364,7 @@ def test_openings_within_openings_are_read_a_few_times_at_most(
         return taken
 
     monkeypatch.setattr(_Scan, "json", counted)
-    text = opening * 3000
+    text = opening * 1000
     assert parsed(TOOL_FORMATS["mistral"], [text[at : at + 4] for at in range(0, len(text), 4)]) == (text, [])
     assert scanned < 3 * len(text)
 
