@@ -81,6 +81,7 @@ def test_a_library_that_is_not_where_the_system_says_waits_as_it_does(
     assert type(found) is Barriers or isinstance(found, IntelBarriers)  # the latter where it is preloaded
 
 
+@pytest.mark.slow
 @LINUX
 def test_a_preloaded_library_of_intel_is_asked_by_its_own_function() -> None:
     library = Path(sys.prefix) / "lib/libiomp5.so"

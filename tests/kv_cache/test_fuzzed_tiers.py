@@ -110,6 +110,7 @@ ANSWERS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_server_that_lies_is_a_miss() -> None:
     """Each lie fails that call, or is no entry, or is refused; a lookup ends, and so does the next."""
     mutator, redis = Mutator(2), pytest.importorskip("kv_cache.tier.redis_store")

@@ -241,6 +241,7 @@ def compiler(folder: Path, *options: str) -> str:
     return str(script)
 
 
+@pytest.mark.slow
 def test_it_is_compiled_once_for_all_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, afresh: None
 ) -> None:
@@ -299,6 +300,7 @@ def test_a_folder_that_is_full_or_that_others_write_to_is_done_without(
     assert f"others can write to {folder}" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_is_kept_in_a_folder_that_cannot_be_written_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, afresh: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -82,6 +82,7 @@ def test_two_machines_answer_together_and_end_together(monkeypatch: pytest.Monke
         assert "the leader has closed its engine" in said
 
 
+@pytest.mark.slow
 def test_recipes_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     port = str(free_port())
     differ = (

@@ -153,6 +153,7 @@ def test_a_device_says_which_product_it_is() -> None:
     assert product_of("Ascend999") is None
 
 
+@pytest.mark.slow
 @pytest.mark.npu
 @pytest.mark.usefixtures("device")
 def test_the_command_tells_every_operator(capsys: pytest.CaptureFixture[str]) -> None:
