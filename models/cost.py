@@ -376,7 +376,7 @@ def step_costs(
     few, many = min(SMALL_CHUNK, max(1, most_tokens // 2)), max(2, most_tokens)
     chunk_s, largest_s = (_step_s(counts, device, each, 1, 0) for each in (few, many))
     token_s = max(0.0, (largest_s - chunk_s) / (many - few))
-    pair = heads * attention_operations(config, 0, 1)  # of expanded latents, where it has any
+    pair = heads * attention_operations(config, 0, 1)  # latents count as expanded
     pair += indexers * index_operations(config, 1) / counts.tensor
     prompts = Coefficients(
         step_s=max(0.0, chunk_s - few * token_s),

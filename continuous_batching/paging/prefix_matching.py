@@ -27,10 +27,10 @@ MOST_FORESEEN = 64  # waiting requests for whose beginnings a new row looks
 class Wait(NamedTuple):
     """What a blocked row waits for; without a `leader`, for its next lookup."""
 
-    version: int  # of the prefix cache at its last lookup
+    version: int  # the prefix cache's at its last lookup
     leader: Request | None = None
     row: int = -1  # the leader's
-    num_pages: int = 0  # of the prompt, of which the leader has yet to publish the last
+    num_pages: int = 0  # pages of the prompt, the last of which the leader has yet to publish
 
 
 class PrefixMatching:

@@ -230,7 +230,7 @@ class EngineProcess:
             if self._group is not None:  # Further ranks must not wait for one that a driver keeps.
                 with contextlib.suppress(ProcessLookupError):  # it and all that it has started have ended
                     os.killpg(self._group, signal.SIGKILL)
-                self._group = None  # from now on, other processes may get its number
+                self._group = None  # other processes may get its number from now on
             await self._killed()
             await asyncio.wait([self._relaying], timeout=_LAST_WORDS_S)
             self._relaying.cancel()

@@ -325,7 +325,7 @@ class Supervisor:
         while True:
             now_s, spare, is_slow = time.monotonic(), self._spare, self.status == "slow"
             if spare is not None and not spare.is_running:
-                await spare.end()  # at once: later, its group's number may be that of other processes
+                await spare.end()  # its group's number may be that of other processes later
                 self._spare = spare = None
             if spare is not None:
                 if is_slow:
