@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _INITIAL_FUEL, _STEP_FUEL, _ROW_ITEMS = 200_000, 50_000, 4000
 # Symbols of the rules: this many or, where that is more, one for so many characters of the grammar, up to a
 # maximum. 500 optional properties need 4,100, and 128 tools with 30 of mixed types each 68,000, one for seven
-# characters. An allOf of alternatives becomes all their combinations, which may double with each level, so
-# that few characters need many symbols, and one mask of 100,000 may take seconds.
+# characters. An allOf of alternatives becomes all their combinations, which may double with each level: few
+# characters then need many symbols. One mask of 100,000 symbols may take seconds.
 _SYMBOLS, _CHARACTERS_PER_SYMBOL, _MOST_SYMBOLS = 30_000, 4, 120_000
 # Otherwise, where the text must go on in one way, a mask would allow only the first of its usual tokens.
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'

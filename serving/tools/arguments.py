@@ -367,7 +367,7 @@ class BareReader:
         found = ends.search(held, at + self._num_sought)
         if found is None:
             longest = max(len(self._quote), len(self._end))
-            self._num_sought = max(0, len(held) - at - longest)  # where an end begins that is cut
+            self._num_sought = max(0, len(held) - at - longest)  # an end that is cut may begin there
             return MAYBE, ""
         self._num_sought = 0
         word = held[at : found.start()].strip()
