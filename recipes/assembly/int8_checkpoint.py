@@ -25,6 +25,7 @@ from models.checkpoint.files import (
 )
 from models.checkpoint.stacked_experts import STACKS
 from models.checkpoint.unpacking import SUFFIX, scaled
+from models.checkpoint_names import TOWERS
 from models.config import DecoderConfig
 from models.drafting.config import mtp_config
 from models.layers.dtypes import TORCH_DTYPES
@@ -36,8 +37,10 @@ from recipes.assembly.families import config_in
 UP_PROJECTIONS = r"re:.*\.kv_b_proj$"
 # Readers of the checkpoint see them as linears, and they are too small to gain from int8.
 ROUTERS = r"re:.*(\.gate|\.wg|shared_expert_gate)$"
+# How the parts for images are named, wherever a reader has them
+_TOWER = "|".join(dict.fromkeys(each.removeprefix("model.").removesuffix(".") for each in TOWERS))
 # The head and the parts for images of models that read these, too, by whatever names readers know them
-BESIDE_A_TEXT = (r"re:.*lm_head$", r"re:.*(vision_tower|vision_model|multi_modal_projector|mm_projector)\.")
+BESIDE_A_TEXT = (r"re:.*lm_head$", rf"re:.*({_TOWER})\.")
 # How tensors of all experts end, which files of some families may have
 STACKED = tuple(f".experts.{end}" for end in STACKS)
 # Weight files of any format, which are not copied.

@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from continuous_batching.request import Request, SamplingParams
 from models.checkpoint.files import open_checkpoint
+from models.checkpoint_names import TOWERS
+from models.quantization import covers
 from recipes.assembly.engine import build
 from recipes.assembly.families import decoder_config
-from recipes.assembly.int8_checkpoint import quantize
+from recipes.assembly.int8_checkpoint import BESIDE_A_TEXT, quantize
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
@@ -311,6 +313,13 @@ def test_a_quantised_text_keeps_its_names_beside_its_tower(tmp_path: Path) -> No
         config["quantization_config"]["ignore"] = ignore
         (made / "config.json").write_text(json.dumps(config))
         assert served(made, prompt) == at_load
+
+
+@pytest.mark.parametrize("tower", TOWERS)
+def test_no_tower_is_said_to_be_quantised(tower: str) -> None:
+    for before in ("", "model."):
+        assert not covers(f"{before}{tower.removeprefix('model.')}blocks.0.attn.qkv", BESIDE_A_TEXT)
+    assert covers("model.language_model.layers.0.self_attn.q_proj", BESIDE_A_TEXT)
 
 
 def test_a_tensor_under_both_names_is_refused(tmp_path: Path) -> None:
