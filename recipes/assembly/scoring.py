@@ -22,7 +22,7 @@ from kv_cache.groups import DType
 from models.checkpoint import weights
 from models.decoder import Decoder
 from models.ops.cpu.ops import CpuOps
-from models.step_inputs import StepInputs
+from models.step.inputs import step_inputs
 from recipes.assembly.decoders import layers_of, shape_of
 from recipes.assembly.families import config_in
 from recipes.assembly.memory_plan import in_gib
@@ -119,20 +119,16 @@ def _score(decoder: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Score a line as one span over pages of its own."""
     num_tokens = len(tokens)
     num_pages = -(-num_tokens // PAGE_SIZE)
-    cache = KVCache(layers_of(decoder), PAGE_SIZE, [1 + num_pages])
+    pools = [1 + num_pages]
     slots = SlotPool(1, num_tokens, PAGE_SIZE)
+    if decoder.config.num_recurrent:  # the states of a line are one page, behind the null page
+        pools.append(2)
+        slots.state_pages = np.ones(1, dtype=np.int32)
+    cache = KVCache(layers_of(decoder), PAGE_SIZE, pools)
     row = np.array([slots.take(Request("line", np.array(tokens)))])
     slots.page_table[row, :num_pages] = np.arange(1, 1 + num_pages)
     batch = Batch(row, np.zeros_like(row), np.array([num_tokens]), np.array([0]), row, np.array([num_tokens]))
-    packed = slots.inputs(batch)
-    step = StepInputs(
-        torch.from_numpy(packed.token_ids),
-        torch.from_numpy(packed.positions),
-        decoder.attention.plan(batch, slots.page_table, packed.write_index),
-        cache,
-        torch.full((num_tokens,), num_tokens),
-    )
-    hidden = decoder(step)
+    hidden = decoder(step_inputs(batch, slots, decoder, cache))
     logprobs = decoder.logits(hidden[:-1]).float().log_softmax(-1)
     following = torch.tensor(tokens[1:])
     return logprobs.gather(1, following[:, None])[:, 0], logprobs.argmax(-1)

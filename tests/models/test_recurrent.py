@@ -28,6 +28,7 @@ from models.quantization import Quantization
 from models.step.inputs import state_spans
 from models.step_inputs import StepInputs
 from recipes.assembly.engine import build
+from recipes.assembly.scoring import score
 from recipes.schema.reader import load
 from tests.device_kinds import Way
 from tests.lazy import transformers
@@ -260,6 +261,16 @@ def test_linears_before_and_behind_a_state_are_quantised_at_load(
     for part, (_, own) in together(2, work):
         assert torch.equal(own, scales)
         assert (part - wanted).abs().max() < 2
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_lines_are_scored_as_in_transformers(name: str, case_named: Callable[[str], Case]) -> None:
+    """Each line begins with a state of its own."""
+    (model, path), lines = case_named(name), prompts_of(11, (40, 3))
+    found = score(path, lines, "float32").logprobs.split([len(line) - 1 for line in lines])
+    for line, ours in zip(lines, found):
+        wanted = expected_logprobs(model, line)[:-1].gather(1, torch.tensor(line[1:])[:, None])[:, 0]
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=NEAR)
 
 
 class Passed(StageLinks):
