@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from models.layers.linear import StaticProducts
 from models.layers.low_rank import LowRank
+from models.ops.cpu.products import Products
 from models.ops.reference import Ops
 from models.parallel.group import Group
 
@@ -93,8 +94,8 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and numbers of a packed form; operators and ranks are no part of it."""
-    if value is None or isinstance(value, (Ops, Group)):
+    """Yield the tensors and numbers of a packed form; operators, products and ranks are no part of it."""
+    if value is None or isinstance(value, (Ops, Products, Group)):
         return
     if isinstance(value, (Tensor, bool, int, float, str, torch.dtype)):
         yield name, value

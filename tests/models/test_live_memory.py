@@ -88,6 +88,10 @@ ON_CPU: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     "tied": (one_file("qwen3"), {}),
     "experts": (one_file("qwen3_moe"), {}),
     "latents": (one_file("deepseek_v3"), {}),
+    "latents_in_panels": (
+        one_file("deepseek_v3"),
+        {"device.batch_invariant": "true", "device.compile": "auto"},
+    ),
     "w8a8": (one_file("llama_biased"), W8A8),
     "w8a8_experts": (one_file("qwen3_moe"), W8A8),
     "w4a16": (lambda root: stored("llama_biased", "awq", root)[1], {"model.quantization": "w4a16"}),
@@ -102,7 +106,7 @@ ON_NPU: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
         GRAPHS | {"model.dtype": "bfloat16"},
     ),
 }
-QUICK = ("cpu-tied", "cpu-w8a8")
+QUICK = ("cpu-tied", "cpu-w8a8", "cpu-latents_in_panels")
 CASES = [
     pytest.param(
         name,
