@@ -23,6 +23,9 @@ class Rounding:
 
     linear: Linear  # the linear that quantises
     scale: Tensor  # [rows, 1], where the rows' scales go
+    # Inputs that this rank holds. It reads the others too, which count for the scales, and waits for no other
+    # rank: one may take kept weights instead, or refuse the checkpoint, or compute steps meanwhile
+    inputs: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,8 @@ class Destination:
         if self.rounding is None:
             self.room[: len(tensor)].copy_(tensor)
         else:
-            numbers, scale = tensor.to(self.room.device, self.dtype), self.rounding.scale
-            self.rounding.linear.round_to(self.room[: len(tensor)], scale[: len(tensor)], numbers)
+            scale, rows = self.rounding.scale, len(tensor)
+            self.rounding.linear.round_to(self.room[:rows], scale[:rows], tensor, self.rounding.inputs)
             rooms.append(scale)
         for room in rooms:
             if len(tensor) < len(room):

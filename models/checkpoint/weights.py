@@ -1,14 +1,15 @@
 """Load a checkpoint's tensors into a decoder, or fill it with random weights.
 
 Each tensor is memory-mapped and copied directly to its place in the decoder's joined parameters; each of
-several ranks reads the part that it holds. Every tensor that is missing, surplus, misshapen or wrongly typed
-is reported in one error.
+several ranks reads the part that it holds, and whole rows of what it quantises, and waits for no other. Every
+tensor that is missing, surplus, misshapen or wrongly typed is reported in one error.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
@@ -295,6 +296,8 @@ def placed(
                 if form == "w4a8" and kind == "weight":
                     slices = of_pairs(name, slices)
                 ranges = () if kind in OF_INPUTS else share.ranges(name, config)
+                if rounding is not None and len(slices) > 1:
+                    slices, rounding = slices[:1], replace(rounding, inputs=slices[1])
                 places[f"{name}.{kind}"] = Destination(
                     room, shape, slices, orders.get(name), ranges, rounding=rounding
                 )
@@ -379,7 +382,8 @@ def _roundings(linear: Linear | UpProjection, widths: list[int]) -> list[Roundin
     """
     if not isinstance(linear, Linear) or not linear.rounds or linear.weight_scale is None:
         return []
-    return [Rounding(linear, scale) for scale in linear.weight_scale.data.split(widths)] if widths else []
+    scales = linear.weight_scale.data.split(widths) if widths else ()
+    return [Rounding(linear, scale, slice(None)) for scale in scales]
 
 
 def _tensors(file: Path, places: Destinations) -> Iterator[tuple[str, Tensor]]:

@@ -196,19 +196,19 @@ class Linear(nn.Module):
         """Whether it is filled by numbers that `round_to` quantises."""
         return self.form == "quantize"
 
-    def round_to(self, rows: Tensor, scale: Tensor, numbers: Tensor) -> None:
-        """Quantise numbers [n, in] in the model's type to int8 rows [n, in] and float32 scales [n, 1]."""
-        parts = numbers.split(ROUNDED_ROWS)
-        largest = self.largest(torch.cat([part.abs().amax(-1, keepdim=True).float() for part in parts]))
-        rooms = (each.split(ROUNDED_ROWS) for each in (rows, scale, largest))
-        for part, some_rows, some_scale, most in zip(parts, *rooms):
-            made, found = quantize_rows(part, most)
+    def round_to(self, rows: Tensor, scale: Tensor, numbers: Tensor, inputs: slice) -> None:
+        """Quantise numbers [n, in] to int8 rows [n, held], of `inputs`, and float32 scales [n, 1].
+
+        Numbers are rounded to the model's type first. Scales are those of whole rows, so that int8 weights do
+        not depend on the number of ranks.
+        """
+        rooms = (each.split(ROUNDED_ROWS) for each in (numbers, rows, scale))
+        for some, some_rows, some_scale in zip(*rooms):
+            part = some.to(rows.device, self.dtype)
+            largest = part.abs().amax(-1, keepdim=True).float()
+            made, found = quantize_rows(part[:, inputs], largest)
             some_rows.copy_(made)
             some_scale.copy_(found)
-
-    def largest(self, largest: Tensor) -> Tensor:
-        """Return the greatest magnitudes [n, 1] of whole rows, given those of the part on this rank."""
-        return largest
 
     @property
     def is_int8(self) -> bool:
@@ -291,10 +291,6 @@ class SummedLinear(Linear):
     ) -> None:
         super().__init__(ops, in_features, out_features, bias, dtype, device, form)
         self.group = group
-
-    def largest(self, largest: Tensor) -> Tensor:
-        """Return the maxima over all ranks, so that int8 weights do not depend on the number of ranks."""
-        return self.group.all_reduce_max(largest)
 
     def forward(self, x: Tensor | Int8Rows, divided: DividedRows | None = None) -> Tensor:
         """Map [T, in] to [T, out], the same on every rank, or to this rank's rows if they are divided.

@@ -7,6 +7,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,15 +24,19 @@ from models.drafting import mtp as mtp_weights
 from models.drafting.config import MtpConfig
 from models.drafting.drafter import Drafter
 from models.drafting.mtp import Mtp
+from models.quantization import Quantization
 from recipes.assembly.engine import BuiltEngine, build
+from recipes.assembly.families import decoder_config, read
 from recipes.assembly.live_memory import _apart
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import stand_in_alone
 from tests.models.families import VARIANTS, make
+from tests.models.tensor_rank import empty
 from tests.models.test_draft_model import settings_of
 from tests.models.test_live_memory import ON_CPU, ON_NPU, built
+from tests.models.test_shared_weights import Rank, checkpoint
 from tests.thorough import cases
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -157,6 +162,31 @@ def test_a_file_that_is_not_right_is_replaced(
     assert kept.file.lstat().st_mode == stat.S_IFREG | 0o600
     assert not left.exists()
     assert kept.take(fresh(engine)), "it is right again"
+
+
+class Unheard(Rank):
+    """A rank that no other answers."""
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        raise AssertionError("it waits for another rank while it loads")
+
+
+def test_a_rank_without_its_file_reads_while_another_takes_its_own(tmp_path: Path) -> None:
+    path = checkpoint("llama_biased", tmp_path)
+    config = replace(decoder_config(read(path)), quantization=Quantization(is_stored=False))
+    kept = [KeptWeights(tmp_path / "kept" / f"{rank}.safetensors", origin_of(path)) for rank in range(2)]
+
+    def loaded() -> list[Decoder]:
+        decoders = [spoiled(empty(config, Unheard(rank, 2))) for rank in range(2)]
+        for decoder, own in zip(decoders, kept):
+            weights.load(decoder, path, kept=own)
+        return decoders
+
+    first = loaded()
+    kept[1].file.unlink()
+    for old, new in zip(first, loaded()):
+        check_alike(old, new)
+    assert kept[1].file.is_file(), "it has its own at the next start"
 
 
 def test_a_full_folder_keeps_nothing_and_costs_nothing_else(

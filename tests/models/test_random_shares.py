@@ -36,9 +36,6 @@ class Thread(Alone):
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.all_gather(x).sum(0)
 
-    def all_reduce_max(self, x: Tensor) -> Tensor:
-        return self.all_gather(x).amax(0)
-
     def all_gather(self, x: Tensor) -> Tensor:
         self._brought[self.rank] = x
         self._barrier.wait(PATIENCE_S)

@@ -116,7 +116,7 @@ def test_spread_experts_in_int8_have_the_weights_of_one_rank(size: int, experts:
 
 
 def test_experts_in_several_files_become_int8_as_they_come(tmp_path: Path) -> None:
-    """The ranks of a part wait for each other alone: others read other experts, from other files."""
+    """Ranks of different parts read other experts, from other files, and no rank waits for another."""
     variant = next(each for each in VARIANTS if each.name == "qwen3_moe")
     path = make(replace(variant, saved_as=torch.float32, shard_size="30KB"), tmp_path)[1]
 

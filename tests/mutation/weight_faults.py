@@ -108,6 +108,13 @@ FAULTS = {
         "a chunk behind a window reads the pages behind its own",
         "tests/attention/test_cpu_source.py::test_a_query_has_the_same_bits_however_its_prompt_is_cut",
     ),
+    "scale_of_a_rank_s_own_inputs": Fault(
+        "models/layers/linear.py::Linear.round_to",
+        "part.abs()",
+        "part[:, inputs].abs()",
+        "ranks scale the rows of a sum each by its own part of them",
+        "tests/models/test_spread_experts.py::test_spread_experts_in_int8_have_the_weights_of_one_rank",
+    ),
     "kept_for_any_checkpoint": Fault(
         "models/checkpoint/kept_weights.py::origin_of",
         "sorted(each for each in folder.iterdir() if each.is_file())",
