@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from attention.divided import DividedAttention, DividedLatentAttention, check_divided, shapes_of
 from attention.reference import Attention
@@ -28,6 +29,7 @@ from models.drafting.eagle import Eagle3
 from models.drafting.mtp import Mtp
 from models.head import FIRST_KEY, FeaturePages, Head
 from models.layers.dtypes import TORCH_DTYPES
+from models.layers.latent import LatentSelfAttention
 from models.layers.recurrent import new_states
 from models.ops.reference import Ops
 from models.parallel.group import Group, dividing_pages
@@ -128,10 +130,14 @@ def kept_weights(
     recipe: Recipe,
     config: DecoderConfig,
     share: Share,
-    module: str,
+    name: str,
+    module: nn.Module,
     tell: Callable[[str], None] = lambda _: None,
 ) -> KeptWeights | None:
-    """Return where a rank with this share keeps the weights of a module; None where the recipe keeps none."""
+    """Return where a rank with this share keeps the weights of a module of this name.
+
+    None where the recipe keeps none.
+    """
     folder, path = recipe.model.kept_in, recipe.model.path
     if folder is None or path is None:
         return None
@@ -141,8 +147,11 @@ def kept_weights(
         if each.name.startswith("model.") and each.kind is not Path
     }
     placement = None if config.mixture is None else config.mixture.placement
-    facts = VERSION, versions.installed(), asked, recipe.device.kind, recipe.device.product, share, placement
-    file = f"{module}-{share.stage}-of-{share.stages}-{share.tensor}-of-{share.tensors}.safetensors"
+    # Rows of queries lie as the device's operators take them, which follows from what was found out of it too
+    orders = [each.joins for each in module.modules() if isinstance(each, LatentSelfAttention)]
+    made_by = VERSION, versions.installed(), recipe.device.kind, recipe.device.product
+    facts = *made_by, asked, share, placement, orders
+    file = f"{name}-{share.stage}-of-{share.stages}-{share.tensor}-of-{share.tensors}.safetensors"
     return KeptWeights(folder / file, origin_of(path, *map(repr, facts)), tell)
 
 
@@ -155,7 +164,7 @@ def _own_layer(recipe: Recipe, config: MtpConfig, machine: Machine, group: Group
     own = share.within_stage
     head = Mtp(config, *operators_of(recipe, machine, own.part(config), own, group), group, own)
     try:
-        mtp_weights.load(head, recipe.model.path, kept_weights(recipe, config, share, "mtp"))
+        mtp_weights.load(head, recipe.model.path, kept_weights(recipe, config, share, "mtp", head))
     except ValueError as error:
         raise RecipeError("speculation.kind", f"its layer: {error}", value="mtp") from error
     return head

@@ -287,7 +287,7 @@ def _loaded(
         weights.random(decoder, recipe.model.seed)
     else:
         assert recipe.model.path is not None, "a checkpoint has a path"
-        kept = kept_weights(recipe, config, share, "decoder", tell)
+        kept = kept_weights(recipe, config, share, "decoder", decoder, tell)
         weights.load(decoder, recipe.model.path, tell, kept)
     drafts = draft_config(recipe, config)
     if isinstance(drafts, HeadConfig) and not share.is_last:

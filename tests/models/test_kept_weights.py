@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from attention.latent import LatentAttention
 from borders.start_report import TAKING
 from models.checkpoint import rewriting, weights
 from models.checkpoint.kept_weights import KeptWeights, origin_of, remembered
@@ -24,7 +25,9 @@ from models.drafting import mtp as mtp_weights
 from models.drafting.config import MtpConfig
 from models.drafting.drafter import Drafter
 from models.drafting.mtp import Mtp
+from models.parallel.share import Share
 from models.quantization import Quantization
+from recipes.assembly.decoders import kept_weights
 from recipes.assembly.engine import BuiltEngine, build
 from recipes.assembly.families import decoder_config, read
 from recipes.assembly.live_memory import _apart
@@ -187,6 +190,25 @@ def test_a_rank_without_its_file_reads_while_another_takes_its_own(tmp_path: Pat
     for old, new in zip(first, loaded()):
         check_alike(old, new)
     assert kept[1].file.is_file(), "it has its own at the next start"
+
+
+def test_rows_in_another_order_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NPU may be found to join latents between two starts; names, types and shapes stay as they were."""
+    path = ON_CPU["latents"][0](tmp_path / "model")
+    engine = built(path, "cpu", {})
+    asked = [f"model.path={path}", f"model.kept_in={tmp_path / 'kept'}", "device.kind=cuda"]
+    recipe = load(ROOT / "recipes/any/cpu.yaml", asked)
+    apart = fresh(engine)
+    monkeypatch.setattr(LatentAttention, "joins", lambda *_: True)
+    joined = fresh(engine)
+    facts = recipe, engine.runner.config, Share(), "decoder"
+    keeps, takes = (kept_weights(*facts, each) for each in (apart, joined))
+    assert keeps is not None
+    assert takes is not None
+    assert keeps.file == takes.file
+    keeps.keep(apart)
+    assert keeps.take(apart)
+    assert not takes.take(joined)
 
 
 def test_a_full_folder_keeps_nothing_and_costs_nothing_else(

@@ -115,6 +115,13 @@ FAULTS = {
         "ranks scale the rows of a sum each by its own part of them",
         "tests/models/test_spread_experts.py::test_spread_experts_in_int8_have_the_weights_of_one_rank",
     ),
+    "kept_in_any_order": Fault(
+        "recipes/assembly/decoders.py::kept_weights",
+        "[each.joins for each in module.modules() if isinstance(each, LatentSelfAttention)]",
+        "[]",
+        "heads get the queries of others where an NPU was found to join latents since",
+        "tests/models/test_kept_weights.py::test_rows_in_another_order_are_not_taken",
+    ),
     "kept_for_any_checkpoint": Fault(
         "models/checkpoint/kept_weights.py::origin_of",
         "sorted(each for each in folder.iterdir() if each.is_file())",
