@@ -32,7 +32,7 @@ _MOST_IDLE = 256  # connections that are kept for later
 class Lost(Exception):
     """There is no answer, or not the rest of it.
 
-    `may_be_done` is False where there was no connection, so that the server cannot have done what was asked.
+    `may_be_done` is False where nothing was sent, so that the server cannot have done what was asked.
     It `is_orderly` where the server said so and the request is not the cause.
     """
 
@@ -50,7 +50,6 @@ class UpstreamAnswer(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
-        self.is_used = False  # the connection has carried an answer before
         self.is_given_up = False  # this side has ended it
         self._loop = asyncio.get_running_loop()
         self._reset()
@@ -104,7 +103,6 @@ class UpstreamAnswer(asyncio.Protocol):
 
     def use_again(self) -> None:
         """Prepare the connection for another request."""
-        self.is_used = True
         self._reset()
 
     def fail(self, why: str) -> None:
@@ -201,30 +199,30 @@ class Upstream:
 
         Raises Lost. The caller calls `done` when it has read the answer.
 
-        A kept connection may just have been closed by the server; the request is then sent again, unless this
-        side has ended the connection: a server that is lost is not asked a second time. A request that
-        `is_once` uses a new connection of its own.
+        A kept connection may just have been closed by the server; the request is then sent once more, on a
+        new one, unless this side has ended it: a server that is lost is not asked a second time. Where none
+        can be made then, the request may be what ended the server. A request that `is_once` uses a new
+        connection of its own.
         """
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [
             f"{method} {path} HTTP/1.1\r\nhost: {host}:{self.port}\r\ncontent-length: {len(body)}".encode()
         ]
         head = b"\r\n".join([*lines, *(name + b": " + value for name, value in headers), b"", b""])
-        while True:
-            answer = (None if is_once else self._kept()) or await self._connected()
-            self._open.add(answer)
+        has_body = method != "HEAD"
+        kept = None if is_once else self._kept()
+        if kept is not None:
             try:
-                await answer.ask(head, body, has_body=method != "HEAD")
+                return await self._asked(kept, head, body, has_body=has_body)
             except Lost:
-                self._open.discard(answer)
-                if not answer.is_used or answer.is_given_up:
+                if kept.is_given_up:
                     raise
-            except BaseException:
-                self._open.discard(answer)
-                answer.fail("nobody waits for it")
-                raise
-            else:
-                return answer
+        try:
+            connected = await self._connected()
+        except Lost as lost:
+            lost.may_be_done = kept is not None
+            raise
+        return await self._asked(connected, head, body, has_body=has_body)
 
     def done(self, answer: UpstreamAnswer) -> None:
         """Release an answer that nobody reads any more."""
@@ -240,6 +238,22 @@ class Upstream:
         for answer in [*self._open, *self._idle]:
             answer.fail(why)
         self._idle.clear()
+
+    async def _asked(
+        self, answer: UpstreamAnswer, head: bytes, body: bytes, *, has_body: bool
+    ) -> UpstreamAnswer:
+        """Send a request on a connection, and return it once its answer has a head; raises Lost."""
+        self._open.add(answer)
+        try:
+            await answer.ask(head, body, has_body=has_body)
+        except Lost:
+            self._open.discard(answer)
+            raise
+        except BaseException:
+            self._open.discard(answer)
+            answer.fail("nobody waits for it")
+            raise
+        return answer
 
     def _kept(self) -> UpstreamAnswer | None:
         while self._idle:

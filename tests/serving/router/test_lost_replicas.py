@@ -10,6 +10,7 @@ import pytest
 
 from serving.router import replicas as of_replicas
 from serving.router.proxy import AGAIN_S, ClientWatch
+from serving.router.resuming import MOST_LOSSES
 from serving.router.upstream import Lost
 from tests.patience import PATIENCE_S
 from tests.serving.router.test_proxy import (
@@ -126,6 +127,59 @@ def test_who_stands_still_is_not_asked_again() -> None:
             fleet.replicas[0].lose("no answer within 2 s")
             assert await asyncio.wait_for(asking, PATIENCE_S) == (200, b"{}")
             assert [len(each.bodies) for each in fleet.stubs if each] == [2, 2]
+
+    run(test)
+
+
+def test_a_request_that_ends_servers_is_not_sent_to_all_on_kept_connections() -> None:
+    """Nobody listens there afterwards; where somebody does, it is sent once more, and on a new one."""
+
+    def ends(stub: Stub) -> Script:
+        async def script(_: asyncio.StreamWriter) -> None:
+            stub.server.close()
+            for each in stub.writers:
+                each.transport.abort()
+
+        return script
+
+    async def breaks(writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async def test() -> None:
+        async with Fleet(*[answer(b"{}")] * 8) as fleet:
+            stubs = [each for each in fleet.stubs if each]
+            for _ in stubs:
+                await fleet.ask()
+            assert [len(each.bodies) for each in stubs] == [1] * 8
+            for each in stubs:
+                each.script = ends(each)
+            status, body = await fleet.ask()
+            assert (status, error_of(body)["code"]) == (502, "replica_lost")
+            assert sum(len(each.bodies) for each in stubs) == 8 + 1 + MOST_LOSSES
+        async with Fleet(answer(b"{}")) as fleet:
+            (stub,) = (each for each in fleet.stubs if each)
+            await asyncio.gather(*[fleet.ask() for _ in range(3)])
+            assert len(stub.writers) == 3
+            stub.script = breaks
+            assert (await fleet.ask())[0] == 503
+            assert len(stub.bodies) == 3 + 2
+
+    run(test)
+
+
+def test_a_kept_connection_that_was_just_closed_is_no_loss() -> None:
+    async def test() -> None:
+        async with Fleet(answer(b"{}")) as fleet:
+            (stub,) = (each for each in fleet.stubs if each)
+            await fleet.ask()
+
+            async def closes(writer: asyncio.StreamWriter) -> None:
+                stub.script = answer(b"{}")
+                writer.close()
+
+            stub.script = closes
+            assert await fleet.ask() == (200, b"{}")
+            assert (len(stub.writers), fleet.replicas[0].num_lost) == (2, 0)
 
     run(test)
 
