@@ -118,7 +118,7 @@ class UpstreamAnswer(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._ends_with_connection and exc is None:
+        if self._ends_with_connection and exc is None and not self.is_given_up:
             self._is_whole = True
         self._trouble = self._trouble or f"the connection ended{f': {exc}' if exc else ''}"
         self._wake()

@@ -184,6 +184,30 @@ def test_a_kept_connection_that_was_just_closed_is_no_loss() -> None:
     run(test)
 
 
+def test_an_answer_that_ends_with_its_connection_is_not_whole_where_the_router_ends_that() -> None:
+    """As one of HTTP/1.0, whose length nothing tells."""
+    head = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
+
+    async def ends(writer: asyncio.StreamWriter) -> None:
+        writer.write(head + b"{}")
+        writer.close()
+
+    async def stands_still(writer: asyncio.StreamWriter) -> None:
+        writer.write(head + b"{")
+        await asyncio.sleep(2 * PATIENCE_S)
+
+    async def test() -> None:
+        async with Fleet(stands_still, ends) as fleet:
+            lost = fleet.replicas[0]
+            asking = asyncio.ensure_future(fleet.ask())
+            await until(lambda: [each.status for each in lost.server._open] == [200])
+            lost.lose("no answer within 2 s")
+            assert await asking == (200, b"{}")
+            assert lost.num_lost == 1
+
+    run(test)
+
+
 def test_who_is_silent_for_long_is_lost_with_what_came_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that was on its way when the replica was given up is told at the next poll."""
     monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
