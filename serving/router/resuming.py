@@ -110,6 +110,8 @@ class KnownAnswer:
         logprobs: list[bytes] = []
         for each in grown:
             tokens += each.tokens
+            if each.tokens:  # a sign of life tells no number
+                self._num_cached_tokens = each.num_cached_tokens
             if each.logprobs != NO_LOGPROBS:
                 logprobs.append(bytes(each.logprobs))  # a copy: what the frame holds beside it is not kept
         if begun is None:
@@ -117,7 +119,6 @@ class KnownAnswer:
         if self.num_tokens + len(tokens) > begun.max_tokens:
             raise Lost(f"it told of more than {begun.max_tokens} tokens, the most of this answer")
         self.num_tokens += len(tokens)
-        self._num_cached_tokens = grown[-1].num_cached_tokens
         if self.why_not:
             return
         num_all = len(begun.prompt_token_ids) // self._tokens.itemsize + self.num_tokens

@@ -14,6 +14,7 @@ import pytest
 
 from recipes.schema.server_section import ServerSection
 from serving.api.errors import anthropics_error, error_body
+from serving.api.streamed import COMMENT
 from serving.continuation import (
     FRAMES,
     MOST_RESUMED,
@@ -127,6 +128,18 @@ def test_a_stream_goes_on_with_what_its_client_has() -> None:
             assert fleet.figures.num_resumed == 1
             assert fleet.figures.num_cut_off == 0
             assert "cb_route_resumed_total 1\n" in fleet.figures.as_metrics()
+
+    run(test)
+
+
+def test_a_sign_of_life_tells_nothing_of_the_cache() -> None:
+    sign = Grown([], NO_LOGPROBS, 0, COMMENT)
+    told = msgspec.structs.replace(grown(1), num_cached_tokens=5)
+
+    async def test() -> None:
+        async with Telling(dies(BEGUN, told, sign), tells(BEGUN, grown(2), END)) as fleet:
+            assert COMMENT in (await fleet.ask())[1]
+            assert fleet.sent_to(1).num_cached_tokens == 5
 
     run(test)
 
