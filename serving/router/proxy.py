@@ -250,6 +250,7 @@ class Proxy:
             self._figures.sent(replica, sent, prompt, split, is_again=bool(tried))
             tried.append(sent.replica)
             counted = _Counted(self._routing, replica, sent, split.place)
+            is_continued = known.is_continued
             try:
                 refusal = await self._answered(routed, reply, counted, split.place, known, is_once=is_once)
                 if refusal is None:
@@ -263,6 +264,10 @@ class Proxy:
                     again = set(tried[:-1]) - asked_again
                     asked_again |= again
                     tried = [each for each in tried if each not in again]
+                if is_continued:
+                    refusal = None  # it is none of the request, which may begin again
+                    if not known.is_continued:
+                        tried.pop()  # also where that was refused
             except Interrupted as lost:
                 replica.num_lost += 1
                 tried, refusal = [sent.replica], None
@@ -316,19 +321,34 @@ class Proxy:
             server.done(answer)
 
     async def _next(self, routed: _Routed, tried: list[int], known: KnownAnswer) -> Sent | None:
-        """Choose the next replica; for an answer that is to go on, wait for one that can continue it."""
+        """Choose the next replica; for an answer that is to go on, wait for one that can continue it.
+
+        One that may begin again does so where another replica is ready, and none that could continue it, or
+        none that has done so in this time.
+        """
         if known.waits_until_s is None:
             return self._sent(routed, tried)
         assert known.begun is not None, "an answer was interrupted before it began"
-        like = known.begun.fingerprint
+        like, until_s = known.begun.fingerprint, known.waits_until_s
         while not known.why_not:
             others = [each.number for each in self._replicas if each.continuations != like]
-            sent = self._sent(routed, [*tried, *others])
-            if sent is not None or time.monotonic() >= known.waits_until_s:
+            but = others if known.is_continued else []  # without a token there is nothing to continue
+            sent = self._sent(routed, [*tried, *but])
+            is_late = time.monotonic() >= until_s
+            if sent is None and known.may_begin_again and (is_late or not self._is_open_but(others)):
+                tried.clear()  # who did not continue it may begin it
+                if (sent := self._sent(routed, tried)) is not None:
+                    known.begin_again()
+            if sent is not None or is_late:
                 return sent
             await asyncio.sleep(_LOOK_S)
             tried.clear()
         return None
+
+    def _is_open_but(self, others: Sequence[int]) -> bool:
+        """Return whether a replica that is none of these gets requests."""
+        is_open = self._routing.is_open
+        return any(is_open[each.number] for each in self._replicas if each.number not in others)
 
     async def _ask(
         self,

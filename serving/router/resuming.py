@@ -95,6 +95,11 @@ class KnownAnswer:
         """Whether the next replica is sent tokens that it begins behind."""
         return self.is_interrupted and self.num_tokens > 0
 
+    @property
+    def may_begin_again(self) -> bool:
+        """Whether it may be answered from its beginning as well, since its client has nothing of it."""
+        return self.is_continued and not self.is_sent
+
     def begin(self, begun: AnswerBegun) -> None:
         """Note what it begins with; where it goes on, what it began with still holds."""
         if self.num_tokens:
@@ -169,12 +174,11 @@ class KnownAnswer:
         self._release()
 
     def be_refused(self, status: int) -> None:
-        """Note that what is known of it is refused; raises Lost where it can begin again instead."""
-        why = f"a replica refused with status {status} to continue it"
-        if not self.is_sent:
+        """Note that what is known of it is refused: it begins again if it may, and ends otherwise."""
+        if self.may_begin_again:
             self.begin_again()
-            raise Lost(why, is_orderly=True)
-        self.give_up(why)
+        else:
+            self.give_up(f"a replica refused with status {status} to continue it")
 
     def continuation(self) -> bytes:
         """Return what another replica needs to continue it."""

@@ -34,11 +34,15 @@ from serving.router import framed_answer
 from serving.router import proxy as of_proxy
 from serving.router.resuming import MOST_LOSSES, KnownAnswer, KnownAnswers
 from serving.router.upstream import Lost
-from tests.serving.router.test_proxy import Fleet, Script, Stub, chunk, error_of, run, stream, whole
+from tests.patience import PATIENCE_S
+from tests.serving.router.test_lost_replicas import by_path
+from tests.serving.router.test_proxy import Fleet, Script, Stub, chunk, error_of, hang, run, stream, whole
 
 HEAD = f"HTTP/1.1 200 OK\r\ncontent-type: {FRAMES}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
 LIKE = "go_1"
 BEGUN = AnswerBegun("chatcmpl-1", 7, LIKE, "", 11, 100, bytes(8), 2, 50, True)
+WHOLE_BEGUN = msgspec.structs.replace(BEGUN, is_stream=False)
+UNTOLD = Grown([1], NO_LOGPROBS, 0, b"")  # a token of which its client has nothing yet
 END = Over(200, "", b"data: [DONE]\n\n")
 MISFIT = whole(409, b'{"error":{"message":"other weights"}}')
 BUSY = whole(503, b'{"error":{"message":"busy"}}')
@@ -101,6 +105,16 @@ class Telling(Fleet):
 
     def num_asked(self) -> list[int]:
         return [0 if each is None else len(each.bodies) for each in self.stubs]
+
+
+def leaves(fleet: Telling, *frames: Frame) -> Script:
+    """The first replica tells this, and gets no more requests."""
+
+    async def script(writer: asyncio.StreamWriter) -> None:
+        fleet.replicas[0].drain(True)
+        await dies(*frames)(writer)
+
+    return script
 
 
 def tokens_in(body: bytes) -> list[int]:
@@ -364,6 +378,48 @@ def test_an_answer_in_one_piece_goes_on_or_begins_again() -> None:
         async with Telling(tells(begun, failed), tells(begun, failed)) as fleet:
             assert (await fleet.ask())[0] == 429
             assert fleet.num_asked() == [1, 1]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[BEGUN], [WHOLE_BEGUN], [WHOLE_BEGUN, UNTOLD], [BEGUN, UNTOLD]],
+    ids=["stream", "whole", "whole behind tokens", "stream behind tokens"],
+)
+def test_what_its_client_has_nothing_of_begins_again_at_replicas_unlike_the_first(
+    frames: list[Frame], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, where none like it is ready: as in a rolling update."""
+    monkeypatch.setattr("serving.router.resuming.WAIT_S", 2 * PATIENCE_S)
+    is_stream = frames[0] == BEGUN
+    answers = [BEGUN, grown(1), END] if is_stream else [WHOLE_BEGUN, Over(200, "", b'{"a":1}')]
+
+    async def test() -> None:
+        async with Telling(hang, tells(*answers), likes=[LIKE, "go_2"]) as fleet:
+            first, second = (each for each in fleet.stubs if each)
+            first.script = leaves(fleet, *frames)
+            body = grown(1).payload + END.payload if is_stream else b'{"a":1}'
+            assert await fleet.ask() == (200, body)
+            assert second.heads[-1].startswith(b"POST /v1/chat/completions ")
+            assert fleet.figures.num_resumed == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("status", [409, 413])
+def test_who_does_not_continue_it_may_begin_it(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.router.resuming.WAIT_S", 0.05)
+    good, refused = tells(WHOLE_BEGUN, Over(200, "", b'{"a":1}')), whole(status, b"{}")
+
+    async def test() -> None:
+        async with Telling(hang, hang) as fleet:
+            first, second = (each for each in fleet.stubs if each)
+            first.script = leaves(fleet, WHOLE_BEGUN, UNTOLD)
+            second.script = by_path(**{"continue": refused, "other": good})(second)
+            assert await fleet.ask() == (200, b'{"a":1}')
+            assert second.heads[0].startswith(b"POST %s " % PATH.encode())
+            assert fleet.replicas[1].num_lost == 0, "who refuses it is not lost"
 
     run(test)
 
