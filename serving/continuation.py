@@ -76,6 +76,7 @@ class Grown(Frame, frozen=True):
 class Over(Frame, frozen=True):
     """The end of an answer: the last bytes of a stream, or the whole answer to a request that is none.
 
+    A stream that fails has the status that it would have had before its head was sent.
     If it `is_lost`, the engine ended and not the answer, and there is no payload. That `is_orderly` if the
     server ends, too, so that the request is not the cause.
     """

@@ -63,7 +63,10 @@ class FrameWriter(AnswerWriter):
             try:
                 deltas = await self._answer.next()
             except (Failure, BadRequest) as failure:
-                yield _lost(failure) if _is_lost(failure) else framed(Over(200, "", form.failed(failure)))
+                if _is_lost(failure):
+                    yield _lost(failure)
+                else:
+                    yield framed(Over(response_of(failure).status_code, "", form.failed(failure)))
                 return
             pieces = form.events([(each.index, each) for each in deltas])
             payload = await self._joined(pieces) if deltas else b""

@@ -189,6 +189,8 @@ _AS_SENT = {
 }
 # Why a response is incomplete, by the `finish_reason` of its answer.
 _REASONS = {"length": "max_output_tokens"}
+# The codes of a failed response, of which OpenAI defines few; what other errors have stands in its details.
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 @takes("responses")
@@ -331,8 +333,12 @@ class ResponseObject:
 
     def failed(self, failure: Failure | BadRequest) -> bytes:
         """Return the last event of a response that cannot be completed."""
-        code = "invalid_prompt" if isinstance(failure, BadRequest) else "server_error"
-        error = {"code": code, "message": whole(str(failure))}
+        status = 400 if isinstance(failure, BadRequest) else failure.status
+        error = {
+            "code": _CODES.get(status, "server_error"),
+            "message": whole(str(failure)),
+            "details": {"error_code": failure.code or status},
+        }
         for _ in self._items.end("incomplete"):
             pass
         response = self._response("failed", error=error, output=parts(self._items.written()))

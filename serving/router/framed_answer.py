@@ -23,7 +23,6 @@ from serving.router.reply import (
     begun_with,
     error_event,
     own_error,
-    refuses,
 )
 from serving.router.resuming import KnownAnswer
 from serving.router.upstream import HeaderLines, Lost, UpstreamAnswer
@@ -148,9 +147,9 @@ class FramedAnswer:
         if known.begun is None:
             raise Lost("the answer ended before it began")
         if known.is_stream:
-            if not known.num_tokens and refuses(over.payload):
+            if not known.num_tokens and over.status in REFUSED:
                 await self.send()  # signs of life
-                return Refusal(0, partial(reply.part, over.payload, more=False))
+                return Refusal(over.status, partial(reply.part, over.payload, more=False))
             await reply.part(self._take() + over.payload, more=False)
             return None
         headers = [(b"content-type", b"application/json"), *self._headers]

@@ -36,7 +36,7 @@ _MOST_FIRST = 2**16  # bytes after which an event is taken to be part of an answ
 _ANTHROPICS = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
 # How the two other APIs name what REFUSED names by status
 _OVERLOADED = ("overloaded_error", "rate_limit_error")
-_FAILED = ("server_error", "rate_limit_exceeded")
+_AGAIN = (*REFUSED, EngineEnded.code, "rate_limit_exceeded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,8 @@ def _is_sign(event: bytes) -> bool:
 
 def refuses(stream: bytes) -> bool:
     """Return whether the first event of a stream refuses the request; another replica may accept it."""
-    data = first_data(stream)
-    found = _decoded(data)
-    is_response = isinstance(found, dict) and found.get("type") == "response.failed"
-    error = _field(_field(found, "response") if is_response else found, "error")
-    if is_response:
-        return _field(error, "code") in _FAILED
-    return _field(error, "code") in REFUSED or _field(error, "type") in _OVERLOADED or tells_of_loss(data)
+    error = _error_in(first_data(stream))
+    return _field(error, "type") in _OVERLOADED or any(code in _AGAIN for code in _codes(error))
 
 
 def first_data(stream: bytes) -> bytes:
@@ -101,18 +96,24 @@ def first_data(stream: bytes) -> bytes:
 
 def tells_of_loss(body: bytes) -> bool:
     """Return whether an error says, as OpenAI's or Anthropic's, that the engine ended with the request."""
-    error = _field(_decoded(body), "error")
-    return EngineEnded.code in (_field(error, "code"), _field(_field(error, "details"), "error_code"))
+    return EngineEnded.code in _codes(_error_in(body))
 
 
-def _decoded(body: bytes) -> Any:
-    """Return what an error holds; None for what is none."""
+def _error_in(body: bytes) -> Any:
+    """Return what tells of an error in an answer or an event; None where nothing does."""
     if b'"error"' not in body:
         return None
     try:
-        return msgspec.json.decode(body)
+        found = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
+    is_response = _field(found, "type") == "response.failed"
+    return _field(_field(found, "response") if is_response else found, "error")
+
+
+def _codes(error: Any) -> tuple[Any, Any]:
+    """Return the code of an error, and what its API has no code for."""
+    return _field(error, "code"), _field(_field(error, "details"), "error_code")
 
 
 def _field(found: Any, name: str) -> Any:

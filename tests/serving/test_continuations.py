@@ -315,6 +315,12 @@ def test_a_router_is_told_whether_an_engine_was_lost_or_its_server_ends(is_strea
     assert server.wait() == 0
 
 
+def test_a_router_is_told_the_status_of_a_stream_that_fails(server: Server) -> None:
+    nothing = {"allowed_token_ids": [300], "min_tokens": 2, "stop_token_ids": [300]}
+    over = ask(server, COMPLETIONS, PLAIN | nothing | {"stream": True}).over
+    assert (over.status, b'"code":400' in over.payload) == (400, True)
+
+
 def fingerprint_of(server: Server) -> Any:
     return httpx.get(f"{server.url}/server_info", timeout=PATIENCE_S).json()["continuations"]
 

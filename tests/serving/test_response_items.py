@@ -22,7 +22,8 @@ from serving.api.answer_parser import AnswerParser
 from serving.api.items import carrying
 from serving.api.responses import ResponseObject, ResponsesBody
 from serving.api.responses_input import messages_of
-from serving.failures import RequestFailed
+from serving.failures import CutOff, EngineEnded, Failure, Overloaded, RequestFailed, Unavailable
+from serving.router.reply import first_data, refuses, tells_of_loss
 from serving.text.chat_template import check_messages, joined
 from serving.text.tokenizer import Text, TextOptions
 from serving.tools.definitions import tool_use
@@ -176,6 +177,27 @@ def test_a_failure_ends_a_stream_as_a_response(text: Text) -> None:
         "the engine was lost",
     )
     assert event.response.output_text == "It"
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "is_refusal", "is_loss"),
+    [
+        (RequestFailed("not finite"), "server_error", False, False),
+        (CutOff("aborted", "asked"), "server_error", False, False),
+        (BadRequest("input", "is wrong"), "invalid_prompt", False, False),
+        (Overloaded("full", 1.0), "rate_limit_exceeded", True, False),
+        (Unavailable("asleep"), "server_error", True, False),
+        (EngineEnded("killed"), "server_error", True, True),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_router_reads_from_a_failure_whether_another_replica_may_answer(
+    text: Text, failure: Failure | BadRequest, code: str, is_refusal: bool, is_loss: bool
+) -> None:
+    last = response_of(text).failed(failure)
+    event = events_adapter().validate_json(last.decode().partition("\ndata: ")[2])
+    assert event.response.error.code == code
+    assert (refuses(last), tells_of_loss(first_data(last))) == (is_refusal, is_loss)
 
 
 def test_items_become_the_messages_of_their_turns(text: Text) -> None:

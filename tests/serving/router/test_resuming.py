@@ -32,6 +32,7 @@ from serving.continuation import (
 )
 from serving.router import framed_answer
 from serving.router import proxy as of_proxy
+from serving.router.reply import REFUSED
 from serving.router.resuming import MOST_LOSSES, KnownAnswer, KnownAnswers
 from serving.router.upstream import Lost
 from tests.patience import PATIENCE_S
@@ -227,6 +228,22 @@ def test_what_ends_engines_before_its_first_token_is_not_sent_to_all() -> None:
         full = whole(429, b"{}")
         async with Telling(*[None] * 4, *[full] * 4, tells(BEGUN, grown(1), END)) as fleet:
             assert tokens_in((await fleet.ask())[1]) == [1], "who refuses it has not begun it"
+
+    run(test)
+
+
+@pytest.mark.parametrize("status", [429, 499, 500, 503])
+def test_a_stream_that_fails_by_itself_is_not_computed_elsewhere(status: int) -> None:
+    """Its status says so, and not its last event, for which each API has names of its own."""
+    error = {"type": "response.failed", "response": {"error": {"code": "server_error"}}}
+    failed = Over(status, "", b"event: response.failed\ndata: " + msgspec.json.encode(error) + b"\n\n")
+    is_again = status in REFUSED
+
+    async def test() -> None:
+        async with Telling(tells(BEGUN, failed), tells(BEGUN, grown(1), END)) as fleet:
+            _, body = await fleet.ask("/v1/responses")
+            assert body == (grown(1).payload + END.payload if is_again else failed.payload)
+            assert fleet.num_asked() == [1, int(is_again)]
 
     run(test)
 

@@ -26,7 +26,8 @@ SIGNS = [COMMENT, b": ping - 2026\r\n\r\n", b"\n\n", PING, b":\n\n"]
 LOST_ENGINE = b'data: {"error":{"message":"lost","type":"service_unavailable_error","code":503}}\n\n'
 FAILED = (
     b"event: response.failed\n"
-    b'data: {"type":"response.failed","response":{"error":{"code":"server_error"}}}\n\n'
+    b'data: {"type":"response.failed",'
+    b'"response":{"error":{"code":"server_error","details":{"error_code":503}}}}\n\n'
 )
 OVERLOADED = b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"full"}}\n\n'
 WRONG = b'data: {"error":{"message":"wrong","type":"invalid_request_error","code":400}}\n\n'
@@ -215,7 +216,7 @@ def test_signs_are_told_from_events_wherever_the_bytes_are_cut() -> None:
 @pytest.mark.parametrize(
     "event",
     [WRONG, WHOLE[0], b"data: [DONE]\n\n", b'data: {"error"\n\n', b'data: {"error":3}\n\n',
-     b'data: ["error"]\n\n', b'data: {"error":{"code":{}}}\n\n', FAILED.replace(b"server_error", b"x"),
+     b'data: ["error"]\n\n', b'data: {"error":{"code":{}}}\n\n', FAILED.replace(b"503", b"500"),
      WHOLE[0] + LOST_ENGINE, b'data: {"error":' + b"[" * 30_000 + b"\n\n",
      b'data: {"choices":[{"text":"\\"error\\" 503"}]}\n\n'],
 )  # fmt: skip
