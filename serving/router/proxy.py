@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -35,7 +36,7 @@ from serving.continuation import (
     ROUTER_KEY_HEADER,
     AnswerBegun,
 )
-from serving.failures import Failure
+from serving.failures import CutOff, Failure
 from serving.router.fair_turns import ModelTurns
 from serving.router.fleet_figures import FleetFigures
 from serving.router.framed_answer import FramedAnswer, is_framed, loss_event, read_out, why_not_resumed
@@ -183,7 +184,7 @@ class Proxy:
         await turns.enter(tenant, routed.prompt.num_tokens)
         try:
             self._figures.waited(time.monotonic() - came_s)
-            known = KnownAnswer(self._answers, routed.scope["path"], routed.body)
+            known = KnownAnswer(self._answers, routed.scope["path"], routed.body, _owner(routed.scope))
             try:
                 await self._send_on(routed, reply, known)
             finally:
@@ -192,12 +193,14 @@ class Proxy:
             turns.leave()
 
     async def _abort(self, scope: Scope, send: Send, body: bytes) -> None:
-        """Ask all replicas at once to abort a request.
+        """Ask all replicas at once to abort a request; one that waits to go on is at none, and ends here.
 
         The first replica that aborts it answers; otherwise one that refuses for any reason but not knowing
         the request; otherwise one that does not know it.
         """
         headers, path = _passed_on(scope), scope["raw_path"].decode("latin-1")
+        group = scope["path"].removeprefix(_ABORT)
+        has_waited = self._answers.abort(group, _owner(scope))
 
         async def ask(replica: FleetReplica) -> tuple[int, HeaderLines, bytes]:
             answer = await replica.server.ask("POST", path, headers, body)
@@ -221,7 +224,10 @@ class Proxy:
             for each in asking:
                 each.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
-        if said is not None:
+        if has_waited and (said is None or said[0] != _DONE):
+            done = msgspec.json.encode({"id": group, "aborted": 1})
+            await _send_whole(send, _DONE, [(b"content-type", b"application/json")], done)
+        elif said is not None:
             await _send_whole(send, *said)
         else:
             why = "no replica could be reached; send the request again"
@@ -280,18 +286,7 @@ class Proxy:
                 log.warning("%s: %s; nothing was answered, so it goes elsewhere", replica.url, lost)
             finally:
                 counted.end()
-        if known.is_interrupted and known.is_sent:
-            self._figures.cut_off()
-            why = f"no replica like it took the answer within {WAIT_S:g} s"
-            await self._tell_loss(routed, reply, "" if known.why_not else why, known.why_not)
-            return
-        self._figures.refused()
-        if refusal is not None:
-            await refusal.pass_on()
-        else:
-            of_model = f" of {routed.model!r}" if routed.model is not None and not self._models.is_one else ""
-            why = f"no replica{of_model} can take a request now; send it again"
-            await reply.error(503, why, retry_after_s=RETRY_S)
+        await self._tell_end(routed, reply, known, refusal)
 
     async def _answered(
         self,
@@ -308,7 +303,7 @@ class Proxy:
         answer = await self._ask(routed, counted.replica, place, known, is_once=is_once)
         try:
             is_refused = answer.status in REFUSED or (answer.status == _UNKNOWN and routed.model is not None)
-            if known.is_continued and not is_framed(answer.headers):
+            if known.is_continued and not is_framed(answer.headers) and answer.status != CutOff.status:
                 is_refused = True
                 if answer.status not in _ELSEWHERE:
                     known.be_refused(answer.status)
@@ -326,11 +321,13 @@ class Proxy:
         One that may begin again does so where another replica is ready, and none that could continue it, or
         none that has done so in this time.
         """
+        if known.is_aborted:
+            return None
         if known.waits_until_s is None:
             return self._sent(routed, tried)
         assert known.begun is not None, "an answer was interrupted before it began"
         like, until_s = known.begun.fingerprint, known.waits_until_s
-        while not known.why_not:
+        while not (known.why_not or known.is_aborted):
             others = [each.number for each in self._replicas if each.continuations != like]
             but = others if known.is_continued else []  # without a token there is nothing to continue
             sent = self._sent(routed, [*tried, *but])
@@ -371,6 +368,25 @@ class Proxy:
         if known.is_continued:
             path, body = PATH, known.continuation()
         return await replica.server.ask(scope["method"], path, headers, body, is_once=is_once)
+
+    async def _tell_end(
+        self, routed: _Routed, reply: Reply, known: KnownAnswer, refusal: Refusal | None
+    ) -> None:
+        """Tell a client why no replica answers it, or goes on with its answer."""
+        if known.is_aborted:
+            await _tell_aborted(reply)
+        elif known.is_interrupted and known.is_sent:
+            self._figures.cut_off()
+            why = f"no replica like it took the answer within {WAIT_S:g} s"
+            await self._tell_loss(routed, reply, "" if known.why_not else why, known.why_not)
+        elif refusal is not None:
+            self._figures.refused()
+            await refusal.pass_on()
+        else:
+            self._figures.refused()
+            of_model = f" of {routed.model!r}" if routed.model is not None and not self._models.is_one else ""
+            why = f"no replica{of_model} can take a request now; send it again"
+            await reply.error(503, why, retry_after_s=RETRY_S)
 
     async def _tell_unanswered(
         self, reply: Reply, replica: FleetReplica, lost: Lost, known: KnownAnswer, *, is_once: bool
@@ -447,6 +463,9 @@ class Proxy:
                         counted.begin()
                         framed.grow(frame)
                     elif isinstance(frame, AnswerBegun):
+                        if known.is_aborted:  # in between, and its replica has not known it yet
+                            await _tell_aborted(reply)
+                            return None
                         if known.goes_on():
                             self._figures.resumed()
                         await framed.begin(frame)
@@ -601,6 +620,14 @@ def _passed_on(scope: Scope) -> HeaderLines:
     return [*headers, (b"x-request-id", name.encode())] if name else headers
 
 
+def _owner(scope: Scope) -> str:
+    """Return whose a request is: without keys of the router, that of the key which it shows replicas."""
+    client: Client = scope.get("state", {}).get("client") or ANYBODY
+    headers = dict(scope["headers"])
+    shown = headers.get(b"authorization", headers.get(b"x-api-key", b""))
+    return client.owner or shown.rpartition(b" ")[2].decode("latin-1")
+
+
 def _kept(headers: HeaderLines) -> HeaderLines:
     return [each for each in headers if each[0] not in _NOT_SENT_BACK]
 
@@ -620,6 +647,10 @@ async def _send_whole(send: Send, status: int, headers: HeaderLines, body: bytes
     kept = [*_kept(headers), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": kept})
     await send({"type": "http.response.body", "body": body})
+
+
+async def _tell_aborted(reply: Reply) -> None:
+    await reply.error(CutOff.status, "the request was aborted", code=CutOff.code)
 
 
 async def _nothing() -> dict[str, Any]:

@@ -39,6 +39,7 @@ class KnownAnswers:
     def __init__(self, most_bytes: int = MOST_ALL_KNOWN_BYTES) -> None:
         self._most_bytes = most_bytes
         self.num_bytes = 0
+        self.interrupted: set[KnownAnswer] = set()  # until they are forgotten, also where they have gone on
 
     def take(self, num_bytes: int) -> bool:
         """Reserve memory; returns False where there is none left."""
@@ -47,16 +48,24 @@ class KnownAnswers:
         self.num_bytes += num_bytes
         return True
 
+    def abort(self, group: str, owner: str) -> bool:
+        """Let an owner's answer with this id not go on; return whether there is one that waits for it."""
+        found = [each for each in self.interrupted if each.waits_as(group) and each.owner == owner]
+        for each in found:
+            each.is_aborted = True
+        return bool(found)
+
 
 class KnownAnswer:
-    """What is known of the answer to one request with this `body`, until `forget`.
+    """What is known of the answer to one request of `owner` with this `body`, until `forget`.
 
     `why_not` says why it cannot go on elsewhere; "": it can, as far as is known.
     """
 
-    def __init__(self, answers: KnownAnswers, path: str, body: bytes) -> None:
+    def __init__(self, answers: KnownAnswers, path: str, body: bytes, owner: str = "") -> None:
         self._answers = answers
         self._path, self._body = path, body
+        self.owner = owner
         self._came_s = time.monotonic()
         self._num_bytes = 0
         self._logprobs: list[msgspec.Raw] = []
@@ -69,6 +78,7 @@ class KnownAnswer:
         self.is_sent = False  # its client has a part of it
         self.why_not = ""
         self.waits_until_s: float | None = None  # set while it is to go on elsewhere
+        self.is_aborted = False  # its owner has ended it while it was to go on
 
     @property
     def can_go_on(self) -> bool:
@@ -99,6 +109,10 @@ class KnownAnswer:
     def may_begin_again(self) -> bool:
         """Whether it may be answered from its beginning as well, since its client has nothing of it."""
         return self.is_continued and not self.is_sent
+
+    def waits_as(self, group: str) -> bool:
+        """Return whether it is to go on elsewhere, and has this id."""
+        return self.is_interrupted and self.begun is not None and self.begun.group == group
 
     def begin(self, begun: AnswerBegun) -> None:
         """Note what it begins with; where it goes on, what it began with still holds."""
@@ -145,6 +159,7 @@ class KnownAnswer:
         self._num_interrupted += 1
         self.num_resumed += self.num_tokens > 0
         self.waits_until_s = time.monotonic() + WAIT_S
+        self._answers.interrupted.add(self)
 
     def check_resumable(self, *, is_orderly: bool) -> None:
         """Set `why_not` once it was lost as often as it may be; it may be what ends engines.
@@ -203,6 +218,7 @@ class KnownAnswer:
 
     def forget(self) -> None:
         """Keep nothing any more."""
+        self._answers.interrupted.discard(self)
         self._release()
 
     def _keep(self, num_bytes: int) -> None:

@@ -38,6 +38,7 @@ from serving.router.upstream import Lost
 from tests.patience import PATIENCE_S
 from tests.serving.router.test_lost_replicas import by_path
 from tests.serving.router.test_proxy import Fleet, Script, Stub, chunk, error_of, hang, run, stream, whole
+from tests.serving.router.waiting import until
 
 HEAD = f"HTTP/1.1 200 OK\r\ncontent-type: {FRAMES}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
 LIKE = "go_1"
@@ -437,6 +438,71 @@ def test_who_does_not_continue_it_may_begin_it(status: int, monkeypatch: pytest.
             assert await fleet.ask() == (200, b'{"a":1}')
             assert second.heads[0].startswith(b"POST %s " % PATH.encode())
             assert fleet.replicas[1].num_lost == 0, "who refuses it is not lost"
+
+    run(test)
+
+
+def test_an_answer_that_waits_to_go_on_is_aborted_by_the_key_that_asked() -> None:
+    unknown = whole(404, b"{}")
+
+    def shown(key: bytes) -> list[tuple[bytes, bytes]]:
+        return [(b"authorization", b"Bearer " + key)]
+
+    async def test() -> None:
+        async with Telling(hang) as fleet:
+            (stub,) = (each for each in fleet.stubs if each)
+            stub.script = leaves(fleet, BEGUN, grown(1))
+            asking = asyncio.ensure_future(fleet.ask(headers=shown(b"mine")))
+            await until(lambda: bool(fleet.replicas[0].num_lost))
+            stub.script = unknown
+            for key, status in ((b"other", 404), (b"mine", 200)):
+                assert (await fleet.ask("/abort/chatcmpl-1", headers=shown(key)))[0] == status
+            _, body = await asking
+            assert (tokens_in(body), error_of(body)["code"]) == ([1], "aborted")
+            assert fleet.figures.num_cut_off == 0
+
+    run(test)
+
+
+def test_an_answer_is_aborted_while_it_is_on_its_way_to_another_replica() -> None:
+    unknown = whole(404, b"{}")
+
+    async def test() -> None:
+        arrives = asyncio.Event()
+
+        async def late(writer: asyncio.StreamWriter) -> None:
+            await arrives.wait()
+            await tells(BEGUN, grown(2), END)(writer)
+
+        async with Telling(hang, hang) as fleet:
+            first, second = (each for each in fleet.stubs if each)
+            first.script = leaves(fleet, BEGUN, grown(1))
+            second.script = by_path(**{"continue": late, "other": unknown})(second)
+            asking = asyncio.ensure_future(fleet.ask())
+            await until(lambda: bool(second.heads))
+            first.script = unknown
+            assert (await fleet.ask("/abort/chatcmpl-1"))[0] == 200
+            arrives.set()
+            _, body = await asking
+            assert (tokens_in(body), error_of(body)["code"]) == ([1], "aborted")
+
+    run(test)
+
+
+def test_what_the_new_replica_has_aborted_is_aborted() -> None:
+    """It answers so where it has not begun to tell the rest."""
+    aborted = whole(499, error_body(499, "the request was aborted", code="aborted"))
+    good = tells(WHOLE_BEGUN, Over(200, "", b'{"a":1}'))
+
+    async def test() -> None:
+        for told in ([BEGUN, grown(1)], [WHOLE_BEGUN, UNTOLD]):
+            async with Telling(hang, aborted, good) as fleet:
+                stub = fleet.stubs[0]
+                assert stub is not None
+                stub.script = leaves(fleet, *told)
+                _, body = await fleet.ask()
+                assert error_of(body)["code"] == "aborted"
+                assert fleet.num_asked() == [1, 1, 0]
 
     run(test)
 
