@@ -110,10 +110,11 @@ _NONE: Index = np.empty(0, dtype=np.int64)
 NO_BATCH = Batch(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
 
-NOT_FINITE = -1  # stands in the place of a token id where the logits were not finite
+NOT_FINITE = -1  # stands in the place of a token id where the model's logits were not finite
 # No token was allowed by the request's masks
 NONE_LEFT = -2
 LATE = -3  # the mask of allowed tokens was not ready in time, so the row is computed once more
+SPOILT = -4  # the operator's own processors left logits that were not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class Candidates:
 class Sampled:
     """The device's answer to one batch, aligned with `batch.sampled`."""
 
-    # [R] token ids, or NOT_FINITE, NONE_LEFT or LATE in their place
+    # [R] token ids, or NOT_FINITE, NONE_LEFT, LATE or SPOILT in their place
     tokens: Index
     # The keys of both are indices into `tokens`: of requests that asked, and of beams
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)

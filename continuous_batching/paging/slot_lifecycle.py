@@ -260,31 +260,32 @@ class SlotLifecycle:
         busy = self.slots.busy
         return busy[~np.isin(busy, self.withheld)] if len(self.withheld) else busy
 
-    def leave(self, row: int, *, failed: bool = False) -> Request:
+    def leave(self, row: int, *, failed: bool = False, is_wrong: bool = False) -> Request:
         """Free a row and its pages, after its tokens have been handed back to the request.
 
-        Its computed pages can be found until they are evicted. If the request failed, everything it computed
-        or found is removed from the cache, because it may be the cause, and the token it failed with is
-        dropped.
+        Its computed pages can be found until they are evicted. If the request failed, what it got in place of
+        a token is dropped. If what the row computed may be wrong, because the model's logits were, all that
+        it computed or found is removed from the cache.
         """
-        request = self.settle(row, failed=failed)
-        self.vacate(row, failed=failed)
+        request = self.settle(row, failed=failed, is_wrong=is_wrong)
+        self.vacate(row, is_wrong=is_wrong)
         return request
 
-    def settle(self, row: int, *, failed: bool = False) -> Request:
+    def settle(self, row: int, *, failed: bool = False, is_wrong: bool = False) -> Request:
         """Hand a row's tokens back to its request, which ends or leaves; the row keeps its pages for now."""
         slots = self.slots
-        if failed:  # its cached pages may be as wrong as its answer
+        if failed:
             slots.num_tokens[row] -= 1
+        if is_wrong:  # its cached pages may be as wrong as its answer
             self.matching.forget(row)
         request = slots.hand_back(row)
-        if not failed:
+        if not is_wrong:
             request.page_keys = self.matching.keys(request)
         return request
 
-    def vacate(self, row: int, *, failed: bool = False) -> None:
+    def vacate(self, row: int, *, is_wrong: bool = False) -> None:
         """Free a settled row and its pages."""
-        if failed:
+        if is_wrong:
             self.matching.forget(row)
         else:
             self.matching.publish_all(row)

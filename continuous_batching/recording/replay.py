@@ -17,7 +17,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from continuous_batching.batch import LATE, Batch, Sampled
+from continuous_batching.batch import SPOILT, Batch, Sampled
 from continuous_batching.recording.format import (
     Added,
     Chain,
@@ -291,7 +291,7 @@ def _answer_to(batch: Batch, entry: Committed, scheduler: Scheduler) -> Sampled:
         0 <= index < len(answer.tokens) and len(each.tokens) == len(each.scores)
         for index, each in answer.candidates.items()
     )
-    known = (not len(each) or LATE <= each.min() <= each.max() < scheduler.vocab_size for each in ids)
+    known = (not len(each) or SPOILT <= each.min() <= each.max() < scheduler.vocab_size for each in ids)
     if not has_its_shape or not all(known):
         raise Divergence(f"what was committed is no answer to a batch of {len(batch.sampled)} tokens")
     return answer

@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import numpy as np
 
-from continuous_batching.batch import NONE_LEFT
+from continuous_batching.batch import NONE_LEFT, SPOILT
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 
 FAILURES = {  # reasons that end a row which got no token, with their explanation
     "error": "the model's logits were not finite",
+    "spoilt": "the logits were not finite behind the operator's logits processors",
     "blocked": "allowed_token_ids, bad_words and min_tokens together leave no token that could come next",
 }
 
 
 def failure(token: int) -> str:
     """Return the reason that ends a row, for a value below 0 that stands in the place of its token."""
-    return "blocked" if token == NONE_LEFT else "error"
+    return {NONE_LEFT: "blocked", SPOILT: "spoilt"}.get(token, "error")
 
 
 def complaint(reason: str, request: Request) -> str:
     """Explain why a request got no token, given the reason that ended its row."""
-    constraint = request.constraint
-    if request.processors is not None and (reason == "error" or request.processors.error):
-        return request.processors.error or f"{FAILURES['error']}, or not behind {request.processors.names}"
+    constraint, processors = request.constraint, request.processors
+    if processors is not None and reason != "error" and processors.error:
+        return processors.error
+    if processors is not None and reason == "spoilt":
+        return f"the logits were not finite behind {processors.names}"
     if reason != "blocked" or constraint is None:
         return FAILURES[reason]
     if constraint.error:

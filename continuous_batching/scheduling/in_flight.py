@@ -39,7 +39,7 @@ class InFlight:
         self._slots, self._depth = slots, depth
         self._batches: deque[_Flight] = deque()
         self._unknown = EMPTY  # rows whose last token has no value on the host yet
-        self.outrun: dict[int, bool] = {}  # row -> whether its request failed
+        self.outrun: dict[int, bool] = {}  # row -> whether what it has computed may be wrong
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -137,16 +137,16 @@ class InFlight:
         if len(batch.draft_stops):
             self._slots.draft_lag[batch.slots] = batch.stops - batch.draft_stops
 
-    def outrun_by(self, row: int, *, failed: bool) -> None:
+    def outrun_by(self, row: int, *, is_wrong: bool) -> None:
         """Note that the request in this row ends while the device still computes it."""
         if row in self._unknown:
             self._slots.num_tokens[row] -= 1
             self._unknown = self._unknown[self._unknown != row]
-        self.outrun[row] = failed
+        self.outrun[row] = is_wrong
 
     def take_landed(self) -> dict[int, bool]:
-        """Remove and return the outrun rows that are no longer in flight, with whether they failed."""
-        landed = {row: failed for row, failed in self.outrun.items() if not self.holds(row)}
+        """Remove and return the outrun rows that are no longer in flight, with whether they may be wrong."""
+        landed = {row: is_wrong for row, is_wrong in self.outrun.items() if not self.holds(row)}
         for row in landed:
             del self.outrun[row]
         return landed

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from continuous_batching.batch import LATE, NO_BATCH, Batch, Booked, Sampled, StateCut
+from continuous_batching.batch import LATE, NO_BATCH, NOT_FINITE, Batch, Booked, Sampled, StateCut
 from continuous_batching.counters import Counters
 from continuous_batching.paging.page_tables import EMPTY, Compaction
 from continuous_batching.paging.slot_lifecycle import SlotLifecycle
@@ -330,9 +330,9 @@ class Scheduler:
             over = {at: over[index] for at, index in enumerate(counted.tolist()) if index in over}
         if self.speculation is not None:
             self.speculation.learn(batch, rows, positions, sampled.tokens, counters)
-        failed = rows[sampled.tokens < 0]
-        # No other row may share what a failed row computed, not even within this commit.
-        wrong = [*failed.tolist(), *(row for row, has_failed in outrun.items() if has_failed)]
+        not_finite = rows[sampled.tokens == NOT_FINITE]
+        # No other row may share what such a row computed, not even within this commit
+        wrong = [*not_finite.tolist(), *(row for row, is_wrong in outrun.items() if is_wrong)]
         if len(prompts):
             right = prompts[~np.isin(prompts, wrong)] if wrong else prompts
             self.lifecycle.matching.publish_prompts(right)
@@ -367,8 +367,8 @@ class Scheduler:
         for request in finished:
             request.finish_s = now_s
         if outrun:
-            for row, has_failed in self.in_flight.take_landed().items():
-                self.lifecycle.vacate(row, failed=has_failed or row in failed)
+            for row, is_wrong in self.in_flight.take_landed().items():
+                self.lifecycle.vacate(row, is_wrong=is_wrong or row in not_finite)
         flushes = self.has_tier and not self.has_work
         return Booked(*booked, finished, self.tables.take_copies() if flushes else ())
 
@@ -399,13 +399,14 @@ class Scheduler:
 
     def _finish(self, row: int, reason: str) -> Request:
         is_beam, failed = self.slots.beam_width[row] > 0, reason in FAILURES
+        is_wrong = reason == "error"  # what got no token for another reason was computed as it always is
         rows = self._beam_searches.rows_of(row) if is_beam else [row]
         in_flight = any(self.in_flight.holds(each) for each in rows) if len(self.in_flight) else False
         for each in rows if in_flight else ():
-            self.in_flight.outrun_by(each, failed=failed)
+            self.in_flight.outrun_by(each, is_wrong=is_wrong)
         self.lifecycle.lease(row, reason)
         leave = self.lifecycle.settle if in_flight else self.lifecycle.leave
-        request, *_ = [leave(each, failed=failed) for each in rows]
+        request, *_ = [leave(each, failed=failed, is_wrong=is_wrong) for each in rows]
         self._part(request)
         request.finish_reason = "error" if failed else reason
         if failed:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from continuous_batching.batch import LATE, NONE_LEFT, NOT_FINITE, Sampled
+from continuous_batching.batch import LATE, NONE_LEFT, NOT_FINITE, SPOILT, Sampled
 from continuous_batching.samples.mask_maker import MaskMaker
 from continuous_batching.slots import SlotPool
 from kv_cache.device.transfer import Arrays, Tensors, all_to_device, all_to_host, to_host
@@ -82,7 +82,7 @@ class Best:
 class Chosen:
     """The chosen tokens, on their way to the host."""
 
-    tokens: Tensor  # int64 [R] on the device; NOT_FINITE or NONE_LEFT if there is none
+    tokens: Tensor  # int64 [R] on the device; NOT_FINITE, NONE_LEFT or SPOILT if there is none
     wait: Callable[[], Sampled]
 
 
@@ -92,9 +92,9 @@ class Sampler:
     First logit_processors.py changes the logits. Then temperature 0 (or top_k 1) takes the best token; any
     other row draws from softmax(logits / temperature) under the limits of models/ops/drawing.py.
     Log-probabilities are those of the model's own distribution, before all of this. A row that holds NaN or
-    +inf gets NOT_FINITE for a token, and a row for which every token is forbidden NONE_LEFT; rows do not
-    affect each other. A row whose mask is not ready in time gets LATE, and a beam gets candidates
-    (logprobs.py).
+    +inf gets NOT_FINITE for a token, or SPOILT if only the operator's processors left that, and a row for
+    which every token is forbidden NONE_LEFT; rows do not affect each other. A row whose mask is not ready in
+    time gets LATE, and a beam gets candidates (logprobs.py).
     """
 
     reads_logits = True
@@ -224,12 +224,12 @@ class Sampler:
             changed = torch.where(is_possible, best, NONE_LEFT)
             if own:  # a processor of the operator's may return what is no number, which is no mask
                 is_broken = scores.isnan().any(-1) | (scores == torch.inf).any(-1)
-                changed = changed.masked_fill_(is_broken, NOT_FINITE)
+                changed = changed.masked_fill_(is_broken, SPOILT)
             chosen = torch.where(chosen == NOT_FINITE, chosen, changed)
         if "uniform" in sent:
             drawn = self._ops.draw(scores, best, chosen, sent)
             # A change may have overwritten the one logit that was not finite
-            chosen = torch.where(chosen == NOT_FINITE, chosen, drawn) if "bias" in sent else drawn
+            chosen = torch.where(chosen < 0, chosen, drawn) if "bias" in sent else drawn
         return chosen if work is None else best_of.chosen.index_copy(0, work, chosen)
 
 
@@ -252,7 +252,7 @@ def _without(late: Index, chosen: Chosen) -> Chosen:
     def wait() -> Sampled:
         sampled = chosen.wait()
         tokens = sampled.tokens.copy()
-        tokens[late] = np.where(tokens[late] == NOT_FINITE, NOT_FINITE, LATE)
+        tokens[late] = np.where(np.isin(tokens[late], (NOT_FINITE, SPOILT)), tokens[late], LATE)
         return replace(sampled, tokens=tokens)
 
     return Chosen(chosen.tokens, wait)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from continuous_batching.batch import LATE, Batch, Candidates, Sampled
+from continuous_batching.batch import LATE, NOT_FINITE, Batch, Candidates, Sampled
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
@@ -150,7 +150,8 @@ class ChecksumRunner:
             np.full((each.host.num_pages if each.host else 0, size), POISON) for each in groups
         ]
         self.last = np.full(slots.num_slots, -1)  # each row's last token, where only a device has it
-        self.fail: set[str] = set()  # ids of requests whose logits are not finite
+        self.fail: set[str] = set()  # ids of requests that get no token
+        self.failure = NOT_FINITE  # what stands in the place of their tokens
         self.num_steps = 0
         self.tier: TierCopies | None = None
         self.defers = False  # whether a batch is computed when it is waited for, as by a last stage
@@ -181,7 +182,7 @@ class ChecksumRunner:
             written.append(self.cache[places])
             self._through_windows(row, start, stop, written[-1])
         tokens = [
-            -1
+            self.failure
             if self.slots.requests[row].id in self.fail
             else answer_token(written[span][:target], self.slots.requests[row].params.seed or 0)
             for span, row, target in zip(

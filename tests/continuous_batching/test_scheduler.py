@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from continuous_batching.batch import Sampled
+from continuous_batching.batch import NONE_LEFT, SPOILT, Sampled
 from continuous_batching.engine import Engine
 from continuous_batching.policies.batching import StallFree
 from continuous_batching.policies.prefill_budget import FixedChunks
@@ -305,6 +305,23 @@ def test_a_failed_request_ends_alone_and_its_pages_are_never_found() -> None:
     engine.add(again)
     run_out(engine)
     assert again.num_cached_tokens == 0
+    assert again.answer.tolist() == alone(bad.prompt.tolist(), 4)
+
+
+@pytest.mark.parametrize("failure", [NONE_LEFT, SPOILT])
+def test_a_request_for_which_no_token_is_left_leaves_the_pages_of_its_prompt_to_others(failure: int) -> None:
+    """It may come again and again, and must not keep the others from finding anything."""
+    engine = make(budget=40)
+    engine.runner.fail, engine.runner.failure = {"bad", "worse"}, failure
+    first = ask("first", 13, 1)
+    bad = Request("bad", np.concatenate((first.prompt, first.prompt)), SamplingParams(max_tokens=4))
+    worse, again = (Request(name, bad.prompt, SamplingParams(max_tokens=4)) for name in ("worse", "again"))
+    for request in (first, bad, worse, again):
+        engine.add(request)
+        run_out(engine)
+    assert (bad.finish_reason, bad.answer.tolist()) == ("error", [])
+    assert bad.is_at_fault == (failure == NONE_LEFT)
+    assert [each.num_cached_tokens for each in (bad, worse, again)] == [12, 24, 24]
     assert again.answer.tolist() == alone(bad.prompt.tolist(), 4)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from continuous_batching.batch import NONE_LEFT
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from kv_cache.page_keys import key_of_group
@@ -185,3 +186,12 @@ def test_nothing_of_a_request_that_failed_stays_in_the_tier(found: bool, windows
     assert engine.scheduler.counters.fetched_pages == (7 + 2 * len(windows) if found else 0)
     wrong = {key_of_group(key, group) for key in bad.page_keys[:7] for group in range(1 + len(windows))}
     assert not wrong & pages.keys()
+
+
+def test_what_a_request_found_for_which_no_token_is_left_stays_in_the_tier() -> None:
+    pages, first = kept()
+    engine, before = engine_with(pages), dict(pages)
+    engine.runner.fail, engine.runner.failure = {"bad"}, NONE_LEFT
+    serve(engine, bad := again(first, "bad"))
+    assert (bad.finish_reason, bad.num_cached_tokens) == ("error", 28)
+    assert pages == before

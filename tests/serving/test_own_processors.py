@@ -93,8 +93,8 @@ FAILURES = {
     "short": "Fail returned torch.float32 of (1023,) and not torch.float32 of (1024,)",
     "double": "Fail returned torch.float64 of (1024,) and not torch.float32 of (1024,)",
     "leaves nothing": "leave no token that could come next",
-    "nan": "the model's logits were not finite, or not behind the logits processors Fail",
-    "inf": "the model's logits were not finite, or not behind the logits processors Fail",
+    "nan": "the logits were not finite behind the logits processors Fail",
+    "inf": "the logits were not finite behind the logits processors Fail",
 }
 
 
