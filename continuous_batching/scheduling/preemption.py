@@ -67,6 +67,7 @@ class Preemption:
 
         Pages held for other engines give way first. Where rows are withheld, whose masks are late, the last
         row that could run waits for them with what it has: nobody would compute in pages that it gave up.
+        Where the row to be preempted is in flight, no span is left, and the next step decides again.
         """
         tables, slots = self._lifecycle.tables, self._lifecycle.slots
         while not tables.grow_to(rows, stops):
@@ -76,7 +77,7 @@ class Preemption:
             assert len(others), f"row {slots.busy[0]} is alone and finds no page"
             victim = self.victim(slots, others)
             kept = ~np.isin(rows, self._beam_searches.rows_of(victim))
-            if len(self._lifecycle.withheld) and not kept.any():
+            if self._in_flight.holds(victim) or (len(self._lifecycle.withheld) and not kept.any()):
                 return rows[:0], starts[:0], stops[:0]
             self.preempt(victim)
             rows, starts, stops = rows[kept], starts[kept], stops[kept]

@@ -208,7 +208,8 @@ class Scheduler:
 
         It cannot if it depends on tokens that are still unknown, as with forks, beams, drafts and changes of
         logits (the latter two are allowed if batches have no row in common). Nor can it if a row may have to
-        be preempted, for pages or by priority, because the row's request would not know its last token.
+        be preempted, for pages or by priority, because the row's request would not know its last token; that
+        rows take shared pages of a window which nobody used is not foreseen, and leaves the batch empty.
         """
         busy = self.slots.busy
         if self._parallel_samples.leader_of or self._beam_searches.by_number:

@@ -112,12 +112,12 @@ def test_requests_get_the_tokens_of_each_alone_whatever_happens_to_the_pages_of_
     assert min(counted.values()) >= 3
 
 
-def engine_of(num_pages: int, window_pages: int, window: int = 9, **options: int) -> Engine:
-    """Pages of 4 tokens, chunks of up to 16."""
+def engine_of(num_pages: int, window_pages: int, window: int = 9, budget: int = 16, **options: int) -> Engine:
+    """Pages of 4 tokens, chunks of up to the `budget` of a step."""
     slots, pool = SlotPool(3, LARGEST, 4), PagePool(1 + num_pages)
     groups = window_groups([window], slots, pool, None, [window_pages])
     scheduler = Scheduler(
-        slots, pool, StallFree(), max_batch_tokens=16, vocab_size=VOCAB_SIZE, groups=groups, **options
+        slots, pool, StallFree(), max_batch_tokens=budget, vocab_size=VOCAB_SIZE, groups=groups, **options
     )
     return Engine(scheduler, ChecksumRunner(slots, pool, None, groups), clock=lambda: 0.0)
 
@@ -182,6 +182,26 @@ def test_a_long_chunk_preempts_nobody_for_pages_that_it_needs_for_one_step() -> 
         recount(engine.scheduler)
     assert engine.scheduler.counters.preemptions == 0
     for each in (first, second):
+        assert each.answer.tolist() == alone(each.prompt.tolist(), each.params.max_tokens)
+
+
+def test_a_row_in_flight_is_not_preempted_for_a_window_that_another_row_goes_on_from() -> None:
+    """The second shares two pages that nobody has used since the first ended, and the third lacks them."""
+    engine = engine_of(60, 11, budget=32)
+    engine.overlap = True
+    first = Request("first", STORY[:36], SamplingParams(max_tokens=1))
+    second = Request("second", np.concatenate([STORY[:36], STORY[:4]]), SamplingParams(max_tokens=4))
+    third = Request("third", STORY[::-1][:50].copy(), SamplingParams(max_tokens=4))
+    engine.add(first)
+    engine.add(second)
+    engine.step()
+    engine.add(third)
+    while engine.has_work:
+        engine.step()
+        recount(engine.scheduler)
+    assert engine.scheduler.counters.preemptions == 0
+    assert second.num_cached_tokens == 36
+    for each in (first, second, third):
         assert each.answer.tolist() == alone(each.prompt.tolist(), each.params.max_tokens)
 
 

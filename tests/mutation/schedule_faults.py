@@ -89,12 +89,13 @@ FAULTS = {
         "the device computes token 0 in place of the one that it chose",
         "tests/continuous_batching/test_overlap.py::test_the_next_step_begins_before_the_tokens_of_this_one_are_waited_for",
     ),
-    "ahead_without_pages": Fault(
-        "continuous_batching/paging/page_tables.py::PageTables.can_go_on",
-        "int(group.least(rows, stops).sum()) + forked <= group.num_available",
-        "True",
+    "preempted_in_flight": Fault(
+        "continuous_batching/scheduling/preemption.py::Preemption.make_room",
+        "self._in_flight.holds(victim)",
+        "False",
         "a row is preempted whose last token nobody knows",
-        "tests/continuous_batching/test_overlap.py::test_no_step_is_begun_ahead_where_pages_may_run_short",
+        "tests/continuous_batching/test_window_schedules.py"
+        "::test_a_row_in_flight_is_not_preempted_for_a_window_that_another_row_goes_on_from",
     ),
     "ahead_of_what_edits_read": Fault(
         "continuous_batching/scheduling/in_flight.py::InFlight.takes_another",
