@@ -80,11 +80,16 @@ class PageTables:
     def has_free(self, rows: Index, stops: Index, longer: Index) -> bool:
         """Whether pages that are free and promised to nobody let spans end at `longer` in place of `stops`.
 
-        Nothing is evicted for them. A group in which they need no more pages is not asked.
+        Nothing is evicted for them, and nobody preempted: spans may take more of a window than was promised.
+        A group in which they need no more pages is not asked.
         """
         for group in self.groups:
-            extra = int((group.missing(rows, longer) - group.missing(rows, stops)).sum())
-            if extra and extra > group.pool.num_free - self.num_promised(group):
+            total = int(group.missing(rows, longer).sum())
+            extra = total - int(group.missing(rows, stops).sum())
+            if extra and (
+                extra > group.pool.num_free - self.num_promised(group)
+                or total + len(self.forked) > group.num_available
+            ):
                 return False
         return True
 

@@ -22,10 +22,11 @@ from kv_cache.groups import WindowGroup, most_pages
 from kv_cache.page_keys import TokenIds, short_key
 from kv_cache.pages import PagePool
 from kv_cache.prefix_cache import PageListener
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone, serve_at_random
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone, serve_at_random, story
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_machine import SpoilingRunner
 from tests.continuous_batching.windows import least_pages, window_groups
+from tests.knowing import Knowing
 from tests.thorough import cases
 
 LARGEST, NUM_REQUESTS = 60, 20
@@ -169,9 +170,16 @@ def test_a_pool_of_a_window_shrinks_no_further_than_accepted_requests_allow() ->
     )
 
 
-def test_a_long_chunk_preempts_nobody_for_pages_that_it_needs_for_one_step() -> None:
-    engine = engine_of(60, 7)
-    first = Request("first", STORY[:20], SamplingParams(max_tokens=30))
+@pytest.mark.parametrize(("num_prompt", "window_pages", "window", "drafts"), [(20, 7, 9, 0), (19, 11, 13, 2)])
+def test_a_long_chunk_preempts_nobody_for_pages_that_it_needs_for_one_step(
+    num_prompt: int, window_pages: int, window: int, drafts: int
+) -> None:
+    """Nor do drafts beside it, for which it leaves none."""
+    engine = engine_of(60, window_pages, window)
+    if drafts:
+        slots = engine.slots
+        engine.scheduler.speculation = Speculation(slots, Knowing(slots, story, VOCAB_SIZE), Fixed(), drafts)
+    first = Request("first", STORY[:num_prompt], SamplingParams(max_tokens=30))
     engine.add(first)
     for _ in range(4):
         engine.step()
