@@ -22,6 +22,7 @@ class _Started:
     """A batch that the leader has started: what computes it, what is to follow, and its result once known."""
 
     compute: Callable[[], Chosen]
+    leaves_states: bool  # within its spans, in pages of their own
     following: list[Callable[[], None]] = field(default_factory=list)
     chosen: Chosen | None = None
 
@@ -58,7 +59,7 @@ class StageRunner(ModelRunner):
         compute, share = self._prepared(batch), self.decoder.share
         if not share.is_last or share.tensor:
             return compute().wait
-        started = _Started(compute)
+        started = _Started(compute, bool(batch.cuts))
         self._started.append(started)
         if drafts is None:
             return lambda: self._result(started)
@@ -82,12 +83,14 @@ class StageRunner(ModelRunner):
 
         The last stage makes the batch's copies first, since the drafter reads these pages. That may be before
         it computes batches that were started earlier: their rows are in no further batch, so that their pages
-        are neither read nor written by its copies.
+        are neither read nor written by its copies. A state that one of them leaves may have given its page up
+        to such a copy, so that they are computed first.
         """
         share, drafts = self.decoder.share, None
         if self.drafter is not None:
-            if batch.makes_drafts and share.tensors > 1:
-                # The other ranks of this stage compute a batch before they hear of the next
+            # The other ranks of this stage compute a batch before they hear of the next
+            is_waited_for = batch.makes_drafts and share.tensors > 1
+            if is_waited_for or (batch.copies and any(each.leaves_states for each in self._started)):
                 while self._started:
                     self._compute_oldest()
             self.cache.apply(batch.copies)

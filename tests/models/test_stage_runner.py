@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.reference import Attention
-from continuous_batching.batch import Batch
+from continuous_batching.batch import Batch, StateCut
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape
 from kv_cache.device.storage import KVCache, LayerPages
+from kv_cache.pages import PageCopy
 from models.checkpoint import weights
 from models.decoder import Decoder
 from models.ops.reference import Ops
@@ -123,6 +125,44 @@ def test_the_leader_computes_a_step_when_it_is_asked_for_as_it_was_when_it_was_m
         assert links.received == 2
         expected.append(kept.logits[-1])
     assert torch.equal(*expected)
+
+
+class NoDrafts:
+    """A drafter that has nothing to say."""
+
+    graphs = None
+
+    def capture(self, target: object) -> None:
+        pass
+
+    def run(self, batch: Batch) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("leaves_states", [False, True])
+def test_a_state_that_a_step_leaves_is_left_before_the_copies_of_the_next_take_its_page(
+    leaves_states: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter has these copies made when the next step is started, which nothing else waits for."""
+    runner, links, _ = runner_of(1)
+    runner.drafter = NoDrafts()
+    computed: list[int] = []
+
+    def apply(copies: tuple[PageCopy, ...]) -> None:
+        computed.extend(links.received for _ in copies)
+
+    monkeypatch.setattr(runner.cache, "apply", apply)
+    cuts = (StateCut(0, 2, 3),) if leaves_states else ()
+    copies = (PageCopy(np.array([1]), np.array([3]), group=1),)
+    waits = [runner.start(replace(span(0, 4), cuts=cuts)), runner.start(replace(span(4, 5), copies=copies))]
+    assert computed == [leaves_states]
+    for wait in waits:
+        wait()
+    assert links.received == 2
+    assert computed == [leaves_states], "they are made once"
 
 
 def test_masks_are_begun_while_the_stages_before_compute(monkeypatch: pytest.MonkeyPatch) -> None:
