@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from continuous_batching.slots import SlotPool
 from kv_cache.groups import BesideGroup, FullGroup, PageGroup
@@ -177,10 +178,17 @@ class PageTables:
         for group in reversed(self.groups):
             self._copies += group.resume(row, entries, comes_back=comes_back)
 
-    def publish(self, row: int, first: int, entries: Index) -> list[tuple[Index, Index]]:
-        """Let the row's pages from page `first` on be found by these entries (see `PageGroup.publish`)."""
+    def publish(
+        self, row: int, first: int, entries: Index, were_found: NDArray[np.bool_]
+    ) -> list[tuple[Index, Index]]:
+        """Let the row's pages from page `first` on be found by these entries (see `PageGroup.publish`).
+
+        Those that `were_found` before have been published by another sample or beam, with the same pages.
+        """
         is_cached = self.prefix.is_cached(entries)
-        return [group.publish(row, first, entries, is_cached) for group in self.groups]
+        (new, pages), *beside = [group.publish(row, first, entries, is_cached) for group in self.groups]
+        is_new = ~were_found[new]
+        return [(new[is_new], pages[is_new]), *beside]
 
     def evict(self, count: int, group: int = 0) -> None:
         """Evict the least recently used idle cached pages; the host pool takes as many as it can."""

@@ -361,11 +361,12 @@ class PrefixMatching:
             return
         request: Request = slots.requests[row]
         pages = slots.pages(row)[:stop]
+        were_found = self._prefix.is_cached(pages[first:])
         standing = self._prefix.publish(
             request.page_keys, slots.token_ids[row], pages, first, request.cache_salt
         )
         slots.num_published[row] = stop
-        published = self._tables.publish(row, first, standing)
+        published = self._tables.publish(row, first, standing, were_found)
         if self.checkpoints is not None and self._tables.states is not None:
             self.checkpoints.published(row, first, published[self._tables.states.number][0])
         if self._has_tier:

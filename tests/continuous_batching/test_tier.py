@@ -171,6 +171,14 @@ def test_a_tier_that_is_not_asked_holds_nobody_back() -> None:
 
 
 @pytest.mark.parametrize("windows", [(), (9,)])
+def test_samples_of_a_prompt_have_its_pages_saved_once(windows: tuple[int, ...]) -> None:
+    pages: Pages = {}
+    engine = engine_with(pages, windows=windows)
+    serve(engine, ask("first", 30, 4, num_samples=3))
+    assert engine.scheduler.counters.saved_pages == len(pages)
+
+
+@pytest.mark.parametrize("windows", [(), (9,)])
 @pytest.mark.parametrize("found", [True, False])
 def test_nothing_of_a_request_that_failed_stays_in_the_tier(found: bool, windows: tuple[int, ...]) -> None:
     pages: Pages = {}
