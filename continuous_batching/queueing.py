@@ -285,7 +285,8 @@ class WaitingQueue:
 
 
 _WINDOW = 32  # steps with admissions from which the retry hint is computed
-_UNKNOWN_S = 1.0  # the hint before any request was admitted
+_UNKNOWN_S = 1.0  # the hint before any request was admitted that had to wait
+_MOST_S = 60.0  # the longest hint; usual clients follow none that is longer
 
 
 class QueueFull(ValueError):
@@ -317,8 +318,10 @@ class QueueGate:
         # (due time, tie-breaker, whether it applies only while the request waits, the request)
         self._due: list[tuple[float, int, bool, Request]] = []
         self._most_due = 64
-        # (time, requests, tokens) that had left the queue by then
+        # (seconds, requests, tokens) that left the queue at their end, since some had left it before
         self._pace: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)
+        # (time, requests, tokens) that had left the queue when some last did; None if nobody waited on
+        self._since: tuple[float, int, int] | None = None
 
     def check(self, request: Request, num_following: int) -> None:
         """Raise QueueFull if a request and its samples are too many.
@@ -327,6 +330,7 @@ class QueueGate:
         """
         waiting, limits = self._waiting, self._limits
         if not len(waiting):
+            self._since = None  # the last may have left it without a step
             return  # an empty queue is never too long, however large the request
         num_requests = len(waiting) + num_following + 1 + len(request.followers)
         num_tokens = waiting.num_tokens + request.num_prompt_tokens
@@ -371,17 +375,21 @@ class QueueGate:
             heapq.heappush(self._due, due)
 
     def measure(self, now_s: float) -> None:
-        """Record how far the queue has been served."""
-        totals = now_s, self._waiting.num_removed, self._waiting.num_removed_tokens
-        if not self._pace or self._pace[-1][1] != totals[1]:
-            self._pace.append(totals)
+        """Record how far the queue has been served, of the time in which requests waited."""
+        num_requests, num_tokens = self._waiting.num_removed, self._waiting.num_removed_tokens
+        since = self._since
+        if since is not None and num_requests != since[1]:
+            self._pace.append((now_s - since[0], num_requests - since[1], num_tokens - since[2]))
+        if not len(self._waiting):
+            self._since = None
+        elif since is None or num_requests != since[1]:
+            self._since = now_s, num_requests, num_tokens
 
     def _seconds_for(self, excess: int, column: int) -> float:
         """Estimate the time until so many requests (column 1) or tokens (2) have left the queue.
 
         The recent pace is assumed.
         """
-        if not self._pace or self._pace[-1][0] <= self._pace[0][0]:
-            return _UNKNOWN_S
-        first, last = self._pace[0], self._pace[-1]
-        return (last[0] - first[0]) * excess / (last[column] - first[column])
+        seconds = sum(each[0] for each in self._pace)
+        left = sum(each[column] for each in self._pace)
+        return min(seconds * excess / left, _MOST_S) if seconds > 0 else _UNKNOWN_S

@@ -234,7 +234,7 @@ class Scheduler:
         self.tables.free_behind()
         if len(self.waiting):
             self._admission.admit(self.max_batch_tokens, now_s)
-            self._gate.measure(now_s)
+        self._gate.measure(now_s)
         slots = self.slots
         if self._beam_searches.by_number:
             self._beam_searches.start_beams()

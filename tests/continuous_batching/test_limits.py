@@ -10,7 +10,7 @@ import itertools
 import pytest
 
 from continuous_batching.engine import Engine
-from continuous_batching.queueing import QueueFull, QueueLimits
+from continuous_batching.queueing import QueueFull, QueueGate, QueueLimits, WaitingQueue
 from continuous_batching.request import Request, SamplingParams
 from tests.continuous_batching import test_slot_lifecycle as small
 from tests.continuous_batching.checksum import alone
@@ -61,12 +61,46 @@ def test_a_queue_that_is_full_refuses_and_says_when_to_come_again() -> None:
         engine.add(ask(f"a{number}"))
     with pytest.raises(QueueFull) as caught:
         engine.add(ask("c", num_samples=2))
-    times = [pace[0] for pace in engine.scheduler._gate._pace]
-    removed = [pace[1] for pace in engine.scheduler._gate._pace]
-    per_s = (removed[-1] - removed[0]) / (times[-1] - times[0])
-    assert caught.value.retry_after_s == pytest.approx(2 / per_s), "its two samples are two too many"
+    seconds, removed, _ = map(sum, zip(*engine.scheduler._gate._pace))
+    assert caught.value.retry_after_s == pytest.approx(2 * seconds / removed), "two samples are too many"
     ended = run_out(engine)
     assert set(ended) <= {f"a{number}" for number in range(7)}
+
+
+@pytest.mark.parametrize(("tick_s", "hint_s"), [(1.0, 8.0), (1000.0, 60.0)])
+def test_time_in_which_nobody_waited_says_nothing_of_when_to_come_again(tick_s: float, hint_s: float) -> None:
+    gate = QueueGate(QueueLimits(max_waiting_requests=2), waiting := WaitingQueue())
+    numbers, now_s = itertools.count(), 0.0
+
+    def come() -> None:
+        request = ask(str(number := next(numbers)))
+        request.number = number
+        gate.check(request, 0)
+        waiting.push(request)
+
+    def step() -> None:
+        waiting.remove(waiting.requests[0])
+        gate.measure(now_s)
+
+    for _ in range(40):  # each is admitted at once, and the next comes an hour later
+        come()
+        step()
+        now_s += 3600.0
+    come()
+    come()
+    with pytest.raises(QueueFull, match=r"try again in 1.0 s"):
+        come()
+    step()
+    come()
+    now_s += 4 * tick_s
+    step()
+    come()
+    now_s += 12 * tick_s
+    step()
+    come()
+    with pytest.raises(QueueFull) as caught:
+        come()
+    assert caught.value.retry_after_s == hint_s, "two left within 16 s"
 
 
 def test_a_queue_of_many_tokens_is_full_too_but_not_for_the_only_one() -> None:
