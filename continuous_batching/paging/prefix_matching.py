@@ -242,11 +242,7 @@ class PrefixMatching:
         for leader in set(leaders.tolist()):
             pages = slots.pages(leader)[: slots.num_published[leader]]
             published[leader] = self._prefix.is_cached(pages).sum()
-        to_share = np.maximum(np.minimum(published[leaders], stops) - held, 0)
-        # A row that came back with pages of its own may find nothing behind them
-        last = np.maximum(held - 1, 0)
-        goes_on = (held == 0) | (slots.page_table[rows, last] == slots.page_table[leaders, last])
-        return int(to_share[goes_on].sum())
+        return int(np.maximum(np.minimum(published[leaders], stops) - held, 0).sum())
 
     def _look_up(self, row: int) -> bool:
         """End a row's wait, and share the pages published since its last lookup; return whether any were."""
@@ -264,8 +260,13 @@ class PrefixMatching:
         return len(pages) > 0
 
     def _block_if_in_progress(self, row: int, computing: Sequence[int]) -> None:
-        """Block a row while another row computes the page that it needs next."""
+        """Block a row while another row computes the page that it needs next.
+
+        A row that came back with a page of its own that is not cached finds nothing behind that, and goes on.
+        """
         request: Request = self._slots.requests[row]
+        if not self._prefix.is_cached(self._slots.pages(row)[-1:]).all():
+            return
         found = self._leader_of(request, int(self._slots.num_pages[row]), computing)
         if found is None:
             return

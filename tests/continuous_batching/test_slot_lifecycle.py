@@ -11,6 +11,8 @@ import pytest
 from continuous_batching.engine import Engine
 from continuous_batching.policies.batching import StallFree
 from continuous_batching.policies.policy import Policy
+from continuous_batching.policies.prefill_budget import FixedChunks
+from continuous_batching.queueing import Aged, WaitingQueue
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.preemption import fewest_lost, lowest_priority, youngest
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -156,6 +158,24 @@ def test_a_swapped_request_that_is_aborted_leaves_nothing_behind() -> None:
     engine.abort("young")
     recount(engine.scheduler)
     assert host.num_held == 0
+
+
+def test_a_swapped_request_waits_for_no_prompt_of_which_it_could_share_nothing() -> None:
+    """Behind its own page, which nobody can find yet, it finds none of those that another row publishes."""
+    policy, waiting = StallFree(FixedChunks(6)), WaitingQueue(Aged(priority_s=10, length_s=0))
+    engine = make(num_host_pages=40, policy=policy, waiting=waiting)
+    first = ask("first", 60, 4)
+    engine.add(first)
+    engine.step()
+    engine.scheduler.preemption.preempt(0)
+    urgent = Request("urgent", first.prompt, SamplingParams(max_tokens=4), priority=1)
+    engine.add(urgent)
+    step = engine.step()
+    assert step is not None
+    assert engine.scheduler.counters.swapped_in_pages == 1
+    assert step.batch.starts.tolist() == [6, 4], "both go on"
+    run_out(engine)
+    check(first, urgent)
 
 
 def test_compaction_brings_held_pages_to_the_low_end_a_few_at_a_time() -> None:
