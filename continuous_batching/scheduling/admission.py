@@ -68,11 +68,12 @@ class Admission:
         if tokens_left <= 0 or requests_left <= 0:
             return
         spare = self._lifecycle.tables.num_spare()
+        first: Request | None = None  # has the room that others made for it, whose turn ever it is then
         while tokens_left > 0 and requests_left > 0:
             short_only = longs_left <= 0
             if waiting.shares:
                 waiting.shares.short_only = short_only
-            request = waiting.peek(short_only)
+            request = first or waiting.peek(short_only)
             if request is None:
                 break
             if request.awaits_pages:
@@ -80,7 +81,7 @@ class Admission:
                 return
             if slots.num_free < max(1, request.params.beam_width):
                 if self._outrank and self._preemption.make_way(request):
-                    spare = self._lifecycle.tables.num_spare()
+                    first, spare = request, self._lifecycle.tables.num_spare()
                     continue
                 self.held_back = "slots"
                 return
@@ -101,14 +102,14 @@ class Admission:
                 if (self._outrank and self._preemption.make_way(request)) or (
                     not len(slots.busy) and self._lifecycle.held.give_way()
                 ):
-                    spare = self._lifecycle.tables.num_spare()
+                    first, spare = request, self._lifecycle.tables.num_spare()
                     continue
                 self.held_back = "pages"
                 return
             spare -= wanted
             longs_left -= waiting.is_long(request)
             row = self._enter(request, matched, reserved, now_s)
-            requests_left -= 1
+            first, requests_left = None, requests_left - 1
             if not self._lifecycle.matching.is_blocked(row):
                 tokens_left -= min(int(slots.num_tokens[row] - slots.num_computed[row]), room.chunk)
         self.held_back = ("tokens" if tokens_left <= 0 else "policy") if len(waiting) else None

@@ -293,6 +293,22 @@ def test_who_outranks_takes_the_slot_of_the_lowest_and_nobody_loses_a_token() ->
     assert [requests[name].num_preemptions for name in requests] == [0, 1, 0, 0]
 
 
+def test_who_outranks_has_the_slot_also_where_the_tenant_that_gave_it_is_next() -> None:
+    engine = make(num_slots=2, weights={}, order=Aged(priority_s=100, length_s=0), outrank=True)
+    engine.add(ask("old", 6, 40, tenant="a"))
+    engine.add(ask("more", 12, 8, tenant="b"))
+    while engine.scheduler.slots.find("more") is not None or len(engine.scheduler.waiting):
+        engine.step()
+    engine.add(low := ask("low", 6, 20, tenant="c"))
+    engine.step()
+    engine.add(high := ask("high", 6, 4, tenant="b", priority=1))
+    engine.step()
+    assert [engine.slots.find(name) is not None for name in ("low", "high")] == [False, True]
+    assert low.num_preemptions == 1
+    served(engine)
+    assert high.num_preemptions == 0
+
+
 def test_who_outranks_takes_pages_too() -> None:
     engine = make(num_slots=4, num_pages=1 + 12, order=Aged(priority_s=100, length_s=0), outrank=True)
     for name in ("old", "low"):
