@@ -57,6 +57,8 @@ def capture(runner: ModelRunner, most: int, width: int) -> int:
     memory.empty_cache()
     before = int(memory.memory_reserved(device))
     runner.capture(most, width)
+    # What captured steps hold stays; later steps use again what their first runs have left free
+    memory.empty_cache()
     return max(0, int(memory.memory_reserved(device)) - before)
 
 

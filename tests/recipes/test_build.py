@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from attention.reference import Attention
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.preemption import lowest_priority
-from models.step.warm_up import largest_step_bytes
+from models.step.warm_up import capture, largest_step_bytes
 from recipes.assembly import engine as building
 from recipes.assembly.engine import build
 from recipes.assembly.sizing import plan_memory
@@ -129,6 +131,32 @@ def test_the_largest_step_samples_behind_every_guess_that_its_budget_holds(monke
         assert batch.num_tokens == budget
         assert np.bincount(batch.owners).tolist() == counts
         assert (batch.targets[np.cumsum(counts) - 1] == batch.stops).all(), "the last of a span is behind it"
+
+
+class Allocator:
+    """The memory of a device: what is held, and blocks that are free and stay reserved."""
+
+    def __init__(self) -> None:
+        self.held, self.free = 100, 30
+
+    def empty_cache(self) -> None:
+        self.free = 0
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return self.held + self.free
+
+
+def test_what_captured_steps_leave_free_is_not_counted_as_theirs(monkeypatch):
+    memory = Allocator()
+
+    class Runner:
+        attention = SimpleNamespace(device=torch.device("cpu"))
+
+        def capture(self, most: int, width: int) -> None:
+            memory.held, memory.free = memory.held + 7, 50
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _: memory)
+    assert capture(Runner(), 8, 1) == 7
 
 
 def test_pages_give_way_to_a_step_that_takes_more_than_was_estimated(monkeypatch):
