@@ -332,12 +332,7 @@ class Npu(Accelerator):
             self.product = answered(named, self._answers, torch_npu=self.release, virtual=asked.virtual)
             self.buffer_mib = buffer_mib(os.environ)
         except (ImportError, ValueError) as error:
-            raise RecipeError(
-                "device.kind",
-                f"no NPU can be used here ({one_line(error)})",
-                "correct that, or set device.virtual to true, or device.kind to cpu",
-                value="npu",
-            ) from error
+            raise _no_npu(error) from error
         self.device = torch.device("npu", 0)
 
     @property
@@ -424,9 +419,32 @@ def start(asked: DeviceSection, learned: str = "") -> Machine:
     return {"cuda": Cuda, "npu": Npu}[asked.kind](asked)
 
 
+def num_devices(kind: str) -> int:
+    """Return the number of devices of a kind that this process sees; none is started for it.
+
+    Raises RecipeError where the library of NPUs cannot be imported.
+    """
+    if kind == "npu":  # torch may not load its library by itself
+        try:
+            from models.ops.npu.ops import num_npus
+        except ImportError as error:
+            raise _no_npu(error) from error
+        return num_npus()
+    return int(torch.get_device_module(kind).device_count())
+
+
 def decided(asked: DeviceSection) -> list[tuple[str, str]]:
     """Return the keys left to the machine, with value and reason; no device is started for it."""
     return list(Cpu(asked).decided()) if asked.kind == "cpu" else []
+
+
+def _no_npu(error: Exception) -> RecipeError:
+    return RecipeError(
+        "device.kind",
+        f"no NPU can be used here ({one_line(error)})",
+        "correct that, or set device.virtual to true, or device.kind to cpu",
+        value="npu",
+    )
 
 
 def _stand_in(asked: DeviceSection) -> VirtualDevice:

@@ -19,7 +19,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from borders.addresses import is_loopback
@@ -56,7 +55,7 @@ from recipes.cluster.rank_process import (
     named_devices,
     too_few,
 )
-from recipes.machine import start
+from recipes.machine import num_devices, start
 from recipes.schema.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -250,7 +249,7 @@ def devices_of(recipe: Recipe, ranks: int) -> Sequence[str | None]:
     kind = recipe.device.kind
     if kind == "cpu" or recipe.device.virtual:
         return [None] * ranks
-    there = torch.get_device_module(kind).device_count()
+    there = num_devices(kind)
     if there < ranks:
         raise too_few(kind, ranks, there)
     return (named_devices(kind, os.environ) or list(map(str, range(there))))[:ranks]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from recipes.cluster import cluster as cluster_module
@@ -136,6 +139,19 @@ def test_the_devices_of_this_machine_are_those_that_are_visible() -> None:
         list(table(recipe, cluster, {"ASCEND_RT_VISIBLE_DEVICES": "5"}))
     virtual = load("recipes/tiny/npu.yaml", ["parallel.tensor=4", "device.virtual=true"])
     assert "npu, leads" in next(table(virtual, cluster, {"ASCEND_RT_VISIBLE_DEVICES": "5"}))
+
+
+def test_npus_are_counted_by_their_library_though_torch_has_not_loaded_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library, recipe = "models.ops.npu.ops", load("recipes/tiny/npu.yaml", ["parallel.tensor=2"])
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: pytest.fail("torch may know no NPU"))
+    monkeypatch.setitem(sys.modules, library, SimpleNamespace(num_npus=lambda: 3))
+    assert list(ranks.devices_of(recipe, 2)) == ["0", "1"]
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(RecipeError, match="no NPU can be used here"):
+        ranks.devices_of(recipe, 2)
 
 
 def test_an_address_in_brackets_is_the_one_within() -> None:

@@ -60,6 +60,11 @@ def chip() -> str:
     return str(torch_npu.npu.get_device_name(0))
 
 
+def num_npus() -> int:
+    """Return the number of NPUs that this process sees."""
+    return int(torch_npu.npu.device_count())
+
+
 def cann() -> str:
     """Return the version of CANN, such as 9.0.0."""
     return str(torch_npu.npu.utils.get_cann_version())
