@@ -83,8 +83,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     asked = None if options.kinds is None else list(dict.fromkeys(("plain", *options.kinds)))
     loads, most_tokens = options.loads, 2 * (options.prompt + _longest(options.answer))
     keys = [f"scheduler.num_slots={max(loads)}", f"scheduler.max_request_tokens={most_tokens}"]
-    keys.append(f"speculation.max_tokens={options.most}")  # a head stores features for this many drafts
     recipe = read(options.recipe, [*options.overrides, *keys], options.profile).recipe
+    if recipe.speculation.kind != "none":  # a head stores features for this many drafts
+        keys.append(f"speculation.max_tokens={options.most}")
+        recipe = read(options.recipe, [*options.overrides, *keys], options.profile).recipe
     absent = set(ON_DEVICE) - {recipe.speculation.kind}
     for kind in asked or ():
         if kind not in KINDS:

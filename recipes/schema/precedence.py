@@ -12,13 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from recipes.schema import scheduler_section, speculation_section
 from recipes.schema.recipe_error import RecipeError, in_words
-from recipes.schema.scheduler_section import READ_WHERE, UNSAID, WHOLE
+from recipes.schema.scheduler_section import WHOLE
 
 BASE, FILE, PROFILE, COMMAND_LINE = range(4)
 ALTERNATIVES = (
     ("model.path", "model.config"),
     ("cache.num_pages", "cache.memory_gib", "cache.memory_fraction"),
+)
+# Keys of a section that are read only with some values of others, and what they are where nobody sets them
+CONDITIONS = (
+    ("scheduler", scheduler_section.READ_WHERE, scheduler_section.UNSAID),
+    ("speculation", speculation_section.READ_WHERE, speculation_section.UNSAID),
 )
 
 
@@ -79,15 +85,16 @@ def _settle_host(entries: dict[str, Entry]) -> None:
 
 
 def _settle_unread(entries: dict[str, Entry]) -> None:
-    """Drop keys that are not read with the policy, chunking or queue order that a later place chose."""
-    for leaf, conditions in READ_WHERE.items():
-        for other, values in conditions.items():
-            old, choice = entries.get(f"scheduler.{leaf}"), entries.get(f"scheduler.{other}")
-            if old is None or choice is None or old.level >= choice.level or choice.value in values:
-                continue
-            if old.value not in (None, UNSAID[leaf]):
-                to = f"scheduler.{other} {in_words(choice.value).strip(chr(39))}"
-                entries[f"scheduler.{leaf}"] = old.giving_way(to, UNSAID[leaf], choice.level)
+    """Drop keys that are not read with the policy, chunking, order or drafts that a later place chose."""
+    for section, read_where, unsaid in CONDITIONS:
+        for leaf, conditions in read_where.items():
+            for other, values in conditions.items():
+                old, choice = entries.get(f"{section}.{leaf}"), entries.get(f"{section}.{other}")
+                if old is None or choice is None or old.level >= choice.level or choice.value in values:
+                    continue
+                if old.value not in (None, unsaid[leaf]):
+                    to = f"{section}.{other} {in_words(choice.value).strip(chr(39))}"
+                    entries[f"{section}.{leaf}"] = old.giving_way(to, unsaid[leaf], choice.level)
     number = entries.get("scheduler.max_long_prefills")
     length = entries.get("scheduler.long_prompt_tokens")
     if number is None or length is None or number.value is not None or length.value is None:

@@ -23,6 +23,7 @@ from recipes.schema.precedence import BASE, COMMAND_LINE, FILE, PROFILE, Entry, 
 from recipes.schema.recipe import ROOT, Recipe
 from recipes.schema.recipe_error import RecipeError, in_words, in_yaml, nearest
 from recipes.schema.source_location import Located, parse
+from recipes.schema.speculation_section import unread
 
 Section = TypeVar("Section")
 
@@ -34,6 +35,7 @@ PROFILES = ROOT / "recipes/profiles"
 KEYS = {each.name: each for each in keys_of(Recipe)}
 # An override may set a single key of these
 MAPPINGS = ("model.config", "model.config_overrides", "cache.tier")
+THERE = ", there "  # how the note of an entry begins that another engine's name has set
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")  # YAML reads one only with a point and a sign
 SECTIONS = {name.partition(".")[0] for name in KEYS}
 
@@ -197,7 +199,7 @@ def _take_foreign(
     if foreign.same == "opposite" and isinstance(located.value, bool):
         located = Located(not located.value, located.line)
     value = _converted(KEYS[key], located, place)
-    new = Entry(value, place, level, number, f", there {leaf}")
+    new = Entry(value, place, level, number, f"{THERE}{leaf}")
     _check_agreement(entries, key, new)
     log.warning("%s: %s is taken as %s=%s", place, leaf, key, in_yaml(value))
     entries[key] = new
@@ -310,12 +312,23 @@ def _loaded(entries: Mapping[str, Entry], name: str) -> LoadedRecipe:
             raise RecipeError(key.name, "required, and missing", fix, limit=key.allowed, place=name)
     try:
         recipe = made(Recipe, {name: entry.value for name, entry in entries.items()})
+        _check_guesses(recipe, entries)
     except RecipeError as error:
         raise placed(error, entries, name) from None
     for key_name, entry in entries.items():
         if entry.note:
             log.info("%s: %s", key_name, entry.origin)
     return LoadedRecipe(recipe, entries)
+
+
+def _check_guesses(recipe: Recipe, entries: Mapping[str, Entry]) -> None:
+    """Raise RecipeError for another engine's number of guesses, even our default, where nobody guesses."""
+    name, kind = "speculation.max_tokens", entries.get("speculation.kind")
+    asked = entries.get(name)
+    if recipe.speculation.kind != "none" or asked is None or not asked.note.startswith(THERE):
+        return
+    if kind is None or asked.level >= kind.level:
+        raise unread("max_tokens", "none", asked.value)
 
 
 def placed(error: RecipeError, entries: Mapping[str, Entry], name: str) -> RecipeError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +11,18 @@ from recipes.schema.keys import key
 from recipes.schema.recipe_error import RecipeError
 
 DRAFTERS = {"draft": "draft model", "eagle3": "head"}  # what is at draft_path, by kind
+GUESSING = ("ngram", "suffix", "draft", "eagle3", "mtp")
+# The keys that are read only with some values of another
+READ_WHERE: dict[str, dict[str, tuple[object, ...]]] = {
+    "draft_path": {"kind": tuple(DRAFTERS)},
+    "draft_dtype": {"kind": ("draft",)},
+    "draft_quantization": {"kind": ("draft",)},
+    "max_tokens": {"kind": GUESSING},
+    "adaptive": {"kind": GUESSING},
+    "base_tokens": {"kind": GUESSING, "adaptive": ("source",)},
+    "min_tokens": {"kind": GUESSING, "adaptive": ("source",)},
+    "window": {"kind": GUESSING, "adaptive": ("source",)},
+}
 # npu_fused_infer_attention_score takes 16 query tokens a decode: these drafts and the token before them.
 MOST_ON_NPU = 15
 
@@ -79,6 +91,9 @@ class SpeculationSection:
         return 1 if self.kind == "none" else 1 + self.max_tokens
 
 
+UNSAID = {each.name: each.default for each in fields(SpeculationSection)}  # values that nobody set
+
+
 def speculation_contradictions(section: SpeculationSection, device_kind: str) -> Iterator[RecipeError]:
     """Yield errors for values that are each in range, and impossible."""
     if section.accept_threshold is not None:
@@ -125,15 +140,21 @@ def _draft_contradictions(section: SpeculationSection) -> Iterator[RecipeError]:
             f"required where speculation.kind is {section.kind}",
             f"name the directory of a {DRAFTERS[section.kind]}'s checkpoint",
         )
-    for name, default, kinds in (
-        ("draft_path", None, tuple(DRAFTERS)),
-        ("draft_dtype", "auto", ("draft",)),
-        ("draft_quantization", "auto", ("draft",)),
-    ):
-        if section.kind not in kinds and (value := getattr(section, name)) != default:
-            yield RecipeError(
-                (f"speculation.{name}", "speculation.kind"),
-                f"read only where speculation.kind is {' or '.join(kinds)}, and it is {section.kind}",
-                "leave it out",
-                value=value,
-            )
+    for name, conditions in READ_WHERE.items():
+        kinds = conditions["kind"]
+        if section.kind not in kinds and (value := getattr(section, name)) != UNSAID[name]:
+            yield unread(name, section.kind, value)
+
+
+def unread(name: str, kind: str, value: object) -> RecipeError:
+    """Return the error for a key of drafts that is not read where they are of this kind."""
+    kinds = READ_WHERE[name]["kind"]
+    where, fix = " or ".join(map(str, kinds)), "leave it out"
+    if kinds == GUESSING:
+        where, fix = "not none", "set that, or leave this out"
+    return RecipeError(
+        (f"speculation.{name}", "speculation.kind"),
+        f"read only where speculation.kind is {where}, and it is {kind}",
+        fix,
+        value=value,
+    )

@@ -166,13 +166,13 @@ class Served:
 def schedule(seed: int, case: Case) -> list[str]:
     rng = np.random.default_rng(seed)
     slots = int(rng.integers(1, 7))
+    drafts = [f"speculation.kind={case.drafts}", "speculation.adaptive=fixed"]
     return [
         f"scheduler.num_slots={slots}",
         f"scheduler.max_batch_tokens={int(rng.integers(slots + max(4, case.grid), 79 + case.grid))}",
         f"cache.num_pages={int(rng.integers(12, 24))}",
         f"cache.prefix_sharing={str(bool(rng.integers(2))).lower()}",
-        f"speculation.kind={('none', case.drafts)[seed % 2]}",
-        "speculation.adaptive=fixed",
+        *(drafts if seed % 2 else []),
     ]
 
 

@@ -97,6 +97,20 @@ def test_the_command_line_takes_them_too(caplog: pytest.LogCaptureFixture) -> No
     assert "command line: max_num_seqs=3: max_num_seqs is taken as scheduler.num_slots=3" in caplog.text
 
 
+@pytest.mark.parametrize("number", [3, 4])
+def test_a_number_of_guesses_is_refused_where_nobody_guesses(number: int, tmp_path: Path) -> None:
+    """Also the number that ours is by default; but not if a later place wants no guesses."""
+    asked = f"num_speculative_tokens={number}"
+    assert load(TINY, [asked, "speculation.kind=ngram"]).speculation.max_tokens == number
+    words = r"speculation\.max_tokens: read only where speculation\.kind is not none"
+    for more in ([], ["speculation.kind=none"]):
+        with pytest.raises(RecipeError, match=words):
+            load(TINY, [asked, *more])
+    path = recipe(tmp_path, f"{GOOD}num_speculative_tokens: {number}\nspeculation:\n  kind: ngram\n")
+    assert load(path).speculation.max_tokens == number
+    assert load(path, ["speculation.kind=none"]).speculation.kind == "none"
+
+
 @each_of(
     "given, meant",
     [

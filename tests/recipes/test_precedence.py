@@ -10,6 +10,7 @@ from recipes.__main__ import main
 from recipes.schema.reader import load, profiles, read
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
+from recipes.schema.speculation_section import SpeculationSection
 from tests.each_of import each_of
 from tests.pairs import pairs
 from tests.recipes.conftest import GOOD, error
@@ -83,6 +84,18 @@ def test_what_the_new_policy_does_not_read_gives_way_and_is_shown(recipe, caplog
     reading = read(path, ["scheduler.chunk=dynamic"])
     assert reading.recipe.scheduler.target_itl_ms is None
     assert reading.recipe.scheduler.max_long_prefills == 2
+
+
+def test_keys_of_drafts_give_way_to_a_later_place_that_wants_none(recipe):
+    drafts = "kind: draft\n  draft_path: ${NOWHERE}\n  max_tokens: 2\n  adaptive: source\n  window: 9\n"
+    path = recipe(f"{GOOD}speculation:\n  {drafts}")
+    reading = read(path, ["speculation.kind=none"])
+    assert reading.recipe.speculation == SpeculationSection()
+    origin = "r.yaml:14 said 2, which gives way to speculation.kind none"
+    assert reading.origin("speculation.max_tokens") == origin
+    asked = read(path, ["speculation.kind=ngram", "speculation.adaptive=fixed"]).recipe.speculation
+    assert asked == SpeculationSection(kind="ngram", max_tokens=2, adaptive="fixed")
+    assert "not none, and it is none" in error(path, "speculation.kind=none", "speculation.max_tokens=3")
 
 
 def test_what_is_said_with_the_policy_or_after_it_still_contradicts(recipe):

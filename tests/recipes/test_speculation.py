@@ -20,7 +20,7 @@ from recipes.schema.keys import keys_of
 from recipes.schema.reader import load
 from recipes.schema.recipe import CacheSection, SchedulerSection
 from recipes.schema.recipe_error import RecipeError
-from recipes.schema.speculation_section import SpeculationSection
+from recipes.schema.speculation_section import GUESSING, SpeculationSection
 
 TINY = "recipes/tiny/cpu.yaml"
 LIMITS = SchedulerLimits(64, 0, 100, 10, (), None)
@@ -45,7 +45,7 @@ def test_who_guesses_is_built_and_recorded() -> None:
 
 def test_every_choice_can_be_built() -> None:
     choices = {key.name: set(key.choices) for key in keys_of(SpeculationSection)}
-    assert choices["kind"] == {"none", *PROPOSERS}
+    assert choices["kind"] == {"none", *PROPOSERS} == {"none", *GUESSING}
     slots, step_time = SlotPool(4, 64, 16), StepTime()
     made = {
         each: lengths_of(SpeculationSection(adaptive=each), slots, step_time) for each in choices["adaptive"]
@@ -74,16 +74,25 @@ def test_an_npu_takes_no_more_than_its_attention() -> None:
     npu = ["device.kind=npu", "device.virtual=true", "speculation.kind=ngram"]
     on_npu = "recipes/tiny/npu.yaml"
     assert load(on_npu, [*npu, "speculation.max_tokens=15"]).speculation.max_tokens == 15
-    assert load(on_npu, ["speculation.max_tokens=16"]).speculation.kind == "none"
     with pytest.raises(RecipeError, match=r"16 guesses .* are 17 query tokens, .* takes 16 .* set it to 15"):
         load(on_npu, [*npu, "speculation.max_tokens=16"])
 
 
 def test_lengths_of_the_source_stand_in_their_order() -> None:
+    asked = ["speculation.kind=ngram", "speculation.adaptive=source"]
     with pytest.raises(RecipeError, match="5 guesses are not from 0 to 4"):
-        load(TINY, ["speculation.adaptive=source", "speculation.base_tokens=5"])
+        load(TINY, [*asked, "speculation.base_tokens=5"])
     with pytest.raises(RecipeError, match="2 guesses are not from 3 to 4"):
-        load(TINY, ["speculation.adaptive=source", "speculation.base_tokens=2", "speculation.min_tokens=3"])
+        load(TINY, [*asked, "speculation.base_tokens=2", "speculation.min_tokens=3"])
+
+
+@pytest.mark.parametrize("key", ["max_tokens=5", "adaptive=fixed", "base_tokens=2", "window=9"])
+def test_how_guesses_are_checked_is_refused_where_nobody_guesses(key: str) -> None:
+    words = r"read only where speculation\.kind is not none, and it is none; set that, or leave this out"
+    with pytest.raises(RecipeError, match=words):
+        load(TINY, [f"speculation.{key}"])
+    with pytest.raises(RecipeError, match="not none"):
+        load(TINY, [f"speculation.{key}", "speculation.kind=none"])
 
 
 DRAFT = ["speculation.kind=draft", "speculation.draft_path=recipes/tiny/draft"]
