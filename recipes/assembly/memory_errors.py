@@ -9,8 +9,8 @@ from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 
 
-def check_fits(recipe: Recipe, sizing: MemoryPlan) -> None:
-    """Raise RecipeError if the recipe needs more than the device's memory."""
+def check_fits(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> None:
+    """Raise RecipeError if the recipe needs more than the memory of its devices."""
     if sizing.num_pages <= sizing.num_pages_fitting:
         return
     cache, missing = recipe.cache, sizing.total_bytes - sizing.memory_bytes
@@ -27,13 +27,37 @@ def check_fits(recipe: Recipe, sizing: MemoryPlan) -> None:
         for name in ("cache.num_pages", "cache.memory_gib", "cache.memory_fraction")
         if recipe.value(name) is not None
     )
-    fitting = sizing.num_pages_fitting
-    if fitting < 2:
-        lacking = sizing.beside_bytes + sizing.window_bytes + 2 * sizing.page_bytes - sizing.memory_bytes
-        raise RecipeError(name, problem, _other_fix(sizing, lacking), value=recipe.value(name))
-    fitting_bytes = fitting * sizing.page_bytes + sizing.window_bytes
-    limit = fitting if cache.num_pages is not None else _floor(fitting_bytes)
+    limit = _most(recipe, sizing, num_devices)
+    if limit is None:
+        lacking = max(0, sizing.beside_bytes + _least_bytes(recipe, sizing) - sizing.memory_bytes)
+        raise RecipeError(name, problem, _other_fix(recipe, sizing, lacking), value=recipe.value(name))
     raise RecipeError(name, problem, f"set at most {limit}", value=recipe.value(name), limit=limit)
+
+
+def _most(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> float | None:
+    """Return the largest value that fits of the key that sizes the cache; None where none does."""
+    cache, spare = recipe.cache, sizing.memory_bytes - sizing.beside_bytes
+    least = _least_bytes(recipe, sizing)
+    if cache.num_pages is None:  # states and windows take their parts of the same memory
+        most = _floor(spare // num_devices)
+        return most if int(num_devices * most * GIB) >= least else None
+    if spare < least:
+        return None
+    if cache.num_window_pages is not None:
+        return sizing.num_pages_fitting
+    # A window has no more pages than there are of the other layers
+    of_all = sizing.page_bytes + sum(each.page_bytes for each in sizing.windows)
+    return max(sizing.num_pages_fitting, (spare - sizing.kept_bytes) // of_all)
+
+
+def _least_bytes(recipe: Recipe, sizing: MemoryPlan) -> int:
+    """Return the bytes of 2 pages, with the states and the pages of windows that the smallest cache has."""
+    cache = recipe.cache
+    follows = cache.num_pages is None and cache.num_states is None  # kept states follow from the memory
+    kept_bytes = 0 if follows else sizing.kept_bytes
+    if cache.num_window_pages is None:
+        return 2 * (sizing.page_bytes + sum(each.page_bytes for each in sizing.windows)) + kept_bytes
+    return 2 * sizing.page_bytes + sizing.window_bytes + kept_bytes
 
 
 def too_small_a_part(recipe: Recipe, sizing: MemoryPlan, lacking: int) -> RecipeError:
@@ -45,23 +69,34 @@ def too_small_a_part(recipe: Recipe, sizing: MemoryPlan, lacking: int) -> Recipe
         "cache.memory_fraction",
         f"{fraction} of the {in_gib(sizing.memory_bytes)} of this machine{_each(sizing)} are"
         f" {in_gib(lacking)} less than"
-        f" {_parts(sizing)} and a cache of 2 pages",
-        f"set at least {least}" if least <= 1 else _other_fix(sizing, lacking),
+        f" {', '.join([_parts(sizing), *_further(sizing)])} and a cache of 2 pages",
+        f"set at least {least}" if least <= 1 else _other_fix(recipe, sizing, lacking),
         value=fraction,
         limit=least,
     )
 
 
 def too_few_pages(
-    name: str, gib: float, num_pages: int, page_bytes: int, window_bytes: int = 0
+    name: str,
+    gib: float,
+    num_pages: int,
+    page_bytes: int,
+    sizing: MemoryPlan | None = None,
+    num_devices: int = 1,
 ) -> RecipeError:
-    """Return the error for memory that holds less than the null page and one to use."""
-    least = math.ceil(1000 * (2 * page_bytes + window_bytes) / GIB) / 1000
-    beside = f" beside {in_gib(window_bytes)} of pages for windows" if window_bytes else ""
+    """Return the error for memory that holds less than the null page and one to use.
+
+    Windows and kept states take a part of a device's memory. The pages are those of all devices together.
+    """
+    further = [] if sizing is None else _further(sizing)
+    further_bytes = 0 if sizing is None else sizing.window_bytes + sizing.kept_bytes
+    least = math.ceil(1000 * (2 * page_bytes + further_bytes) / num_devices / GIB) / 1000
+    beside = f" beside {' and '.join(further)}" if further else ""
+    fewer = "fewer cache.num_states or " if sizing is not None and sizing.kept_bytes else ""
     return RecipeError(
         (name, "cache.page_size"),
         f"{gib} GiB hold {num_pages} pages of {page_bytes} bytes{beside}, and 2 is the least",
-        f"set at least {least}, or a smaller cache.page_size",
+        f"set at least {least}, or {fewer}a smaller cache.page_size",
         value=gib,
         limit=least,
     )
@@ -100,21 +135,39 @@ def _each(sizing: MemoryPlan) -> str:
 
 
 def _parts(sizing: MemoryPlan) -> str:
-    parts = {
-        "weights": sizing.weight_bytes,
-        "adapters": sizing.adapter_bytes,
-        "activations": sizing.activation_bytes,
-        "reserve": sizing.reserve_bytes,
-        "slot table": sizing.slot_bytes,
-        "host tier": sizing.host_beside_bytes,
-    }
-    return ", ".join(f"{in_gib(count)} of {name}" for name, count in parts.items() if count)
+    """Return all that lies beside the cache, in words."""
+    return ", ".join(
+        _sized(
+            {
+                "weights": sizing.weight_bytes,
+                "adapters": sizing.adapter_bytes,
+                "states of slots": sizing.slot_state_bytes,
+                "activations": sizing.activation_bytes,
+                "reserve": sizing.reserve_bytes,
+                "slot table": sizing.slot_bytes,
+                "host tier": sizing.host_beside_bytes,
+            }
+        )
+    )
 
 
-def _other_fix(sizing: MemoryPlan, lacking: int) -> str:
+def _further(sizing: MemoryPlan) -> list[str]:
+    """Return what lies in the cache beside the pages of all tokens, in words."""
+    return _sized({"kept states": sizing.kept_bytes, "pages for windows": sizing.window_bytes})
+
+
+def _sized(parts: dict[str, int]) -> list[str]:
+    return [f"{in_gib(count)} of {name}" for name, count in parts.items() if count]
+
+
+def _other_fix(recipe: Recipe, sizing: MemoryPlan, lacking: int) -> str:
     """Return what to change where no number of pages helps."""
+    are_said = recipe.cache.num_states is not None
+    of_slots = sizing.slot_state_bytes + (0 if are_said else sizing.kept_bytes)
     for name, count in (
         ("cache.host_gib", sizing.host_beside_bytes),
+        ("cache.num_states", sizing.kept_bytes if are_said else 0),
+        ("scheduler.num_slots", of_slots),
         ("scheduler.max_batch_tokens", sizing.activation_bytes),
         ("cache.reserve_gib", sizing.reserve_bytes),
         ("scheduler.max_request_tokens", sizing.slot_bytes),

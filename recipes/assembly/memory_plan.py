@@ -71,6 +71,11 @@ class MemoryPlan:
         return self.num_slot_states + self.num_kept_states
 
     @property
+    def slot_state_bytes(self) -> int:
+        """Bytes of the states of running requests, and of the null state."""
+        return self.num_slot_states * self.state_bytes
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes of states from which later requests go on."""
         return self.num_kept_states * self.state_bytes
@@ -114,7 +119,7 @@ class MemoryPlan:
     def beside_bytes(self) -> int:
         """Everything on the device except the pages of the cache."""
         parts = (self.slot_bytes, self.activation_bytes, self.reserve_bytes, self.host_beside_bytes)
-        return self.weight_bytes + self.adapter_bytes + self.num_slot_states * self.state_bytes + sum(parts)
+        return self.weight_bytes + self.adapter_bytes + self.slot_state_bytes + sum(parts)
 
     @property
     def total_bytes(self) -> int:

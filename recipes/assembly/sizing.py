@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from devices.ascend_limits import MOST_GATHERED, PAGE_STEP, PRODUCTS
 from devices.host_limits import host_memory_bytes, lies_in_memory
@@ -23,7 +23,7 @@ from recipes.assembly.memory_errors import (
     too_small_a_part,
 )
 from recipes.assembly.memory_plan import GIB, WHOLE, MemoryPlan, WindowPages, in_gib
-from recipes.schema.recipe import DeviceSection, Recipe
+from recipes.schema.recipe import CacheSection, DeviceSection, Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import completed, longest_request
 
@@ -36,6 +36,7 @@ GATHERED_BYTES = 2**27  # gathered latents in both types, their scores, and quer
 # Bytes per logit beside the logits: float32 scores, weights, and what choosing from them takes.
 LOGIT_BYTES = 16
 STEP_BYTES = 16 * 2**20  # bytes that operators keep however small a step is
+STATE_KEYS = ("num_states", "state_fraction", "state_dtype")  # of the cache of models that keep states
 
 
 def plan_memory(
@@ -162,7 +163,7 @@ def _with_pages(
     spare_bytes = sizing.memory_bytes - sizing.beside_bytes - sizing.window_bytes - sizing.kept_bytes
     fitting = spare_bytes // sizing.page_bytes if sizing.page_bytes else MOST_PAGES * (spare_bytes >= 0)
     sizing = replace(sizing, num_pages_fitting=max(0, fitting))
-    check_fits(recipe, sizing)
+    check_fits(recipe, sizing, num_devices)
     return sizing
 
 
@@ -466,13 +467,9 @@ def _with_further_pools(
 def _with_kept_states(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> MemoryPlan:
     """Return the plan with the number of states that are kept for later requests."""
     asked, least = recipe.cache.num_states, sizing.num_slot_states
-    if asked is not None and not least:
-        raise RecipeError(
-            "cache.num_states",
-            "is read for models whose layers keep a recurrent state",
-            "leave it out",
-            value=asked,
-        )
+    if not least:
+        _check_state_keys(recipe.cache)
+        return sizing
     if asked is not None and asked < least:
         raise RecipeError(
             ("cache.num_states", "scheduler.num_slots"),
@@ -481,13 +478,26 @@ def _with_kept_states(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> M
             value=asked,
             limit=least,
         )
-    if asked is None and (not recipe.cache.prefix_sharing or not least):
+    if asked is None and not recipe.cache.prefix_sharing:
         return sizing
     budget = _cache_bytes(recipe, sizing, num_devices)
     kept = least - 1 if asked is None else asked - least
     if asked is None and budget is not None:
         kept = int(recipe.cache.state_fraction * max(0, budget) / max(1, sizing.state_bytes))
     return replace(sizing, num_kept_states=min(kept, MOST_PAGES - least))
+
+
+def _check_state_keys(cache: CacheSection) -> None:
+    """Raise RecipeError for keys of states, which the model does not keep."""
+    for each in fields(cache):
+        value = getattr(cache, each.name)
+        if each.name in STATE_KEYS and value != each.default:
+            raise RecipeError(
+                f"cache.{each.name}",
+                "is read for models whose layers keep a recurrent state",
+                "leave it out",
+                value=value,
+            )
 
 
 def _cache_bytes(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int | None:
@@ -515,7 +525,7 @@ def _num_pages(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int:
     if left < least:
         assert cache.memory_gib is not None, "a recipe says how many pages there are"
         num_pages = max(0, left) // max(1, page_bytes)
-        raise too_few_pages("cache.memory_gib", cache.memory_gib, num_pages, page_bytes, beside)
+        raise too_few_pages("cache.memory_gib", cache.memory_gib, num_pages, page_bytes, sizing, num_devices)
     if not page_bytes:  # all layers have a window: such pages only name what windows hold
         return 1 + 2 * recipe.scheduler.num_slots * -(-sizing.longest_tokens // cache.page_size)
     return min(left // page_bytes, MOST_PAGES)

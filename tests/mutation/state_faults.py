@@ -76,7 +76,7 @@ FAULTS = {
     ),
     "slots_without_a_state": Fault(
         "recipes/assembly/memory_plan.py::MemoryPlan.beside_bytes",
-        "self.num_slot_states * self.state_bytes",
+        "self.slot_state_bytes",
         "0",
         "the plan fills the memory of the states with pages",
         "tests/recipes/test_state_plans.py::test_each_slot_has_a_state_beside_the_cache",

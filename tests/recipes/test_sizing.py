@@ -174,6 +174,35 @@ def test_what_cannot_fit_is_refused_with_the_fix():
     assert refusal(made(), GIB // 2).endswith("choose a smaller model or model.dtype")
 
 
+WINDOWS = {
+    "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 4096,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cache", "most"),
+    [
+        ({"pages": None, "gib": 0.5}, 0.09),
+        ({"pages": None, "gib": 4.0}, 0.09),
+        ({"pages": 2**20}, 10_000),
+        ({"pages": None, "gib": 4.0, "num_window_pages": 1000}, 0.09),
+    ],
+)
+def test_the_limit_of_a_refusal_fits_beside_windows(cache, most):
+    def planned(**more):
+        recipe = made(WINDOWS, longest=8000, reserve_gib=0, **cache | more)
+        scheduler = replace(recipe.scheduler, num_slots=64)
+        recipe = replace(recipe, scheduler=scheduler)
+        return plan_memory(recipe, model_config(recipe), 128 * 2**20, activation_bytes=2**20)
+
+    with pytest.raises(RecipeError, match="set at most") as caught:
+        planned()
+    limit = caught.value.limit
+    assert limit >= most
+    planned(**{"gib" if cache["pages"] is None else "pages": limit})
+
+
 def test_an_end_token_outside_the_vocabulary_is_refused():
     with pytest.raises(ValueError, match="eos_token_id: 320; the vocabulary goes from 0 to 319"):
         model_config(made({"eos_token_id": 320}))

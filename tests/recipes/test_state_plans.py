@@ -14,7 +14,7 @@ from models.config import DecoderConfig
 from models.cost import ENDS, MIXTURE_OPERATORS, OPERATORS, RECURRENT_OPERATORS, REDUCTIONS, Counts
 from models.layers.recurrent import new_states
 from models.parallel.share import Share
-from recipes.assembly.families import check_states, decoder_config
+from recipes.assembly.families import check_states, decoder_config, model_config
 from recipes.assembly.memory_plan import GIB, MemoryPlan, report
 from recipes.assembly.sizing import plan_memory
 from recipes.schema.reader import load
@@ -114,6 +114,66 @@ def test_each_slot_has_a_state_beside_the_cache() -> None:
     )
     assert rows["a page"].endswith("over 12 layers")
     assert "states" not in dict(report(recipe, replace(config, layers=config.layers[3:4] * 12), plain))
+
+
+def beside_states(memory_bytes: int, num_slots: int = 16, **cache: Any) -> MemoryPlan:
+    """The plan of Qwen3-Next on an NPU of this memory."""
+    recipe = Recipe(
+        model=ModelSection(config=QWEN3_NEXT_80B, weights="random"),
+        device=DeviceSection(kind="npu", product="910B"),
+        cache=CacheSection(page_size=128, **cache),
+        scheduler=SchedulerSection(num_slots=num_slots, max_batch_tokens=1024, max_request_tokens=128),
+    )
+    return plan_memory(recipe, decoder_config(QWEN3_NEXT_80B), memory_bytes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "least"),
+    [
+        ({"memory_gib": 32.0}, 29.99),
+        ({"memory_gib": 300.0}, 29.99),
+        ({"memory_gib": 32.0, "num_states": 60}, 29.99),
+        ({"num_pages": 2**20}, 2**12),
+        ({"num_pages": 2**20, "num_states": 60}, 2**12),
+    ],
+)
+def test_the_limit_of_a_refusal_fits_beside_states(asked: dict[str, Any], least: float) -> None:
+    """As much as is left beside what no size of the cache changes, kept states among it."""
+    name = next(iter(asked))
+    memory_bytes = beside_states(512 * GIB, num_pages=100).beside_bytes + 30 * GIB
+    with pytest.raises(RecipeError, match=rf"^cache\.{name}: .* set at most [\d.]+$") as refused:
+        beside_states(memory_bytes, **asked)
+    limit: Any = refused.value.limit
+    assert limit >= least
+    beside_states(memory_bytes, **asked | {name: limit})
+
+
+def test_a_refusal_lists_the_states_and_says_which_of_them_to_lower() -> None:
+    alone = beside_states(512 * GIB, num_pages=33, num_states=17)
+    memory_bytes = alone.total_bytes + GIB
+    for sized in ({"num_pages": 33}, {"memory_gib": 4.0}, {"memory_fraction": 1.0}):
+        with pytest.raises(RecipeError) as refused:
+            beside_states(memory_bytes, 512, **sized)
+        assert "36.92 GiB of states of slots, " in refused.value.problem
+        assert refused.value.fix == "lower scheduler.num_slots, or choose a smaller model or model.dtype"
+    with pytest.raises(RecipeError) as refused:
+        beside_states(memory_bytes, num_pages=33, num_states=100)
+    assert refused.value.fix == "lower cache.num_states, or choose a smaller model or model.dtype"
+    words = r"hold 0 pages of \d+ bytes beside 1\.44 GiB of kept states"
+    with pytest.raises(RecipeError, match=words) as few:
+        beside_states(memory_bytes, memory_gib=0.9, num_states=37)
+    assert refused.value.keys[0] == "cache.num_pages"
+    least: Any = few.value.limit
+    assert beside_states(2 * memory_bytes, memory_gib=least, num_states=37).num_pages >= 2
+    with pytest.raises(RecipeError, match=r"GiB of kept states and a cache of 2 pages"):
+        beside_states(memory_bytes, memory_fraction=0.5, num_states=100)
+
+
+@pytest.mark.parametrize("name", ["num_states=40", "state_fraction=0.5", "state_dtype=bfloat16"])
+def test_keys_of_states_are_refused_where_there_are_none(name: str) -> None:
+    recipe = load("recipes/tiny/cpu.yaml", [f"cache.{name}"])
+    with pytest.raises(RecipeError, match=r"is read for models whose layers keep a recurrent state; leave"):
+        plan_memory(recipe, model_config(recipe), GIB)
 
 
 def test_a_host_tier_with_states_stays_within_its_memory() -> None:
