@@ -114,7 +114,9 @@ def of_divided_pages(
         return []
     most, size = most_contexts(config, share.tensors), recipe.cache.page_size
     step, asked = PAGE_STEP if recipe.device.kind == "npu" else 1, recipe.parallel.context
-    count = max(each for each in range(1, most + 1) if most % each == 0 and size % (each * step) == 0)
+    # Pages may be no multiple of the step, where plain attention reads them
+    fitting = (each for each in range(1, most + 1) if most % each == 0 and size % (each * step) == 0)
+    count = max(fitting, default=1)
     count = asked if asked > 1 else count
     if count == 1:
         return []

@@ -80,6 +80,12 @@ def test_show_refuses_what_the_operators_of_the_product_do_not_take(capsys, keys
     assert "cache.dtype" in capsys.readouterr().out
 
 
+def test_show_plans_pages_that_no_number_of_ranks_divides(capsys):
+    small = ["cache.page_size=8", "device.attention=reference", "device.graphs=0", "device.memory_gib=22"]
+    main(["show", "recipes/any/910b.yaml", "model.path=recipes/tiny/weights", *small])
+    assert "divided pages" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_page_has_the_table_that_the_checks_make(capsys: pytest.CaptureFixture[str]) -> None:
     """Else replace the table by what `python -m recipes divisions` prints."""
