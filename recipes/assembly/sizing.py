@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from devices.ascend_limits import MOST_GATHERED, PAGE_STEP, PRODUCTS
+from devices.ascend_limits import LATENT_HEAD, MOST_GATHERED, PAGE_STEP, PRODUCTS
 from devices.host_limits import host_memory_bytes, lies_in_memory
 from kv_cache.groups import ITEM_BYTES, most_pages
 from models.config import DTYPE_BYTES, DecoderConfig, HeadConfig, IndexConfig, bytes_of_adapters
@@ -207,7 +207,7 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     read = 0
     if recipe.parallel.context > 1:  # a request's pages are gathered for a layer at a time
         read += _longest_cached(recipe, config) * config.kv_bytes_by_group()[0] // config.num_layers
-    if is_plain or is_latent or (config.int8_cache and is_npu):
+    if _gathers(config, is_plain=is_plain, is_npu=is_npu):
         longest = min(_longest_cached(recipe, config), most_read)
         if not is_plain:  # several requests are read together up to this bound
             longest = max(longest, MOST_GATHERED)
@@ -219,6 +219,18 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
         most = max(config.hidden_size, heads, inner)
         widened = WIDENED_ROWS * most * (2 * FLOAT32_BYTES + 2 + item_bytes)
     return STEP_BYTES + num_tokens * widths * item_bytes + scores + read + logits + widened
+
+
+def _gathers(config: DecoderConfig, *, is_plain: bool, is_npu: bool) -> bool:
+    """Whether attention gathers the cached tokens that it multiplies with."""
+    latent = config.latent
+    if is_plain or latent is None:
+        return is_plain or (config.int8_cache and is_npu)
+    if latent.index is None:
+        return True
+    # Sparse attention reads what was chosen where it lies. Long spans that read all tokens are expanded if
+    # pages have 16 bits and heads these widths
+    return not config.int8_cache and latent.nope_dim == latent.value_dim == LATENT_HEAD
 
 
 def _index_bytes(index: IndexConfig, num_tokens: int, longest: int, *, is_plain: bool) -> int:

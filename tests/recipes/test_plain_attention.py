@@ -86,16 +86,34 @@ SPARSE = {name: value for name, value in DEEPSEEK.items() if name != "q_lora_ran
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", [DEEPSEEK, SPARSE])
+WIDE_HEADS = {"qk_nope_head_dim": 128, "v_head_dim": 128}
+
+
+@pytest.mark.parametrize("family", [DEEPSEEK, SPARSE | WIDE_HEADS])
 def test_latents_of_several_requests_are_expanded_together_on_an_npu(family: dict[str, Any]) -> None:
     """However few tokens a request may have, or read: the operators of an NPU expand as many in a call."""
+    taken, expanded = estimated(family)
+    assert taken > expanded
+
+
+@pytest.mark.parametrize(("family", "dtype"), [(SPARSE, "auto"), (SPARSE | WIDE_HEADS, "int8")])
+def test_nothing_is_expanded_where_every_step_of_an_npu_reads_what_it_chose(
+    family: dict[str, Any], dtype: Any
+) -> None:
+    taken, expanded = estimated(family, dtype)
+    assert taken < expanded
+
+
+def estimated(family: dict[str, Any], dtype: Any = "auto") -> tuple[int, int]:
+    """What a step takes on an NPU with pages of this type, and what latents alone take that are expanded."""
     recipe = made(family, pages=40, dtype="bfloat16")
-    recipe = replace(recipe, device=replace(recipe.device, kind="npu"))
+    device, cache = replace(recipe.device, kind="npu"), replace(recipe.cache, dtype=dtype)
+    recipe = replace(recipe, device=device, cache=cache)
     config = model_config(recipe)
     latent = config.latent
     assert latent is not None
     expanded = 2 * config.num_heads * (latent.query_dim + latent.value_dim) * config.dtype_bytes
-    assert estimate(recipe, config) > STEP_BYTES + MOST_GATHERED * expanded
+    return estimate(recipe, config), STEP_BYTES + MOST_GATHERED * expanded
 
 
 def test_choosing_from_a_long_prompt() -> None:
