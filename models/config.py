@@ -790,7 +790,7 @@ class DecoderConfig:
         Only few rows are read of an embedding that is not the head, and of each mixture only the experts that
         one token chooses.
         """
-        embedding = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size * self.dtype_bytes
+        embedding = 0 if self.tie_embeddings else self.embedding_bytes
         return self.weight_bytes - embedding - self.bytes_of_experts(self._num_idle)
 
     @property
@@ -833,6 +833,17 @@ class DecoderConfig:
             total += wide * (DTYPE_BYTES["float32"] - self.dtype_bytes)
         scaled = self.num_layers - len(self.without_cache_scales)
         return total + scaled * 2 * self.num_kv_heads * self.head_dim * SCALE_BYTES
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Bytes of the embedding."""
+        return self.vocab_size * self.hidden_size * self.dtype_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the head, including scales; 0 where it is the embedding."""
+        rows = 0 if self.tie_embeddings else self.vocab_size
+        return rows * self._row_bytes(self.form("lm_head"), self.hidden_size)
 
     @property
     def max_shared_positions(self) -> int | None:

@@ -57,6 +57,7 @@ class Machine(ABC):
     """A machine that is ready to compute on `device`."""
 
     device: torch.device
+    tiles_weights = False  # whether weights in 16 bits are kept in an order of the device's own
 
     def __init__(self, asked: DeviceSection) -> None:
         self.asked = asked
@@ -334,6 +335,7 @@ class Npu(Accelerator):
         except (ImportError, ValueError) as error:
             raise _no_npu(error) from error
         self.device = torch.device("npu", 0)
+        self.tiles_weights = self.product.tiles_weights
 
     @property
     def name(self) -> str:

@@ -332,7 +332,14 @@ def _planned(
 ) -> MemoryPlan:
     """Return the plan with which all ranks start, by the memory that this one has."""
     here = ranks_here or recipe.parallel.ranks_of_a_machine
-    memory = plan_memory(recipe, config, machine.memory_bytes(here), share=share, ranks_here=here)
+    memory = plan_memory(
+        recipe,
+        config,
+        machine.memory_bytes(here),
+        share=share,
+        ranks_here=here,
+        tiles_weights=machine.tiles_weights,
+    )
     return _least(recipe, config, memory, world, share, machine)
 
 
@@ -380,6 +387,7 @@ def _least(
         num_kept_states=kept,
         share=share,
         ranks_here=memory.ranks_here,
+        tiles_weights=machine.tiles_weights,
     )
 
 
@@ -458,6 +466,7 @@ def _measure(
             num_host_states=estimated.num_host_states,
             share=runner.decoder.share,
             ranks_here=estimated.ranks_here,
+            tiles_weights=machine.tiles_weights,
         )
         memory = replace(memory, host_because=estimated.host_because)
     memory = _least(recipe, config, memory, world, runner.decoder.share, machine)

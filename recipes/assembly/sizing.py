@@ -55,24 +55,24 @@ def plan_memory(
     num_host_states: int = 0,
     num_kept_states: int | None = None,
     ranks_here: int | None = None,
+    tiles_weights: bool | None = None,
 ) -> MemoryPlan:
     """Return the plan of a recipe; raises RecipeError with what is missing and the key to change.
 
     With `memory_bytes` None, the memory is that of the recipe's device; with `activation_bytes` None, it is
     estimated; with `host_memory` None, it is a rank's part of this machine's, which `ranks_here`, by default
     as many as the recipe says, divide, as they do a CPU's; with `num_host_pages` None, it follows from the
-    recipe, as the pages of `windows` and the states kept for later requests do where these are None.
-    `window_host_pages` and `num_host_states` are those of the host tier beside `num_host_pages`. The model
-    lies on `stages` groups of `tensor` devices that share each layer, all with this memory; then the sizing
-    is that of all devices together, and so is what the cache may take. With a `share`, it is that of one
-    rank's device.
+    recipe, as the pages of `windows` and the states kept for later requests do where these are None. The host
+    tier has `window_host_pages` and `num_host_states` beside. The model lies on `stages` groups of `tensor`
+    devices that share each layer, all with this memory; then the plan, and what the cache may take, is of all
+    together, or with a `share` of one rank. With `tiles_weights` None, weights lie as on the product named.
     """
     num_devices, ranks_here = tensor * stages, ranks_here or recipe.parallel.ranks_of_a_machine
     both = _decoders(recipe, config, share)
     most_tokens = min(recipe.scheduler.max_request_tokens or 2**31, max_positions(config))
     sizing = MemoryPlan(
         num_parameters=both[0].num_parameters,
-        weight_bytes=sum(each.weight_bytes + _packed_bytes(recipe, each) for each in both),
+        weight_bytes=_weight_bytes(recipe, both, share, tiles_weights),
         adapter_bytes=_adapter_bytes(recipe, both[0]),
         page_bytes=_page_bytes(recipe, both, tensor),
         windows=_windows(recipe, both[0], tensor, window_host_pages) if windows is None else windows,
@@ -296,25 +296,39 @@ def max_positions(config: DecoderConfig) -> int:
     return config.max_positions
 
 
-def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
+def _weight_bytes(recipe: Recipe, both: list[DecoderConfig], share: Share, tiles_weights: bool | None) -> int:
+    """Return the bytes of a rank's weights; what drafts is held by one stage alone."""
+    num_bytes = 0
+    for config, held in zip(both, (share, share.within_stage)):
+        num_bytes += config.weight_bytes + _packed_bytes(recipe, config, held, tiles_weights)
+        if not held.holds_embedding(config):
+            num_bytes -= config.embedding_bytes
+        if not held.is_last:
+            num_bytes -= config.head_bytes
+    return num_bytes
+
+
+def _packed_bytes(recipe: Recipe, config: DecoderConfig, share: Share, tiles_weights: bool | None) -> int:
     """Return what linear layers take beyond their stored size.
 
     The device may multiply them in another form.
 
     A CPU without bfloat16 keeps them in float32 unless it has a compiler, and a tied head is kept apart from
-    the embedding in its own order.
+    the embedding in its own order. The layer that predicts further tokens has no head: it calls the target's.
     """
     device, item_bytes, num_bytes = recipe.device, config.dtype_bytes, 0
     if device.kind == "cpu":
         item_bytes = _kept_bytes(device, config)
-        plain = (each for each in config.linears() if config.form(each[0]) == "plain")
-        num_elements = sum(inputs * outputs for _, inputs, outputs in plain)
+        held = (each for each in config.linears() if each[0] != "lm_head" or share.is_last)
+        num_elements = sum(inputs * outputs for name, inputs, outputs in held if config.form(name) == "plain")
         num_bytes = num_elements * (item_bytes - config.dtype_bytes)
         is_packed = True  # a torch without oneDNN, which would leave float32 as it is, is not counted on
     else:
-        tiles = {each.name for each in PRODUCTS if each.tiles_weights}
-        is_packed = device.kind == "npu" and device.product in tiles and config.dtype != "float32"
-    is_kept_twice = is_packed and config.tie_embeddings
+        if tiles_weights is None:
+            tiles_weights = device.product in {each.name for each in PRODUCTS if each.tiles_weights}
+        is_packed = device.kind == "npu" and tiles_weights and config.dtype != "float32"
+    has_head = share.is_last and not isinstance(config, MtpConfig)
+    is_kept_twice = is_packed and config.tie_embeddings and has_head
     return num_bytes + is_kept_twice * config.vocab_size * config.hidden_size * item_bytes
 
 

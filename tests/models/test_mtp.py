@@ -7,6 +7,7 @@ fork, preemption with and without swapping, compaction and a pool that changes i
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from models.step.runner import ModelRunner
 from recipes.assembly.engine import build
 from recipes.assembly.families import draft_config, share_of
 from recipes.assembly.int8_checkpoint import quantize
+from recipes.assembly.sizing import plan_memory
 from recipes.machine import Npu, start
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
+from recipes.schema.speculation_section import SpeculationSection
 from tests.device_kinds import Kind, section, stand_in_alone
 from tests.models.eagle3_heads import check_head_drafts
 from tests.models.families import followed
@@ -144,6 +147,9 @@ def test_what_is_planned_is_what_the_layer_has(name: str, tmp_path: Path) -> Non
         if each.startswith(prefix) and not each.startswith((f"{prefix}embed", f"{prefix}shared_head.head"))
     )
     assert layer.weight_bytes == of_layer
+    plain = replace(recipe, speculation=SpeculationSection())
+    plans = [plan_memory(each, config, 2**32) for each in (plain, recipe)]
+    assert plans[1].weight_bytes - plans[0].weight_bytes == of_layer, "the head is the model's"
 
 
 @pytest.mark.slow

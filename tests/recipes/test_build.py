@@ -17,7 +17,7 @@ from models.step.warm_up import capture, largest_step_bytes
 from recipes.assembly import engine as building
 from recipes.assembly.engine import build
 from recipes.assembly.sizing import plan_memory
-from recipes.machine import start
+from recipes.machine import Cpu, start
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 from tests.recipes.test_sizing import LLAMA
 
@@ -157,6 +157,20 @@ def test_what_captured_steps_leave_free_is_not_counted_as_theirs(monkeypatch):
 
     monkeypatch.setattr(torch, "get_device_module", lambda _: memory)
     assert capture(Runner(), 8, 1) == 7
+
+
+def test_the_plan_follows_how_the_machine_keeps_weights(monkeypatch):
+    asked = []
+
+    def planned(*args: Any, **named: Any) -> Any:
+        asked.append(named["tiles_weights"])
+        return plan_memory(*args, **named)
+
+    monkeypatch.setattr(building, "plan_memory", planned)
+    monkeypatch.setattr(Cpu, "tiles_weights", True)
+    build(made())
+    assert asked
+    assert all(asked)
 
 
 def test_pages_give_way_to_a_step_that_takes_more_than_was_estimated(monkeypatch):

@@ -18,6 +18,7 @@ from models.layers.linear import Linear
 from models.ops.cpu.ops import CpuOps
 from models.ops.cpu.products import Panels, Products, products
 from models.ops.reference import Ops
+from models.parallel.share import Share
 from models.quantization import Quantization
 from models.step.warm_up import _process_bytes
 from recipes.assembly.families import model_config
@@ -84,6 +85,20 @@ def test_the_plan_equals_what_is_allocated(family, tied, dtype):
     assert sizing.cache_bytes == sum(each.nbytes for each in cache.tensors)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_stage_is_planned_with_what_it_holds_of_embedding_and_head(tied):
+    recipe = made({"tie_word_embeddings": tied, "num_hidden_layers": 4})
+    recipe = replace(recipe, device=DeviceSection(kind="cuda"))
+    config = model_config(recipe)
+    shape = AttentionShape(4, 2, config.head_dim, 16, 1.0, TORCH_DTYPES[config.dtype], config.windows)
+    for stages in (2, 3):
+        for stage in range(stages):
+            share = Share(0, 1, stage, stages)
+            decoder = Decoder(config, Ops(), Attention(shape), share=share)
+            held = sum(each.nbytes for each in decoder.parameters())
+            assert plan_memory(recipe, config, 4 * GIB, share=share).weight_bytes == held, share
+
+
 @pytest.mark.parametrize("has_bfloat16", {False, torch.ops.mkldnn._is_mkldnn_bf16_supported()})
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("compiles", ["auto", False])
@@ -92,17 +107,20 @@ def test_what_a_cpu_packs_is_counted(tied, has_bfloat16, compiles, monkeypatch):
     found = products() if compiles else None
     recipe = made({"tie_word_embeddings": tied}, dtype="bfloat16")
     recipe = replace(recipe, device=section("cpu", compile=compiles))
-    config, sizing = model_config(recipe), sized(recipe)
+    config = model_config(recipe)
     shape = AttentionShape(4, 2, config.head_dim, 16, 1.0, TORCH_DTYPES[config.dtype], config.windows)
     has_products = isinstance(found, Products)
-    decoder = Decoder(config, CpuOps(products=found if has_products else None), Attention(shape))
-    decoder.pack()
-    packed = [each.packed[0] for each in decoder.modules() if isinstance(each, Linear)]
-    packed = [each.numbers if isinstance(each, Panels) else each for each in packed]
-    held = [*decoder.parameters(), *packed]
-    assert sizing.weight_bytes == sum(each.numel() * each.dtype.itemsize for each in held)
-    keeps = has_bfloat16 or has_products
-    assert {each.dtype for each in packed} == {torch.bfloat16 if keeps else torch.float32}
+    for share in (Share(), Share(0, 1, 0, 2), Share(0, 1, 1, 2)):
+        sizing = plan_memory(recipe, config, 4 * GIB, share=share)
+        ops = CpuOps(products=found if has_products else None)
+        decoder = Decoder(config, ops, Attention(shape), share=share)
+        decoder.pack()
+        packed = [each.packed[0] for each in decoder.modules() if isinstance(each, Linear)]
+        packed = [each.numbers if isinstance(each, Panels) else each for each in packed]
+        held = [*decoder.parameters(), *packed]
+        assert sizing.weight_bytes == sum(each.numel() * each.dtype.itemsize for each in held)
+        keeps = has_bfloat16 or has_products
+        assert {each.dtype for each in packed} == {torch.bfloat16 if keeps else torch.float32}
 
 
 @pytest.mark.npu
@@ -118,10 +136,20 @@ def test_a_tied_head_is_counted_again_where_the_device_has_it_in_an_order_of_its
     heads = [part for each in packed for part in (each if isinstance(each, list) else [each])]
     held = {each.data_ptr(): each.nbytes for each in (*decoder.parameters(), *heads)}
     assert sizing.weight_bytes == sum(held.values()) == config.weight_bytes
+    assert not start(recipe.device).tiles_weights
     tiled = replace(recipe, device=section("npu", product="310P"))
     assert sized(tiled).weight_bytes == config.weight_bytes + config.vocab_size * config.hidden_size * 2
     wide = replace(tiled, model=replace(recipe.model, dtype="float32"))
     assert sized(wide).weight_bytes == model_config(wide).weight_bytes
+
+
+def test_what_a_device_has_answered_says_whether_a_tied_head_is_kept_twice():
+    recipe = made({"tie_word_embeddings": True}, dtype="bfloat16")
+    config = model_config(recipe)
+    for product, tiles in ((None, True), ("910B", True), ("310P", False)):
+        asked = replace(recipe, device=DeviceSection(kind="npu", product=product))
+        plan = plan_memory(asked, config, 4 * GIB, tiles_weights=tiles)
+        assert plan.weight_bytes == config.weight_bytes + tiles * 2 * config.vocab_size * config.hidden_size
 
 
 def test_memory_is_turned_into_whole_pages():
