@@ -270,6 +270,8 @@ class Blocks:
 
 def _object_of(arguments: str) -> Json:
     """Return the arguments of a call as an object; of arguments that were cut, what can be read."""
+    if not arguments.strip():  # it was cut behind the call's name
+        return {}
     read = read_object(arguments)
     return {"arguments": arguments} if read is None else read
 

@@ -9,7 +9,9 @@ import httpx
 import pytest
 
 from borders.refusal import BadRequest
+from serving.api.messages import Blocks
 from serving.api.messages_input import messages_of, signature_of, thinking_of, tool_choice_of, tools_of
+from serving.tools.parsing import CallDelta, Parsed
 from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server
@@ -184,6 +186,13 @@ def test_a_call_that_is_cut_is_still_an_object(agent: Server) -> None:
         assert cut["stop_reason"] == "max_tokens"
         for block in cut["content"]:
             assert block["type"] != "tool_use" or block["input"].keys() <= {"item"}
+
+
+def test_a_call_that_is_cut_behind_its_name_has_no_arguments() -> None:
+    blocks = Blocks(lambda call: "toolu_1", shows_thoughts=True)
+    events = [*blocks.push(Parsed([CallDelta(0, "price")])), *blocks.end()]
+    assert [each["type"] for each in events] == ["content_block_start", "ping", "content_block_stop"]
+    assert blocks.written() == [{"type": "tool_use", "id": "toolu_1", "name": "price", "input": {}}]
 
 
 def test_thoughts_come_only_where_they_are_asked_for(agent: Server) -> None:
