@@ -31,7 +31,7 @@ from recipes.fitting import fitted, one_of, with_settings
 from recipes.schema.reader import load
 from recipes.schema.server_section import ServerSection
 from serving.adapters import AdapterPut, ServedAdapters
-from serving.answers.answers import AnswerDelta, AnswerStream, collect
+from serving.answers.answers import AnswerStream
 from serving.continuation import Continuation
 from serving.engine.messages import (
     Add,
@@ -55,7 +55,7 @@ from serving.engine.supervisor import State, Supervisor
 from serving.failures import CutOff, EngineEnded, Failure, Overloaded, RequestFailed, ShutDown, Unavailable
 from serving.metrics.server_stats import ServerStats
 from serving.orders import Orders
-from serving.outputs import Prompt, RequestOutput, VllmSamplingParams, fields_of, request_output
+from serving.outputs import GrowingOutput, Prompt, RequestOutput, VllmSamplingParams, fields_of
 from serving.text.request_fields import check_length, is_short, parse_request, text_options
 from serving.text.sampling_defaults import sampling_defaults
 from serving.text.tokenizer import Text
@@ -500,17 +500,17 @@ class AsyncLLM:
         params, given = sampling_params, fields_of(prompt)
         fields = params.asked() | given | {"id": request_id}
         (answer,) = await self.ask([fields], fill=params.max_tokens is None)
-        known: dict[int, AnswerDelta] = {}
+        output = GrowingOutput(
+            answer.request,
+            self.text,
+            prompt=given.get("prompt"),
+            with_logprobs=params.logprobs is not None,
+        )
         try:
             while deltas := await answer.next():
-                collect(known, deltas)
-                yield request_output(
-                    answer.request,
-                    self.text,
-                    known.values(),
-                    prompt=given.get("prompt"),
-                    prompt_logprobs=answer.prompt_logprobs,
-                    with_logprobs=params.logprobs is not None,
+                output.take(deltas)
+                yield output.output(
+                    answer.prompt_logprobs,
                     finished=not answer.is_open,
                     num_cached_tokens=answer.num_cached_tokens,
                 )

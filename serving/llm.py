@@ -29,12 +29,12 @@ from serving.answers.jobs import Job, JobAnswer, JobRun
 from serving.grammars.matching import Grammars
 from serving.outputs import (
     CompletionOutput,
+    GrowingOutput,
     Logprob,
     Prompt,
     RequestOutput,
     VllmSamplingParams,
     fields_of,
-    request_output,
 )
 from serving.own_processors import KnownProcessors
 from serving.text.request_fields import parse_request, text_options
@@ -182,15 +182,10 @@ class LLM:
         # Show the prompt that the chat template made.
         if prompt is None and job.options.is_chat and self.text is not None:
             prompt = self.text.decode(request.prompt.tolist(), skip_special_tokens=False)
-        return request_output(
-            request,
-            self.text,
-            answers,
-            prompt=prompt,
-            prompt_logprobs=request.prompt_logprobs,
-            with_logprobs=job.show_logprobs,
-            finished=True,
-            num_cached_tokens=request.num_cached_tokens,
+        output = GrowingOutput(request, self.text, prompt=prompt, with_logprobs=job.show_logprobs)
+        output.take(answers)
+        return output.output(
+            request.prompt_logprobs, finished=True, num_cached_tokens=request.num_cached_tokens
         )
 
 

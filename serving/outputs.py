@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from borders.field_table import taken_by
@@ -85,41 +85,77 @@ class RequestOutput:
     num_cached_tokens: int
 
 
-def request_output(
-    request: Request,
-    text: Text | None,
-    answers: Iterable[AnswerDelta],
-    *,
-    prompt: str | None,
-    prompt_logprobs: Sequence[TokenLogprobs],
-    with_logprobs: bool,
-    finished: bool,
-    num_cached_tokens: int,
-) -> RequestOutput:
-    """Return what is known of the answers to a request; `with_logprobs` says that they were asked for."""
-    is_asked = request.params.prompt_logprobs is not None
-    return RequestOutput(
-        request_id=request.id,
-        prompt=prompt,
-        prompt_token_ids=request.prompt.tolist(),
-        prompt_logprobs=[None, *(_logprobs_of(each, text) for each in prompt_logprobs)] if is_asked else None,
-        outputs=[_completion(each, text, with_logprobs) for each in sorted(answers, key=lambda a: a.index)],
-        finished=finished,
-        num_cached_tokens=num_cached_tokens,
-    )
+@dataclass(slots=True)
+class _Answer:
+    """One answer so far, with its log-probabilities as a Python program sees them."""
+
+    so_far: AnswerDelta
+    logprobs: list[Logprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
 
 
-def _completion(answer: AnswerDelta, text: Text | None, with_logprobs: bool) -> CompletionOutput:
-    is_known = with_logprobs or answer.hypothesis is not None
-    return CompletionOutput(
-        index=answer.index,
-        text=answer.text,
-        token_ids=list(answer.tokens),
-        cumulative_logprob=answer.cumulative_logprob if is_known else None,
-        logprobs=[_logprobs_of(each, text) for each in answer.logprobs] if with_logprobs else None,
-        finish_reason=answer.finish_reason,
-        stop_reason=answer.stop_reason,
-    )
+class GrowingOutput:
+    """What is known of growing answers to a request; `with_logprobs` says that those were asked for.
+
+    Each entry of log-probabilities is converted once, however often the answers are told.
+    """
+
+    def __init__(
+        self, request: Request, text: Text | None, *, prompt: str | None, with_logprobs: bool
+    ) -> None:
+        self._request = request
+        self._text = text
+        self._prompt = prompt
+        self._prompt_token_ids: list[int] = request.prompt.tolist()
+        self._prompt_logprobs: list[Logprobs | None] = []
+        self._with_logprobs = with_logprobs
+        self._answers: dict[int, _Answer] = {}
+
+    def take(self, deltas: Iterable[AnswerDelta]) -> None:
+        """Add new parts of the answers."""
+        for delta in deltas:
+            known = self._answers.get(delta.index)
+            if known is None:
+                known = self._answers[delta.index] = _Answer(delta)
+            else:
+                known.so_far.extend(delta)
+            if self._with_logprobs:
+                known.logprobs += [_logprobs_of(each, self._text) for each in delta.logprobs]
+                for each in delta.logprobs:
+                    known.cumulative_logprob += each.logprob
+
+    def output(
+        self, prompt_logprobs: Sequence[TokenLogprobs], *, finished: bool, num_cached_tokens: int
+    ) -> RequestOutput:
+        """Return what is known, which stays as it is while the answers grow."""
+        is_asked = self._request.params.prompt_logprobs is not None
+        if is_asked and len(self._prompt_logprobs) != 1 + len(prompt_logprobs):
+            self._prompt_logprobs = [None, *(_logprobs_of(each, self._text) for each in prompt_logprobs)]
+        return RequestOutput(
+            request_id=self._request.id,
+            prompt=self._prompt,
+            prompt_token_ids=list(self._prompt_token_ids),
+            prompt_logprobs=list(self._prompt_logprobs) if is_asked else None,
+            outputs=[self._completion(each) for _, each in sorted(self._answers.items())],
+            finished=finished,
+            num_cached_tokens=num_cached_tokens,
+        )
+
+    def _completion(self, known: _Answer) -> CompletionOutput:
+        answer, cumulative_logprob = known.so_far, None
+        if answer.hypothesis is not None:
+            cumulative_logprob = answer.hypothesis.cumulative_logprob
+        elif self._with_logprobs:
+            cumulative_logprob = known.cumulative_logprob
+        return CompletionOutput(
+            index=answer.index,
+            text=answer.text,
+            token_ids=list(answer.tokens),
+            cumulative_logprob=cumulative_logprob,
+            logprobs=list(known.logprobs) if self._with_logprobs else None,
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.stop_reason,
+        )
 
 
 def _logprobs_of(entry: TokenLogprobs, text: Text | None) -> Logprobs:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
 from borders.refusal import BadRequest
+from continuous_batching.request import Request, TokenLogprobs
+from continuous_batching.request import SamplingParams as EngineParams
+from serving.answers.answers import AnswerStream
 from serving.async_llm import AsyncLLM
-from serving.engine.messages import Add, Finish, ToEngine
+from serving.engine.messages import Add, Finish, SampleEnd, ToEngine
 from serving.llm import LLM, RequestOutput, SamplingParams
+from serving.text.tokenizer import TextOptions
 from tests.patience import PATIENCE_S
 
 RECIPE, SMALL = "recipes/tiny/cpu.yaml", ("scheduler.num_slots=4", "device.threads=1")
@@ -66,6 +71,53 @@ def test_answers_grow_to_those_of_a_program_by_itself_and_are_found_by_their_ids
             for each, grew in zip(before.outputs, after.outputs):
                 assert grew.text.startswith(each.text)
                 assert grew.token_ids[: len(each.token_ids)] == each.token_ids
+
+
+def test_log_probabilities_of_an_answer_that_grows_are_converted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what was yielded stays as it was."""
+    llm, tokens = AsyncLLM(RECIPE, *SMALL), [*range(300, 330)]
+    assert llm.text is not None
+    params = EngineParams(max_tokens=len(tokens), logprobs=1, prompt_logprobs=1)
+    request = Request("a", np.array([301, 302, 303]), params)
+    answer = AnswerStream(request, llm.text, TextOptions(), num_answers=1, max_unread_tokens=1000)
+    entries = [TokenLogprobs(token, -0.5, ((token, -0.5),)) for token in tokens]
+    answer.prompt_logprobs = entries[2:4]
+    decode, decoded = llm.text.decode, list[int]()
+
+    async def ask(*_: Any, **__: Any) -> list[AnswerStream]:
+        return [answer]
+
+    def counted(token_ids: Iterable[int], **options: Any) -> str:
+        ids = [*token_ids]
+        decoded.extend(ids)
+        return decode(ids, **options)
+
+    monkeypatch.setattr(llm, "ask", ask)
+    monkeypatch.setattr(llm.text, "decode", counted)
+
+    async def work() -> list[RequestOutput]:
+        asked, outputs = SamplingParams(logprobs=1, prompt_logprobs=1), list[RequestOutput]()
+        stream = llm.generate("a", asked, "a")
+        for at, (token, entry) in enumerate(zip(tokens, entries), 1):
+            end = SampleEnd(0, "length", None, at, 0, 0, 0.0, 0.0, 0.0, []) if at == len(tokens) else None
+            answer.take(0, token, entry, end)
+            outputs.append(await anext(stream))
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        return outputs
+
+    outputs = asyncio.run(work())
+    assert decoded == [300, 302, 303, *tokens[1:]]
+    for number, output in enumerate(outputs, 1):
+        (one,) = output.outputs
+        assert one.token_ids == tokens[:number]
+        assert one.logprobs is not None
+        assert [[*each] for each in one.logprobs] == [[token] for token in tokens[:number]]
+        assert one.cumulative_logprob == -0.5 * number
+        assert output.prompt_logprobs is not None
+        assert [each and [*each] for each in output.prompt_logprobs] == [None, [302], [303]]
 
 
 @pytest.mark.slow
