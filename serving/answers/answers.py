@@ -72,13 +72,13 @@ class SampleProgress:
     held: AnswerDelta | None = None  # the whole answer so far, if samples are ranked once all have ended
 
 
-def collect(known: dict[int, AnswerDelta], deltas: Iterable[AnswerDelta]) -> None:
-    """Merge new parts of answers into the known answers, by index."""
-    for delta in deltas:
-        if delta.index in known:
-            known[delta.index].extend(delta)
+def collect(known: dict[int, AnswerDelta], deltas: Iterable[tuple[int, AnswerDelta]]) -> None:
+    """Merge new parts of answers into the known answers, by the index that each comes with."""
+    for index, delta in deltas:
+        if index in known:
+            known[index].extend(delta)
         else:
-            known[delta.index] = delta
+            known[index] = delta
 
 
 class SampleAnswers:

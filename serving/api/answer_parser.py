@@ -34,7 +34,7 @@ class AnswerParser:
         grammar = request.params.grammar
         self._is_held = grammar is not None and form_of(grammar) is not None
         self.thinks = text is not None and text.thoughts is not None and (grammar is None or has_place)
-        self._end_mark = text.think_marks[-1] if text is not None and text.think_marks else -1
+        self._end_mark = text.think_marks[1] if text is not None and len(text.think_marks) == 2 else -1
         is_open = self.thinks and text is not None and text.opens_thoughts(request.prompt)
         form = THOUGHT_FORMATS["think"] if text is None or text.thoughts is None else text.thoughts
         goes_on = is_open and text is not None and text.cuts_thoughts(request.prompt)
@@ -101,6 +101,11 @@ class AnswerParser:
                 sizes.append(0)
         self._num_thought[index] = sum(size for size, is_it in zip(sizes, parser.are_thoughts) if is_it)
         return parsed
+
+    @property
+    def counts_by_token(self) -> bool:
+        """Whether reasoning can only be counted in parts of a token each, as no token alone ends it."""
+        return self.thinks and self._end_mark < 0
 
     @property
     def num_thought_tokens(self) -> int:

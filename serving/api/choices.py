@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from borders.refusal import BadRequest
 from continuous_batching.request import TokenLogprobs
-from serving.answers.answers import AnswerDelta, AnswerStream, finite
+from serving.answers.answers import AnswerDelta, AnswerStream, collect, finite
 from serving.api.errors import body_of
 from serving.api.pieces import Items, Json, is_short, items, object_around, pieces_of, to_json
 from serving.api.schemas import StreamOptions
@@ -142,6 +142,7 @@ class Choices:
         hides_tokens: bool = False,
     ) -> None:
         self._answers = answers
+        self._taken: dict[int, AnswerDelta] = {}  # the answers that are written whole, by index
         self._form = form
         self._head = {"id": answers[0].group, "created": answers[0].created_s, **head}
         self._event_head = self._encoded_head()
@@ -150,11 +151,15 @@ class Choices:
         self._always_usage = bool(options and options.continuous_usage_stats)
         self._hides_tokens = hides_tokens
 
-    def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
+    def take(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> None:
+        """Take new parts of the answers that are written whole."""
+        collect(self._taken, deltas)
+
+    def whole(self) -> Iterator[bytes]:
         """Yield the bytes of the whole response."""
         self._name_weights()
         head = {"object": self._form.whole, **self._head}
-        choices = (self._form.choice(each, index) for index, each in enumerate(deltas))
+        choices = (self._form.choice(self._taken[index], index) for index in sorted(self._taken))
         return object_around(head, choices, {"usage": self._usage()})
 
     def events(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> Iterator[bytes]:

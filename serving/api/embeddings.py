@@ -71,7 +71,10 @@ class EmbeddingList:
         self._body = body
         self._model = model
 
-    def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
+    def take(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> None:
+        """Take nothing: the answers themselves hold their embeddings."""
+
+    def whole(self) -> Iterator[bytes]:
         """Yield the bytes of the whole response."""
         entries = (
             {"object": "embedding", "index": at, "embedding": self._written(embedding_of(each))}

@@ -9,14 +9,14 @@ already is dropped: parsers, numbers of events and held-back text then stand whe
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 
 import msgspec
 from fastapi import Request
 from starlette.responses import Response
 
 from borders.refusal import BadRequest
-from serving.answers.answers import AnswerDelta, AnswerStream, collect
+from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.errors import response_of
 from serving.api.pieces import Turns, gathered
 from serving.api.streamed import KeepAlive, StreamedResponse
@@ -26,7 +26,7 @@ from serving.continuation import FRAMES, NO_LOGPROBS, PIECE_BYTES, AnswerBegun, 
 from serving.failures import EngineEnded, Failure, ShutDown, Unavailable
 
 _TOLD_TOGETHER = 16  # tokens of an answer that is no stream, of which the router is told in one frame
-_REWRITTEN = 64  # parts of an answer that are written again in one turn of the event loop
+_REWRITTEN = 64  # parts of an answer that are taken or written again in one turn of the event loop
 
 
 class FrameWriter(AnswerWriter):
@@ -54,11 +54,9 @@ class FrameWriter(AnswerWriter):
 
     async def _stream_frames(self, form: ResponseForm) -> AsyncGenerator[bytes, None]:
         yield framed(self._begun)
-        replayed = self._answer.replayed
-        for at in range(0, len(replayed), _REWRITTEN):
-            for _ in form.events([(each.index, each) for each in replayed[at : at + _REWRITTEN]]):
+        async for known in self._replayed():
+            for _ in form.events(known):
                 pass
-            await self._turns.next()
         while True:
             try:
                 deltas = await self._answer.next()
@@ -77,14 +75,14 @@ class FrameWriter(AnswerWriter):
 
     async def _whole_frames(self, request: Request, form: WholeForm) -> AsyncGenerator[bytes, None]:
         yield framed(self._begun)
-        known: dict[int, AnswerDelta] = {}
-        collect(known, self._answer.replayed)
+        async for known in self._replayed():
+            form.take(known)
         untold: list[AnswerDelta] = []
         try:
             while deltas := await self._answer.next():
-                # The parts that are told must not grow with the answer that is collected
+                # The parts that are told must not grow with the answer that the form may make of them
                 untold += [_copy(each) for each in deltas]
-                collect(known, deltas)
+                form.take([(each.index, each) for each in deltas])
                 # Nothing goes on behind the last tokens, which come with the answer itself
                 if sum(len(each.tokens) for each in untold) >= _TOLD_TOGETHER and not self._answer.is_read:
                     yield self._grown(untold, b"")
@@ -92,10 +90,17 @@ class FrameWriter(AnswerWriter):
         except (Failure, BadRequest) as failure:
             yield _lost(failure) if _is_lost(failure) else _failed(failure, request)
             return
-        whole = await self._joined(form.whole([known[at] for at in sorted(known)]))
+        whole = await self._joined(form.whole())
         for at in range(0, len(whole), PIECE_BYTES):
             piece, has_more = whole[at : at + PIECE_BYTES], at + PIECE_BYTES < len(whole)
             yield framed(Over(200, "", piece, has_more=has_more))
+
+    async def _replayed(self) -> AsyncIterator[list[tuple[int, AnswerDelta]]]:
+        """Yield the parts that were answered elsewhere, some in each turn of the event loop."""
+        replayed = self._answer.replayed
+        for at in range(0, len(replayed), _REWRITTEN):
+            yield [(each.index, each) for each in replayed[at : at + _REWRITTEN]]
+            await self._turns.next()
 
     def _grown(self, deltas: Sequence[AnswerDelta], payload: bytes) -> bytes:
         tokens = [token for each in deltas for token in each.tokens]

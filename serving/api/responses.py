@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from borders.refusal import BadRequest
 from continuous_batching.request import TokenLogprobs
-from serving.answers.answers import AnswerDelta, AnswerStream
+from serving.answers.answers import AnswerDelta, AnswerStream, collect
 from serving.api.answer_parser import AnswerParser
 from serving.api.choices import as_content
 from serving.api.errors import whole
@@ -32,7 +32,7 @@ from serving.api.schemas import IN_RESPONSES, Ignored, PaddingOptions, SamplingB
 from serving.api.streamed import COMMENT
 from serving.failures import Failure
 from serving.text.tokenizer import Text
-from serving.tools.parsing import CallDelta, Parsed, Thought
+from serving.tools.parsing import CallDelta, Parsed
 
 Kind = Literal["reasoning", "message", "function_call"]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -75,7 +75,8 @@ class OutputItems:
         self._items: list[Item] = []
         self._is_open = False  # whether the last item is still open
         self._last_status: Status = "completed"
-        self._waiting: list[TokenLogprobs] = []  # entries of tokens not yet known to belong to a message
+        # What tokens spell that are not yet known to belong to a message, and their entries.
+        self._waiting: list[tuple[str, Sequence[TokenLogprobs]]] = []
 
     def written(self) -> list[Json]:
         """Return all items, after they have ended."""
@@ -83,44 +84,80 @@ class OutputItems:
         statuses[-1:] = [self._last_status] * len(statuses[-1:])
         return [self._json(item, status) for item, status in zip(self._items, statuses)]
 
-    def push(self, said: Parsed, logprobs: Sequence[TokenLogprobs]) -> Iterator[Json]:
-        """Yield the events for new parts; `logprobs` are those of the new tokens, if asked for."""
-        self._waiting += logprobs
+    def push(self, said: Parsed, text: str, logprobs: Sequence[TokenLogprobs]) -> Iterator[Json]:
+        """Yield the events for new parts.
+
+        `text` is what the new tokens spell, and `logprobs` are theirs, if asked for.
+        """
+        if logprobs:
+            self._waiting.append((text, logprobs))
+        message = ""  # texts of a message that come together, which are told by one event
         for part in said.parts:
+            if isinstance(part, str):
+                message += part
+                continue
+            if message:
+                yield from self._say("message", message)
+                message = ""
             if isinstance(part, CallDelta):
                 yield from self._call(part)
-            elif isinstance(part, Thought):
-                yield from self._say("reasoning", part.text)
             else:
-                yield from self._say("message", part)
+                yield from self._say("reasoning", part.text)
+        if message:
+            yield from self._say("message", message)
+        elif said.parts:
+            self._waiting = []  # the tokens up to here are of reasoning, or of a call
 
     def end(self, status: Status) -> Iterator[Json]:
         """Yield the events for the end; a response that says nothing has an empty message."""
         if not self._items:
             yield from self._say("message", "")
         self._last_status = status
-        if self._items[-1].kind == "message":
-            self._items[-1].logprobs += self._waiting
+        if self._items[-1].kind == "message":  # the token that ended it spells nothing
+            self._items[-1].logprobs += [one for text, each in self._waiting if not text for one in each]
         yield from self._close(status)
 
     def _say(self, kind: Kind, text: str) -> Iterator[Json]:
-        if not self._is_open or self._items[-1].kind != kind:
+        is_first = not self._is_open or self._items[-1].kind != kind
+        if is_first:
             yield from self._begin(kind)
             part = self._part(self._items[-1], text="")
             yield self._event("response.content_part.added", part=part)
         item, logprobs = self._items[-1], {}
         item.pieces.append(text)
         if kind == "message":
-            logprobs = self._logprobs(self._waiting)
-            item.logprobs += self._waiting
-        self._waiting = []
+            own = self._spelling(text, is_first=is_first) if self._waiting else []
+            logprobs = self._logprobs(own)
+            item.logprobs += own
         if text:
             yield self._event(f"response.{item.part}.delta", delta=text, **logprobs)
+
+    def _spelling(self, text: str, *, is_first: bool) -> list[TokenLogprobs]:
+        """Return the entries of the tokens that spell a text, and let those behind them wait on.
+
+        Those before it are of marks, such as the one that ends reasoning, or of white space that is not
+        shown. They come before the first text of a message, and before a text that a line break joins to it.
+        """
+        waiting = "".join(each for each, _ in self._waiting)
+        is_spelt = text in waiting
+        shown = text if is_spelt else text.lstrip()
+        start = waiting.find(shown) if is_spelt and not is_first else waiting.rfind(shown)
+        start, stop = (0, len(waiting)) if start < 0 else (start, start + len(shown))
+        own: list[TokenLogprobs] = []
+        behind: list[tuple[str, Sequence[TokenLogprobs]]] = []
+        place = 0
+        for piece, entries in self._waiting:
+            begin, place = place, place + len(piece)
+            if begin >= stop:
+                behind.append((piece, entries))
+            elif place > start or begin == start:  # a token that spells nothing alone begins a character
+                own += entries
+        self._waiting = behind
+        return own
 
     def _call(self, delta: CallDelta) -> Iterator[Json]:
         if delta.name is not None:
             yield from self._begin("function_call", call_id=self._call_id(delta), name=delta.name)
-        self._waiting = []
         if delta.arguments:
             self._items[-1].pieces.append(delta.arguments)
             yield self._event("response.function_call_arguments.delta", delta=delta.arguments)
@@ -279,6 +316,8 @@ class ResponseObject:
         self._with_logprobs = _LOGPROBS in asked
         self._items = OutputItems(text, parser.call_id, answer.group, carries=_THOUGHTS in asked)
         self._num_events = 0
+        self._taken: dict[int, AnswerDelta] = {}  # what was taken of the answer, and is not parsed yet
+        self._last = AnswerDelta(0, "")  # what was parsed last
         params = answer.request.params
         self._head: Json = {
             "id": answer.group,
@@ -306,12 +345,21 @@ class ResponseObject:
             "user": body.user,
         }
 
-    def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
+    def take(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> None:
+        """Take new parts of the answer, which is written whole.
+
+        They are parsed together at its end, which takes less time, unless it then could not be told which
+        tokens are whose, or how many are of thoughts.
+        """
+        for each in deltas:
+            collect(self._taken, [each])
+            if self._with_logprobs or self._parser.counts_by_token:
+                self._parse()
+
+    def whole(self) -> Iterator[bytes]:
         """Yield the whole response, made from its one answer."""
-        (delta,) = deltas
-        for _ in self._grown(delta):
-            pass
-        yield from pieces_of(self._ended(delta))
+        self._parse()
+        yield from pieces_of(self._ended(self._last))
 
     def events(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> Iterator[bytes]:
         """Yield the events for new parts of the answer."""
@@ -344,9 +392,17 @@ class ResponseObject:
         response = self._response("failed", error=error, output=parts(self._items.written()))
         return b"".join(self._event({"type": "response.failed", "response": response}))
 
+    def _parse(self) -> None:
+        """Parse what was taken."""
+        for delta in self._taken.values():
+            for _ in self._grown(delta):
+                pass
+            self._last = delta
+        self._taken.clear()
+
     def _grown(self, delta: AnswerDelta) -> Iterator[Json]:
         said = self._parser.push(delta.index, delta)
-        yield from self._items.push(said, delta.logprobs if self._with_logprobs else ())
+        yield from self._items.push(said, delta.text, delta.logprobs if self._with_logprobs else ())
         if delta.finish_reason is not None:
             yield from self._items.end(_status(delta))
 

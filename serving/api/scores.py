@@ -224,7 +224,10 @@ class Scores:
         self._answers, self._judge, self._body, self._pairs = answers, judge, body, pairs
         self._head = head
 
-    def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
+    def take(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> None:
+        """Take nothing: the answers themselves hold what the scores are computed from."""
+
+    def whole(self) -> Iterator[bytes]:
         """Yield all scores.
 
         They are in the order of the pairs for `/score`; `/rerank` puts the best documents first.

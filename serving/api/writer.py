@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from borders.refusal import BadRequest
-from serving.answers.answers import AnswerDelta, AnswerStream, collect
+from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.pieces import PIECE_BYTES, Turns, gathered
 from serving.api.streamed import KeepAlive, StreamedResponse, gone
 from serving.async_llm import AsyncLLM
@@ -33,8 +33,12 @@ _LAST_S = 5.0  # time that a client which is cut off has to read the reason
 class WholeForm(Protocol):
     """Writes the answers to one request as bytes; a long piece comes in several parts."""
 
-    def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
-        """Yield all answers as one JSON object."""
+    def take(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> None:
+        """Take new parts of answers that are written whole; each comes with the index of its answer."""
+        ...
+
+    def whole(self) -> Iterator[bytes]:
+        """Yield all answers as one JSON object, once all their parts are taken."""
         ...
 
 
@@ -104,8 +108,8 @@ class AnswerWriter:
 
     async def whole(self, request: Request, form: WholeForm) -> Response:
         """Return all answers as one JSON object, sent in parts if it is long."""
-        deltas = await self._unless_gone(request.receive, self._collect())
-        pieces = gathered(form.whole(deltas))
+        await self._unless_gone(request.receive, self._told(form))
+        pieces = gathered(form.whole())
         try:
             first = next(pieces)
         except BaseException:
@@ -189,15 +193,11 @@ class AnswerWriter:
                     task.cancel()
         await asyncio.sleep(_LAST_S)
 
-    async def _collect(self) -> list[AnswerDelta]:
-        """Return every choice, whole."""
-        known: list[dict[int, AnswerDelta]] = [{} for _ in self._answers]
-        size = self._answers[0].num_answers
+    async def _told(self, form: WholeForm) -> None:
+        """Give the form all parts of the answers, as they come."""
         with contextlib.closing(News(self._answers)) as news:
             while deltas := await news.next():
-                for index, delta in deltas:
-                    collect(known[index // size], (delta,))
-        return [each[index] for each in known for index in sorted(each)]
+                form.take(deltas)
 
     async def _unless_gone(self, receive: Receive, work: Awaitable[Value]) -> Value:
         """Return the result of `work`.

@@ -98,7 +98,7 @@ FAULTS = {
         "tests/serving/test_continuations.py::test_what_is_drawn_without_a_seed_goes_on_too",
     ),
     "parsers_begin_anew": Fault(
-        "serving/api/frame_writer.py::FrameWriter._stream_frames",
+        "serving/api/frame_writer.py::FrameWriter._replayed",
         "range(0, len(replayed), _REWRITTEN)",
         "range(0)",
         "roles, thoughts and numbers of events begin again in the middle of a stream",

@@ -238,7 +238,7 @@ def test_a_long_answer_is_collected_without_copies_of_its_text() -> None:
     """With a copy at each of its tokens, this takes two minutes."""
     known: dict[int, AnswerDelta] = {}
     for number in range(2**18):
-        collect(known, [AnswerDelta(0, "ab é" if number % 2 else "天", [number])])
+        collect(known, [(0, AnswerDelta(0, "ab é" if number % 2 else "天", [number]))])
     assert known[0].text == "天ab é" * 2**17
     assert len(known[0].tokens) == 2**18
 

@@ -5,9 +5,13 @@ The items of a conversation become messages.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,19 +19,25 @@ import pytest
 from pydantic import TypeAdapter
 
 from borders.refusal import BadRequest
-from continuous_batching.request import Request, SamplingParams
+from continuous_batching.request import Request, SamplingParams, TokenLogprobs
 from recipes.schema.recipe import ROOT
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.answer_parser import AnswerParser
 from serving.api.items import carrying
+from serving.api.messages import MessageObject, MessagesBody
+from serving.api.pieces import Turns
 from serving.api.responses import ResponseObject, ResponsesBody
 from serving.api.responses_input import messages_of
+from serving.api.writer import AnswerWriter, ResponseForm
+from serving.engine.messages import SampleEnd
 from serving.failures import CutOff, EngineEnded, Failure, Overloaded, RequestFailed, Unavailable
 from serving.router.reply import first_data, refuses, tells_of_loss
 from serving.text.chat_template import check_messages, joined
 from serving.text.tokenizer import Text, TextOptions
 from serving.tools.definitions import tool_use
+from tests.each_of import each_of
 from tests.lazy import openai
+from tests.serving.channel_model import write_model
 from tests.serving.test_tool_parsing import cut, written
 from tests.thorough import cases
 
@@ -48,13 +58,18 @@ def text() -> Text:
     return loaded
 
 
-def response_of(text: Text) -> ResponseObject:
-    """The form of a response whose answer no engine makes."""
+def answer_of(text: Text) -> AnswerStream:
+    """An answer that no engine makes."""
     request = Request("resp_1", np.array([1, 2], dtype=np.int32), SamplingParams())
-    answer = AnswerStream(request, text, TextOptions(), num_answers=1, max_unread_tokens=10)
-    fields = {"tools": [{"type": "function", "function": {"name": each["name"]}} for each in TOOLS]}
-    parser = AnswerParser(text, request, tool_use(fields))
-    return ResponseObject(text, answer, parser, ResponsesBody(input="a", tools=TOOLS), "tiny")
+    return AnswerStream(request, text, TextOptions(), num_answers=1, max_unread_tokens=1000)
+
+
+def response_of(text: Text, answer: AnswerStream | None = None, **fields: Any) -> ResponseObject:
+    """The form of a response."""
+    answer = answer or answer_of(text)
+    use = tool_use({"tools": [{"type": "function", "function": {"name": each["name"]}} for each in TOOLS]})
+    body = ResponsesBody(input="a", tools=TOOLS, **fields)
+    return ResponseObject(text, answer, AnswerParser(text, answer.request, use), body, "tiny")
 
 
 def deltas(pieces: list[str], reason: str) -> list[AnswerDelta]:
@@ -63,9 +78,19 @@ def deltas(pieces: list[str], reason: str) -> list[AnswerDelta]:
     return made
 
 
-def events_of(text: Text, pieces: list[str], reason: str) -> list[dict[str, Any]]:
+def whole_of(text: Text, pieces: list[str], reason: str) -> dict[str, Any]:
     form = response_of(text)
-    sent = b"".join(part for each in deltas(pieces, reason) for part in form.events([(0, each)]))
+    form.take([(0, each) for each in deltas(pieces, reason)])
+    found: dict[str, Any] = json.loads(b"".join(form.whole()))
+    return found
+
+
+def events_of(text: Text, pieces: list[str], reason: str) -> list[dict[str, Any]]:
+    return told_by(response_of(text), deltas(pieces, reason))
+
+
+def told_by(form: ResponseObject, parts: Iterable[AnswerDelta]) -> list[dict[str, Any]]:
+    sent = b"".join(part for each in parts for part in form.events([(0, each)]))
     assert form.end() == b""
     lines = sent.decode().split("\n\n")
     assert lines.pop() == ""
@@ -104,7 +129,7 @@ def test_every_way_to_cut_an_answer_gives_the_same_response(text: Text) -> None:
     for _ in range(cases(40, 200)):
         answer = "".join(rng.choice(words) for _ in range(rng.randrange(7)))
         reason = rng.choice(["stop", "length"])
-        whole = json.loads(b"".join(response_of(text).whole(deltas([answer], reason))))
+        whole = whole_of(text, [answer], reason)
         for pieces in ([answer], list(answer), cut(answer, rng)):
             events = events_of(text, pieces, reason)
             response = events[-1]["response"]
@@ -163,6 +188,97 @@ def test_thoughts_text_and_calls_are_items(text: Text) -> None:
     assert [json.loads(each["arguments"]) for each in response["output"][2:4]] == [each for _, each in CALLS]
     assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
     assert len({each["call_id"] for each in response["output"][2:4]}) == 2
+
+
+def ended(text: Text, pieces: list[str]) -> AnswerStream:
+    """An answer of the tokens of these pieces, each with its log-probability, and of one that ends it."""
+    answer, (eos, *_) = answer_of(text), text.eos_token_ids
+    tokens = [token for each in pieces for token in text.encode_within(each)]
+    for at, token in enumerate([*tokens, eos]):
+        end = SampleEnd(0, "stop", None, at, 0, 0, 0.0, 0.0, 0.0, []) if at == len(tokens) else None
+        answer.take(0, token, TokenLogprobs(token, -float(at), ()), end)
+    return answer
+
+
+def served_whole(answer: AnswerStream, form: ResponseForm) -> Any:
+    """An answer that has ended, as the server writes it where it is not streamed."""
+    never: Any = SimpleNamespace(receive=asyncio.Event().wait)
+    llm: Any = SimpleNamespace(limits=SimpleNamespace(release=lambda _: None))
+    response = asyncio.run(AnswerWriter(llm, Turns(), [answer]).whole(never, form))
+    return json.loads(bytes(response.body))
+
+
+def streamed(text: Text, pieces: list[str], **fields: Any) -> list[dict[str, Any]]:
+    """The events of the stream of a response."""
+    answer = ended(text, pieces)
+    return told_by(response_of(text, answer, **fields), asyncio.run(answer.next()))
+
+
+@each_of(
+    "pieces",
+    [
+        ["<think>", "So.", "</think>", "\n\n", "It", " is", " 42."],
+        ["It", " is", " 42."],
+        ["Let me", " see.", written("hermes", CALLS[:1]), "\n", "Well", "."],
+        ["<think>", "So.", "</think>", "\n", "a", " <", "<", " b", " <tool", " c"],
+        ["<think>", "\n", "So.", "</think>", "\n\n", "天气", "\n", written("hermes", CALLS), "\n"],
+        ["<think>", "So."],
+    ],
+)
+def test_a_message_has_the_log_probabilities_of_its_own_tokens(text: Text, pieces: list[str]) -> None:
+    """None is of a mark, a thought or a call, and a stream tells of the same ones."""
+    fields = {"include": ["message.output_text.logprobs"]}
+    answer = ended(text, pieces)
+    whole = served_whole(answer, response_of(text, answer, **fields))
+    events = streamed(text, pieces, **fields)
+    response = events[-1]["response"]
+    assert bare(whole["output"]) == bare(response["output"])
+    assert whole["usage"] == response["usage"]
+    for index, item in enumerate(whole["output"]):
+        if item["type"] != "message":
+            continue
+        (part,) = item["content"]
+        entries, last = part["logprobs"], item is whole["output"][-1]
+        assert b"".join(bytes(each["bytes"]) for each in entries).decode() == part["text"] + "</s>" * last
+        told = [
+            one
+            for each in events
+            if each["type"] == "response.output_text.delta" and each["output_index"] == index
+            for one in each["logprobs"]
+        ]
+        assert told == entries[: len(entries) - last]
+
+
+@each_of("pieces", [["<think>", "So.", "</think>", "\n\n", "It"], ["<think>", "So."], ["It"]])
+def test_thoughts_are_counted_alike_in_every_form_of_an_answer(text: Text, pieces: list[str]) -> None:
+    """Also where no token of the vocabulary ends them alone."""
+    assert text.think_marks == ()
+    answer = ended(text, pieces)
+    usage = served_whole(answer, response_of(text, answer))["usage"]
+    assert usage == streamed(text, pieces)[-1]["response"]["usage"]
+    message, body = ended(text, pieces), MessagesBody(model="a", messages=["a"], max_tokens=9)
+    form = MessageObject(message, AnswerParser(text, message.request, None), body, "request")
+    thoughts = served_whole(message, form)["usage"]["output_tokens_details"]["thinking_tokens"]
+    assert thoughts == usage["output_tokens_details"]["reasoning_tokens"]
+    num_behind = sum(len(text.encode_within(each)) for each in pieces[3:]) + 1  # with the end of the answer
+    wanted = {5: usage["output_tokens"] - num_behind, 2: usage["output_tokens"], 1: 0}
+    assert thoughts == wanted[len(pieces)]
+
+
+def test_marks_of_channels_are_of_no_message(tmp_path: Path) -> None:
+    text = Text.load(write_model(tmp_path), "harmony", "harmony")
+    assert text is not None
+    form = response_of(text, include=["message.output_text.logprobs"])
+    heads = [["<|channel|>", name, "<|message|>"] for name in ("analysis", "final", "final")]
+    turn = ["<|end|>", "<|start|>", "assistant"]
+    pieces = [*heads[0], "So", *turn, *heads[1], "a", " b", *turn, *heads[2], "s", ""]
+    for at, piece in enumerate(pieces):
+        form.take([(0, AnswerDelta(0, piece, [5], [TokenLogprobs(5, -float(at), ())]))])
+    form.take([(0, AnswerDelta(0, "", finish_reason="stop"))])
+    thoughts, message = json.loads(b"".join(form.whole()))["output"]
+    assert (thoughts["type"], message["content"][0]["text"]) == ("reasoning", "a b\ns")
+    told = [pieces[-round(each["logprob"])] for each in message["content"][0]["logprobs"]]
+    assert told == ["a", " b", "s", ""]
 
 
 def test_a_failure_ends_a_stream_as_a_response(text: Text) -> None:
