@@ -130,15 +130,19 @@ class SampleAnswers:
         return self._finish(sample, delta, reason, ended_by if is_stop_token else None)
 
     def end(self, index: int, reason: str, hypotheses: Sequence[Found] = ()) -> list[AnswerDelta]:
-        """End a sample without another token, and return the new parts of answers."""
+        """End a sample without another token, and return the new parts of answers.
+
+        The answers of a beam search that ends before it is complete are all empty.
+        """
         sample = self.samples[index]
         if sample.finish_reason is not None:
             return []
-        if not hypotheses:
+        if not hypotheses and not sample.request.params.beam_width:
             return self._finish(sample, AnswerDelta(index, "", sample=index), reason, None)
         sample.finish_reason = reason
         self.num_open -= 1
         answers = [self._hypothesis(at, each) for at, each in enumerate(hypotheses[: self.num_answers])]
+        answers = answers or [AnswerDelta(at, "", finish_reason=reason) for at in range(self.num_answers)]
         sample.num_tokens = sum(len(each.tokens) for each in answers)
         return answers
 

@@ -210,7 +210,7 @@ class JobRun:
         (running, index), reason = self._running.pop(request.id), request.finish_reason
         assert reason is not None, f"{request.id} has not ended"
         self._reading.discard(request.id)
-        if running.reads_along or request.hypotheses:
+        if running.reads_along or request.params.beam_width:
             deltas = running.progress.end(index, reason, request.hypotheses)
         else:
             deltas = running.progress.push(index, request.answer.tolist(), request.logprobs, reason)

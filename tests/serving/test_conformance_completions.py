@@ -141,6 +141,17 @@ def test_the_usage_of_a_search_counts_every_answer_told(
     assert json.loads(events[-3].removeprefix("data: "))["usage"] == answer["usage"]
 
 
+def test_a_search_that_is_not_over_in_time_has_all_its_choices(http: httpx.Client) -> None:
+    body = {"prompt": [SUM, "One day"], "beam_width": 2, "n": 2, "max_tokens": 3, "timeout_s": 1e-9}
+    choices = http.post("/v1/completions", json=body).json()["choices"]
+    assert [each["index"] for each in choices] == [0, 1, 2, 3]
+    assert {(each["text"], each["finish_reason"]) for each in choices} == {("", "timeout")}
+    lines = http.post("/v1/completions", json=body | {"stream": True}).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    ends = [choice["index"] for event in events for choice in event["choices"] if choice["finish_reason"]]
+    assert sorted(ends) == [0, 1, 2, 3]
+
+
 def test_a_prompt_that_is_not_scored_in_time_says_so(http: httpx.Client) -> None:
     body = {"prompt": SUM, "max_tokens": 0, "echo": True, "logprobs": 1, "timeout_s": 1e-9}
     answer = http.post("/v1/completions", json=body).json()

@@ -14,13 +14,13 @@ import pytest
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Step
 from continuous_batching.policies.batching import StallFree
-from continuous_batching.request import Request, TokenLogprobs
+from continuous_batching.request import Request, SamplingParams, TokenLogprobs
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
-from serving.answers.answers import SampleAnswers
+from serving.answers.answers import AnswerDelta, SampleAnswers
 from serving.offline import Job, read_jobs, run_jobs
 from serving.text.tokenizer import Text, TextOptions
 from tests.each_of import each_of
@@ -304,6 +304,13 @@ def test_a_sample_that_ended_takes_no_more_tokens() -> None:
     end(samples, 0, -1.0)
     assert end(samples, 0, -1.0) == samples.end(0, "abort") == []
     assert samples.num_open == 1
+
+
+def test_every_answer_of_a_search_that_found_nothing_is_empty() -> None:
+    request = Request("a", np.arange(3), SamplingParams(beam_width=3, max_tokens=4))
+    search = SampleAnswers(request, None, TextOptions(), 2)
+    assert search.end(0, "timeout") == [AnswerDelta(at, "", finish_reason="timeout") for at in range(2)]
+    assert (search.num_open, search.num_tokens) == (0, 0)
 
 
 def test_the_best_hypotheses_come_out_best_first() -> None:
