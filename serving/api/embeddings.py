@@ -76,9 +76,11 @@ class EmbeddingList:
 
     def whole(self) -> Iterator[bytes]:
         """Yield the bytes of the whole response."""
+        # All are looked for now, since nothing can be refused once the first bytes are sent
+        found = [embedding_of(each) for each in self._answers]
         entries = (
-            {"object": "embedding", "index": at, "embedding": self._written(embedding_of(each))}
-            for at, each in enumerate(self._answers)
+            {"object": "embedding", "index": at, "embedding": self._written(each)}
+            for at, each in enumerate(found)
         )
         head = {"object": "list", "model": self._model, "usage": usage_of(self._answers)}
         yield from pieces_of({**head, "data": Parts(entries)})

@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from continuous_batching.request import Vector
+from continuous_batching.request import Request, SamplingParams, Vector
 from recipes.schema.recipe import ROOT
-from serving.answers.answers import unit
+from serving.answers.answers import AnswerStream, unit
+from serving.api.embeddings import EmbeddingList, EmbeddingsBody
+from serving.api.pieces import PIECE_BYTES, gathered
+from serving.failures import RequestFailed
 from serving.llm import LLM
 from serving.offline import read_jobs, run_jobs
 from serving.text.request_fields import parse_request
-from serving.text.tokenizer import Text
+from serving.text.tokenizer import Text, TextOptions
 from tests.lazy import openai, transformers
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
@@ -135,6 +138,19 @@ def test_nothing_chooses_the_tokens_of_an_embedding() -> None:
         parse_request({"id": "a", "prompt_token_ids": [1], "pooling": "last", "temperature": 0}, None)
     with pytest.raises(ValueError, match='pooling is "max"; it must be "last" or "mean"'):
         parse_request({"id": "a", "prompt_token_ids": [1], "pooling": "max"}, None)
+
+
+def test_a_text_that_took_too_long_fails_the_request_before_a_byte_of_it_is_sent() -> None:
+    answers = []
+    for name in ("a", "b"):
+        request = Request(name, np.array([3, 4]), SamplingParams(max_tokens=1, pooling="mean"))
+        answers.append(AnswerStream(request, None, TextOptions(), num_answers=1, max_unread_tokens=10))
+    answers[0].embedding = np.ones(PIECE_BYTES, np.float32)
+    form = EmbeddingList(answers, EmbeddingsBody(input=["a", "b"], encoding_format="float"), "tiny")
+    with pytest.raises(RequestFailed, match="a text took longer than timeout_s"):
+        next(gathered(form.whole()))
+    answers[1].embedding = answers[0].embedding
+    assert len([*gathered(form.whole())]) > 1, "a piece is sent before the second text is written"
 
 
 def test_a_vector_of_zeros_stays_one() -> None:
