@@ -23,7 +23,7 @@ from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.pieces import PIECE_BYTES, Turns, gathered
 from serving.api.streamed import KeepAlive, StreamedResponse, gone
 from serving.async_llm import AsyncLLM
-from serving.failures import ClientGone, Failure
+from serving.failures import ClientGone, CutOff, Failure
 
 Value = TypeVar("Value")
 
@@ -175,10 +175,13 @@ class AnswerWriter:
                     raise answer.failure
 
     def _end(self) -> None:
+        failure = None  # it is the client that went away, unless an answer has failed
+        if any(each.failure is not None for each in self._answers):
+            failure = CutOff("another prompt of the request has failed", "sibling")
         for answer in self._answers:
             self._llm.limits.release(answer)
             if answer.is_open:
-                self._llm.abort(answer)
+                self._llm.abort(answer, failure)
 
     async def _cut_off(self) -> None:
         """Return when an answer has failed and its client had time to read the reason."""

@@ -304,7 +304,7 @@ class ServerStats:
     def aborted(self, answer: AnswerStream, reason: str) -> None:
         """Record an aborted request, for one reason of ABORTS.
 
-        The reason `sibling` means that another prompt of the same request was refused.
+        The reason `sibling` means that another prompt of the same request was refused, or has failed.
         """
         self.aborts[reason] += 1
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from borders.refusal import BadRequest
 from continuous_batching.counters import Counters
 from continuous_batching.request import Request, SamplingParams
 from serving.answers.answers import AnswerStream
+from serving.api.pieces import Turns
+from serving.api.writer import AnswerWriter
+from serving.async_llm import AsyncLLM
 from serving.engine.messages import Beat, EngineFacts, ExpertTable, SampleEnd, StepTimes
+from serving.failures import ClientGone, Failure, RequestFailed
 from serving.metrics.exposition import Exposition
 from serving.metrics.server_stats import MOST_RECENT, NO_GAUGES, Histogram, ServerStats
 from serving.text.tokenizer import TextOptions
+from tests.serving.server import TINY
 
 FACTS = EngineFacts(100, (1,), 64, 4, 101, 16, 1024, 0, "cpu", 1000, 200, True, None, 1.0, 8)
 
@@ -126,6 +134,36 @@ def test_each_sample_ends_once_for_one_reason() -> None:
     assert found["vllm:request_inference_time_seconds_sum", ""] == 1.5
     assert found["vllm:request_time_per_output_token_seconds_sum", ""] == 0.5
     assert found["vllm:request_max_num_generation_tokens_sum", ""] == 3
+
+
+@pytest.mark.parametrize(
+    ("failure", "counted"),
+    [
+        (BadRequest("prompt", "is too long"), {"sibling": 2}),
+        (RequestFailed("it failed"), {"sibling": 2}),
+        (None, {"disconnect": 3}),
+    ],
+)
+def test_prompts_beside_one_that_failed_end_by_no_disconnect(
+    failure: BadRequest | Failure | None, counted: dict[str, int]
+) -> None:
+    llm, told = AsyncLLM(TINY), [answer(), answer(), answer()]
+    unused: Any = None
+
+    async def receive() -> dict[str, str]:
+        if failure is not None:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def work() -> None:
+        if failure is not None:
+            told[1].fail(failure)
+        request: Any = SimpleNamespace(receive=receive)
+        await AnswerWriter(llm, Turns(), told).whole(request, unused)
+
+    with pytest.raises(ClientGone if failure is None else type(failure)):
+        asyncio.run(work())
+    assert dict(llm.stats.aborts) == counted
 
 
 def test_what_a_client_asked_for_is_no_failure_of_the_model() -> None:
