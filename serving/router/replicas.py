@@ -1,10 +1,10 @@
 """Poll the replicas: whether each can take requests, how much is waiting in it, and which model it serves.
 
-Every replica is asked twice a second whether it accepts requests (`/ready`, else `/health`) and, at
-`/metrics`, how many prompt tokens wait there; a server without such a figure is judged by what was sent to it
-alone. A replica that refuses connections is sent nothing more, but may still complete what it has begun, as
-draining servers do: if it died, its system ends its connections. A silent replica has its connections ended
-here.
+Every replica is asked twice a second whether it accepts requests (`/ready`, or where that is not found
+`/health`) and, at `/metrics`, how many prompt tokens wait there; a server without such a figure is judged by
+what was sent to it alone. A replica that refuses connections is sent nothing more, but may still complete
+what it has begun, as draining servers do: if it died, its system ends its connections. A silent replica has
+its connections ended here.
 
 A replica may be another kind of server, of which less is known, or one that is broken or lies. So each answer
 is read up to a bound of bytes and decoded into types with bounds, and what cannot be read raises Unreadable,
@@ -233,7 +233,6 @@ class FleetReplica:
         self._headers, self._learned = headers, learned
         self._models, self._trust = models or FleetModels(), trust
         self._models.join(number)
-        self._ready_path = "/ready"
         self._num_silent = 0
         self._is_asked = False  # whether its pages' endpoint and its prompt replicas are known
         self._events: str | None = None  # its pages' endpoint, if they are of the router's size
@@ -305,17 +304,18 @@ class FleetReplica:
         self.server.lose("the router ends")
 
     async def _poll(self, page_size: int) -> None:
+        path = "/ready"
         try:
-            status, _ = await self._get(self._ready_path, MOST_STATUS_BYTES)
-            if status == 404 and self._ready_path == "/ready":
-                self._ready_path = "/health"
-                status, _ = await self._get(self._ready_path, MOST_STATUS_BYTES)
+            status, _ = await self._get(path, MOST_STATUS_BYTES)
+            if status == 404:  # another kind of server; an ingress says so, too, while it has none behind it
+                path = "/health"
+                status, _ = await self._get(path, MOST_STATUS_BYTES)
         except Late:
             self._note_silence(True)
             return
         self._note_silence(False)
         if status != 200:
-            self._keep_out("not ready", f"{self._ready_path} says {status}")
+            self._keep_out("not ready", f"{path} says {status}")
             await self._hear_early()
             return
         since_s = time.monotonic()

@@ -113,6 +113,20 @@ LIES: dict[str, tuple[dict[str, Script], str]] = {
 }  # fmt: skip
 
 
+def test_a_path_that_was_not_found_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ingress knows no server for a moment; `/health` would then be asked of one that has `/ready`."""
+    monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
+
+    async def test() -> None:
+        async with Watched({"ready": answer(b"", 404)}) as fleet:
+            await until(lambda: all(fleet.is_sent()))
+            fleet.says(0, ready=answer(b"", 503))
+            await until(lambda: not any(fleet.is_sent()))
+            assert fleet.replicas[0].trouble == "/ready says 503"
+
+    run(test)
+
+
 @pytest.mark.parametrize("lie", [*LIES])
 def test_a_replica_whose_answers_cannot_be_read_gets_no_requests(
     lie: str, monkeypatch: pytest.MonkeyPatch
