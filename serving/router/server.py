@@ -76,7 +76,11 @@ class FleetApplication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         method, path = scope["method"], scope["path"]
-        if method == "GET" and (own := self._own(path, scope) or self._models(path, scope)) is not None:
+        if path in access.OPEN_PATHS:  # clients without a key reach these, so that no body there is read
+            own = self._own(path, scope) if method in ("GET", "HEAD") else _not_allowed(path)
+            assert own is not None, f"{path} is the router's own"
+            await own(scope, receive, send)
+        elif method == "GET" and (own := self._own(path, scope) or self._models(path, scope)) is not None:
             await own(scope, receive, send)
         elif method == "POST" and (order := path.removeprefix("/fleet/")) != path and order in _ORDERS:
             await (self._refusal(scope) or self._obey(order, scope))(scope, receive, send)
@@ -158,6 +162,13 @@ class FleetApplication:
         if any(name == b"origin" for name, _ in scope["headers"]):
             return error_response(403, "pages in a browser may not do this; send it from a command line")
         return None
+
+
+def _not_allowed(path: str) -> Response:
+    """Return the refusal of a method other than those of the router's own answers."""
+    refusal = error_response(405, f"{path} has GET and HEAD alone; send one of these")
+    refusal.headers["allow"] = "GET, HEAD"
+    return refusal
 
 
 def _for_anthropic(name: str, entry: bytes) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import socket
 from typing import Any
 
 import pytest
 
+from serving.api.access import OPEN_PATHS
 from serving.api.api_keys import ANYBODY, ApiKeys, Rights
 from serving.router.server import FleetApplication
 from tests.serving.router.test_fleet_models import CHAT, READY, Routed
@@ -140,6 +142,31 @@ def test_the_addresses_of_a_name_are_replicas(monkeypatch: pytest.MonkeyPatch) -
         gone = {"http://10.0.0.1:8000": True, "http://10.0.0.2:8000": False}
         assert await there() == both | gone
         following.cancel()
+
+    run(test)
+
+
+def test_paths_that_are_open_to_all_take_no_body() -> None:
+    """Without a key, bodies that never end would fill the router's memory."""
+
+    async def receive() -> Any:
+        raise AssertionError("the body is read")
+
+    async def test() -> None:
+        async with Routed(READY) as fleet:
+            await fleet.all_ready()
+            for path, method in itertools.product(OPEN_PATHS, ("POST", "PUT", "OPTIONS", "HEAD", "GET")):
+                heads = []
+
+                async def send(message: Any, heads: list[Any] = heads) -> None:
+                    heads += [message] if "status" in message else []
+
+                scope = {"type": "http", "method": method, "path": path, "headers": [], "state": {}}
+                await fleet.app(scope, receive, send)
+                assert heads[0]["status"] == (200 if method in ("HEAD", "GET") else 405), (path, method)
+                is_told = (b"allow", b"GET, HEAD") in heads[0]["headers"]
+                assert is_told == (heads[0]["status"] == 405)
+            assert fleet.replicas[0].num_sent == 0
 
     run(test)
 
