@@ -14,7 +14,7 @@ so that requests with a common prefix are not separated before the first of them
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -32,6 +32,7 @@ class KeyHolders:
     def __init__(self) -> None:
         # Replicas that hold the key, as bits; a key that no replica holds has no entry
         self.masks: dict[int, int] = {}
+        self._num_keys = Counter[int]()  # number of keys of each replica
 
     def __len__(self) -> int:
         return len(self.masks)
@@ -47,6 +48,7 @@ class KeyHolders:
             if not mask & bit:
                 masks[key] = mask | bit
                 num_new += 1
+        self._num_keys[replica] += num_new
         return num_new
 
     def discard(self, replica: int, keys: Iterable[int]) -> int:
@@ -60,10 +62,13 @@ class KeyHolders:
                     del masks[key]
                 else:
                     masks[key] = mask ^ bit
+        self._num_keys[replica] -= num_gone
         return num_gone
 
     def clear(self, replica: int) -> None:
-        """Remove all keys of a replica."""
+        """Remove all keys of a replica; those of all replicas are looked at where it has any."""
+        if not self._num_keys[replica]:
+            return
         bit = 1 << replica
         self.discard(replica, [key for key, mask in self.masks.items() if mask & bit])
 

@@ -32,7 +32,8 @@ _MOST_UNREAD = 4  # most messages waiting for each socket; a publisher with more
 _MOST_GROUPS = 64  # most groups of layers of a replica
 _MOST_PAGES = 2**22  # most pages of a replica; one that reports more is judged by what was sent to it alone
 _AGAIN_S = 0.1  # interval between requests when something is missing, and before the next connection
-_MOST_UNPROVEN = 3  # connections in a row without agreement on keys, after which the log says so
+# Connections in a row without agreement on keys, after which the log says so, and the next ones wait longer
+_MOST_UNPROVEN = 3
 _HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -137,7 +138,7 @@ class PageReader:
             while True:
                 self._clear()
                 await self._read_one()
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(_AGAIN_S if self._num_unproven < _MOST_UNPROVEN else _ASK_S)
                 # The next publisher may be another engine, whose sequence numbers say nothing about this
                 # one's.
                 self._disconnect()

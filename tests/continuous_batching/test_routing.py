@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,6 +47,29 @@ def test_pages_that_were_told_draw_a_prompt() -> None:
     found = sent(routing, prompt(1, 2, 3, 4))
     assert (found.replica, found.hit_tokens, found.queued_tokens) == (2, 3 * PAGE, PAGE + 1)
     assert found.best_hit_tokens == 3 * PAGE
+
+
+def test_a_replica_without_pages_is_cleared_without_a_look_at_those_of_others() -> None:
+    """Its events may be lost again and again, and the others may have millions of pages."""
+    num_looks = 0
+
+    class Looked(dict[int, int]):
+        def items(self) -> Any:
+            nonlocal num_looks
+            num_looks += 1
+            return super().items()
+
+    routing = Routing(2)
+    routing.held.masks = Looked()
+    routing.stored(0, range(9))
+    routing.stored(1, [3, 20])
+    routing.removed(1, [3, 20])
+    routing.cleared(1)
+    assert (num_looks, len(routing.held)) == (0, 9)
+    routing.stored(1, [3, 20])
+    routing.cleared(1)
+    assert {*routing.held.masks.values()} == {1}
+    assert (num_looks, len(routing.held)) == (1, 9)
 
 
 def test_a_hit_ends_where_a_replica_has_what_its_windows_see() -> None:

@@ -226,6 +226,25 @@ def test_a_router_with_a_secret_believes_only_who_proves_it(
     run(test)
 
 
+def test_a_publisher_without_proof_is_not_asked_without_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_reader, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(page_reader, "_ASK_S", 2 * PATIENCE_S)
+
+    async def test() -> None:
+        engine = Engine(tmp_path, 16)
+        reader = PageReader(engine.endpoint, "127.0.0.1", 0, Routing(1), SECRET)
+        reader.start()
+        await until(lambda: "set cache.events_key_file to files of the same content" in caplog.text)
+        await asyncio.sleep(0.2)  # many connections
+        assert reader._num_unproven == 3
+        reader.close()
+        engine.events.close()
+
+    run(test)
+
+
 def test_a_refused_question_keeps_a_reader_from_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
