@@ -19,6 +19,7 @@ _TOKENS = re.compile(
     r"|(?P<close>\))|(?P<bar>\|)|(?P<anchor>[\^$])|(?P<repeat>[*+?]\??|\{\d+(?:,\d*)?\}\??)|(?P<char>(?s:.))"
 )
 _ANYTHING = "(?s:.*)"
+_TO_SPELL = re.compile(r"\\(?s:.)|[/\n]")  # a slash behind an escaped backslash is not escaped
 
 
 @dataclass(slots=True)
@@ -77,10 +78,15 @@ def _parsed(pattern: str) -> _Group:
             case "anchor":
                 items.append(text)
             case _:
-                items.append(re.sub(r"(?<!\\)/", r"\\/", text).replace("\\\n", "\\n").replace("\n", "\\n"))
+                items.append(_TO_SPELL.sub(_spelt, text))
     if len(stack) > 1:
         raise Unheld("pattern that is no regular expression")
     return stack[0]
+
+
+def _spelt(found: re.Match[str]) -> str:
+    """Return an escape, a slash or a line break as it may stand between slashes."""
+    return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(found[0], found[0])
 
 
 def _written(group: _Group) -> str:
