@@ -132,8 +132,14 @@ HERMES = ToolFormat(
     middle='", "arguments": ',
     tail="}\n</tool_call>",
     between="\n",
+    marks=("<tool_call>", "</tool_call>"),
 )
-LONGCAT = replace(HERMES, head='<longcat_tool_call>\n{"name": "', tail="}\n</longcat_tool_call>")
+LONGCAT = replace(
+    HERMES,
+    head='<longcat_tool_call>\n{"name": "',
+    tail="}\n</longcat_tool_call>",
+    marks=("<longcat_tool_call>", "</longcat_tool_call>"),
+)
 LLAMA3_JSON = ToolFormat(
     head='{"name": "',
     middle='", "parameters": ',
@@ -284,6 +290,7 @@ HUNYUAN = ToolFormat(
     tail="}",
     between=", ",
     closing="]</tool_calls>",
+    marks=("<tool_calls>", "</tool_calls>"),
 )
 PYTHONIC = ToolFormat(
     opening="[",
@@ -304,6 +311,7 @@ OLMO3 = ToolFormat(
     between="\n",
     closing="\n</function_calls>",
     arguments="keywords",
+    marks=("<function_calls>", "</function_calls>"),
 )
 
 # The keys are the values that `server.tool_format` of a recipe may have.
