@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import os
-from collections.abc import Iterable
 
 from tqdm import tqdm
 
@@ -25,7 +23,7 @@ from recipes.fitting import with_recipe
 from recipes.schema import verb
 from recipes.schema.command_line import add_field, add_recipe, keep_apart
 from recipes.schema.reader import read
-from serving.offline import check_answers, lines_in, opened, read_jobs, run_jobs, unanswered, write_record
+from serving.offline import asked_lines, check_answers, opened, read_jobs, run_jobs, unanswered, write_record
 from serving.text.tokenizer import Text
 
 
@@ -40,18 +38,9 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument("--chat", metavar="TEXT", help="what the user says, as a chat of one turn")
     top.add_argument("--output", metavar="FILE.jsonl", help="answers, one a line; - for standard output")
     top.add_argument("--resume", action="store_true", help="serve only what --output does not answer yet")
-    add_field(top, "max_tokens", default=64)
+    add_field(top, "max_tokens")
     top.add_argument("--log", action="store_true", help="say on stderr what is built")
     return top
-
-
-def lines_of(options: argparse.Namespace) -> Iterable[str]:
-    """Return the request lines, from --prompt, --chat or --input."""
-    if options.input is not None:
-        return lines_in(options.input)
-    messages = [{"role": "user", "content": options.chat}]
-    what = {"prompt": options.prompt} if options.chat is None else {"messages": messages}
-    return [json.dumps({"id": "one", "max_tokens": options.max_tokens, "temperature": 0, **what})]
 
 
 def main(argv: list[str]) -> None:
@@ -59,6 +48,7 @@ def main(argv: list[str]) -> None:
     options = parser().parse_intermixed_args(with_recipe("scripts.generate", argv))
     if options.input is not None and options.output is None:
         raise ValueError("--output is missing: name a file for the answers, or - for standard output")
+    lines = asked_lines(options.input, options.prompt, options.chat, options.max_tokens)
     if options.output not in (None, "-"):
         kinds.file(options.output)
         keep_apart(options.output, options.recipe, *filter(None, [options.input]))
@@ -67,8 +57,8 @@ def main(argv: list[str]) -> None:
         raise ValueError("--resume needs --output, the file of answers to go on with")
     logging.basicConfig(level=logging.INFO if options.log else logging.WARNING, format="%(message)s")
     recipe = read(options.recipe, options.overrides, options.profile).recipe
-    text = Text.load(recipe.model.path) if recipe.model.path else None
-    jobs = list(read_jobs(lines_of(options), text, recipe))  # a bad file fails before the build
+    text = Text.of(recipe)
+    jobs = list(read_jobs(lines, text, recipe))  # a bad file fails before the build
     engine = build_in_sight(recipe).engine
     jobs = unanswered(options.output, jobs) if options.resume else jobs
     with contextlib.ExitStack() as stack:  # opened after the build, whose failure keeps the file's content

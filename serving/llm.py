@@ -69,7 +69,7 @@ class LLM:
         overrides = with_settings(overrides, settings)
         asked = load(*fitted(one_of(recipe, model), overrides, profile), profile)
         self._adapters = KnownAdapters(asked.adapters)
-        self.text = Text.load(asked.model.path) if asked.model.path else None
+        self.text = Text.of(asked)
         self._defaults = sampling_defaults(asked)
         self.engine: Engine = build_in_sight(asked).engine
         scheduler = self.engine.scheduler

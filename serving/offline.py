@@ -34,6 +34,7 @@ from serving.text.tokenizer import Text
 
 Record = dict[str, Any]
 MOST_REQUESTS = 10**6  # most requests of a file, which are all in memory while they are served
+_USUAL_TOKENS = 64  # most tokens of the answer to a request that is no line of a file
 
 
 def read_jobs(
@@ -58,6 +59,7 @@ def read_jobs(
         try:
             line.encode()  # fails where the file was not UTF-8
             fields = json.loads(line, parse_constant=_refuse_constant)
+            _check_tools(fields)
             job = Job(
                 parse_request(fields, text, adapters=adapters, defaults=defaults),
                 text_options(fields),
@@ -77,6 +79,13 @@ def read_jobs(
         else:
             line_of |= dict.fromkeys(ids, number)
             yield job
+
+
+def _check_tools(fields: object) -> None:
+    """Raise BadRequest for tools that an answer might call, since it is written as the model's text."""
+    if isinstance(fields, dict) and fields.get("tools") and fields.get("tool_choice") != "none":
+        problem = "are not supported in a file of requests, in whose answers no calls are looked for"
+        raise BadRequest("tools", problem, fix='send them to a server, or add tool_choice: "none"')
 
 
 def _refuse_constant(name: str) -> float:
@@ -173,6 +182,23 @@ def lines_in(path: str) -> Iterator[str]:
     lines = bounded_lines(sys.stdin.buffer, "standard input") if path == "-" else lines_of(path)
     # Bytes that are not UTF-8 become lone surrogates, so that only their line is refused.
     return (line.decode("utf-8", "surrogateescape") for line in lines)
+
+
+def asked_lines(
+    path: str | None, prompt: str | None, said: str | None, max_tokens: int | None
+) -> Iterable[str]:
+    """Return the lines of a file, or that of one greedy request.
+
+    It has a prompt, or a chat whose user has `said` this. Raises ValueError for `max_tokens` beside a file,
+    whose lines have their own.
+    """
+    if path is not None and max_tokens is not None:
+        raise ValueError("--max-tokens is for --prompt and --chat: write max_tokens in the lines of --input")
+    if path is not None:
+        return lines_in(path)
+    what = {"prompt": prompt} if said is None else {"messages": [{"role": "user", "content": said}]}
+    most = _USUAL_TOKENS if max_tokens is None else max_tokens
+    return [json.dumps({"id": "one", "max_tokens": most, "temperature": 0, **what})]
 
 
 def check_answers(path: str, *, goes_on: bool) -> None:

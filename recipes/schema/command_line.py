@@ -56,10 +56,10 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", metavar="NAME", help="a name in recipes/profiles, such as low_latency")
 
 
-def add_field(parser: argparse.ArgumentParser, name: str, *, default: float) -> None:
-    """Add an option for a field of requests that is a number."""
+def add_field(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add an option for a field of requests that is a number; it is None where it is left out."""
     kind, meaning = option(range_of(name)), FIELDS[name].meaning
-    parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, metavar="N", help=meaning)
+    parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=meaning)
 
 
 # Names of other engines that are options of ours, too, in all verbs or in this one

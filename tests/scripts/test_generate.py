@@ -13,6 +13,7 @@ from borders.files import in_one_line
 from recipes.tiny.corpus import messages
 from scripts.generate import main
 from scripts.replay import main as replay
+from serving.text.tokenizer import Text
 from tests.thorough import cases
 
 RECIPE = "recipes/tiny/cpu.yaml"
@@ -115,6 +116,45 @@ def test_answers_are_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="add --resume to go on with it, remove it, or name another file"):
         generate(tmp_path, lines)
     assert path.read_bytes() == before
+
+
+AGENT = ("model.path=recipes/tiny/agent", "server.tool_format=hermes", "server.reasoning=think")
+SUM: dict[str, object] = {"messages": [{"role": "user", "content": "What is 12+30?"}], "temperature": 0}
+ADD = {"type": "function", "function": {"name": "add"}}
+NUMBER = {"type": "integer", "maximum": 999}
+TOTAL = {"type": "object", "properties": {"total": NUMBER}, "required": ["total"]}
+
+
+def test_a_form_begins_behind_the_thoughts_and_tools_are_for_servers(tmp_path: Path) -> None:
+    """The recipe says how the model thinks; and no calls are looked for in the answers of a file."""
+    records = generate(
+        tmp_path,
+        [
+            SUM | {"id": "form", "guided_json": TOTAL, "max_tokens": 100},
+            SUM | {"id": "brief", "guided_json": TOTAL, "max_tokens": 100, "thinking_token_budget": 2},
+            SUM | {"id": "tools", "tools": [ADD]},
+            SUM | {"id": "no calls", "tools": [ADD], "tool_choice": "none", "max_tokens": 4},
+        ],
+        *AGENT,
+    )
+    text = Text.load("recipes/tiny/agent", reasoning="think")
+    assert text is not None
+    num_thought = []
+    for name in ("form", "brief"):
+        tokens = records[name]["token_ids"]
+        at = tokens.index(text.think_marks[-1])
+        assert json.loads(text.decode(tokens[at + 1 :])).keys() == {"total"}
+        num_thought.append(at)
+    assert num_thought[0] > num_thought[1]
+    assert "tools are not supported in a file of requests" in records["tools"]["error"]
+    assert len(records["no calls"]["token_ids"]) == 4
+
+
+def test_the_lines_of_a_file_say_how_long_their_answers_are(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"id": "a", "prompt": "a"}\n')
+    with pytest.raises(ValueError, match="--max-tokens is for --prompt and --chat: write max_tokens in the"):
+        main([RECIPE, *QUICK, "--input", str(source), "--output", "-", "--max-tokens", "200"])
 
 
 MIXED = [

@@ -107,6 +107,17 @@ def test_a_chat_goes_by_the_models_template(llm: LLM) -> None:
     assert len(outputs) == 2
 
 
+def test_a_form_of_a_chat_begins_behind_its_thoughts() -> None:
+    agent = LLM("recipes/tiny/agent.yaml", *SMALL)
+    held = SamplingParams(temperature=0, max_tokens=100, structured_outputs={"choice": ["yes", "no"]})
+    (output,) = agent.chat([{"role": "user", "content": "What is 12+30?"}], held, use_tqdm=False)
+    assert agent.text is not None
+    tokens = output.outputs[0].token_ids
+    at = tokens.index(agent.text.think_marks[-1])
+    assert at > 2
+    assert agent.text.decode(tokens[at + 1 :]) in ("yes", "no")
+
+
 def test_without_a_longest_answer_it_takes_what_there_is(llm: LLM) -> None:
     tight = LLM(RECIPE, *SMALL, "scheduler.max_request_tokens=40")
     endless = SamplingParams(max_tokens=None, ignore_eos=True, seed=1, n=2)
