@@ -196,7 +196,8 @@ def test_what_is_refused_is_said_and_can_be_mended(shared: Server, opens: Opens)
 def test_no_text_of_a_model_becomes_markup(shared: Server, opens: Opens) -> None:
     call = {"index": 0, "id": "c", "function": {"name": HOSTILE, "arguments": HOSTILE}}
     delta = {"content": HOSTILE, "reasoning_content": HOSTILE, "tool_calls": [call]}
-    event = {"choices": [{"index": 0, "delta": delta, "finish_reason": HOSTILE}]}
+    other = {"index": 1, "delta": {"content": "another answer"}}  # of which a turn has none
+    event = {"choices": [{"index": 0, "delta": delta, "finish_reason": HOSTILE}, other]}
     stream = f": a comment\r\n\r\ndata: {json.dumps(event)}\r\n\r\n: another\n\ndata:[DONE]\n\n"
 
     def prepare(page: Page) -> None:

@@ -197,6 +197,7 @@ async function read(response, turn, seen) {
     if (event.error) throw new Error(event.error.message);
     seen.usage = event.usage ?? seen.usage;
     for (const choice of event.choices) {
+      if (choice.index) continue;  // a turn has one answer, also where a parameter asks for more
       seen.first ??= performance.now();
       seen.last = performance.now();
       seen.reason = choice.finish_reason ?? seen.reason;
