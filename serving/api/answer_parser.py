@@ -65,7 +65,7 @@ class AnswerParser:
         parsed = self._in_thoughts(index, thoughts, is_open=is_open)
         if not is_open:
             answer = self._with_calls(index, text, delta.finish_reason)
-            parsed.parts += self._thoughts[index].without_mark(answer, is_last=is_last).parts
+            parsed.extend(self._thoughts[index].without_mark(answer, is_last=is_last))
         return parsed
 
     def _in_thoughts(self, index: int, thoughts: str, *, is_open: bool) -> Parsed:
@@ -84,7 +84,7 @@ class AnswerParser:
             parser = self._tools_in_thoughts[index]
             found = parser.push(thoughts)
             if not is_open:
-                found.parts += parser.finish().parts
+                found.extend(parser.finish())
         return Parsed([Thought(each) if isinstance(each, str) else each for each in found.parts])
 
     def _by_channels(self, form: ChannelFormat, index: int, delta: AnswerDelta) -> Parsed:
@@ -93,7 +93,7 @@ class AnswerParser:
             parser = self._tools[index] = ChannelParser(form, self._names, self._opening)
         parsed = parser.push(delta.text)
         if delta.finish_reason is not None:
-            parsed.parts += parser.finish(is_ended=delta.finish_reason == "stop").parts
+            parsed.extend(parser.finish(is_ended=delta.finish_reason == "stop"))
         sizes = self._sizes[index]
         for token in delta.tokens:
             sizes[-1] += 1
@@ -161,5 +161,5 @@ class AnswerParser:
         parser = self._tools[index]
         parsed = parser.push(text)
         if reason is not None:
-            parsed.parts += parser.finish(is_ended=reason == "stop").parts
+            parsed.extend(parser.finish(is_ended=reason == "stop"))
         return parsed

@@ -252,6 +252,14 @@ class Parsed:
         else:
             self.parts.append(delta)
 
+    def extend(self, further: Parsed) -> None:
+        """Add the parts that follow these; the rest of a call joins what these have of it."""
+        for part in further.parts:
+            if isinstance(part, CallDelta):
+                self.add(part)
+            else:
+                self.parts.append(part)
+
 
 class ToolParser:
     """Parses one answer; `num_calls` is the number of calls that have begun, before it and in it.
@@ -334,10 +342,10 @@ class ToolParser:
         parsed = Parsed()
         while self._place == self._in_object:  # it never ended, so that it is no call
             self._refuse_object(len(self._held) - self._brace)
-            parsed.parts += self.push("").parts
+            parsed.extend(self.push(""))
         held = self._held
         if is_ended and self._is_call_without_arguments(held):
-            parsed.parts += self.push(self._form.end_mark).parts
+            parsed.extend(self.push(self._form.end_mark))
         elif self._place == self._in_keywords:
             parsed.say(self._lead + "".join(self._keywords) + held)
         elif self._place == self._in_json:

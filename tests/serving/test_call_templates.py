@@ -98,6 +98,7 @@ def read(form: str, pieces: list[str], *, is_open: bool = False, reason: str = "
     for number, piece in enumerate(pieces):
         is_last = number == len(pieces) - 1
         parsed = parser.push(0, AnswerDelta(0, piece, finish_reason=reason if is_last else None))
+        assert len({call.index for call in parsed.calls}) == len(parsed.calls), "a call has one entry"
         found.thoughts += parsed.thoughts
         found.content += parsed.content
         for call in parsed.calls:
