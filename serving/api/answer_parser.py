@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 
 from continuous_batching.request import Request
 from serving.answers.answers import AnswerDelta
-from serving.grammars.structured_output import form_of
+from serving.grammars.structured_output import begins_behind_thoughts, form_of
 from serving.text.tokenizer import Text
 from serving.tools.channels import ChannelFormat, ChannelParser
 from serving.tools.definitions import ToolUse
@@ -20,7 +20,8 @@ class AnswerParser:
 
     `use` are the request's tools. Answers may begin with reasoning where the recipe says in which form. An
     answer whose grammar leaves no place for reasoning has none. A call that is written before the reasoning
-    has ended is a call, too.
+    has ended is a call, too, unless the answer is held to a form or to calls from there on: nothing would
+    hold this one.
     """
 
     def __init__(self, text: Text | None, request: Request, use: ToolUse | None) -> None:
@@ -33,6 +34,7 @@ class AnswerParser:
         has_place = has_text or (text is not None and len(text.think_marks) == 2)  # a place for reasoning
         grammar = request.params.grammar
         self._is_held = grammar is not None and form_of(grammar) is not None
+        self._has_calls_in_thoughts = grammar is None or not begins_behind_thoughts(grammar)
         self.thinks = text is not None and text.thoughts is not None and (grammar is None or has_place)
         self._end_mark = text.think_marks[1] if text is not None and len(text.think_marks) == 2 else -1
         is_open = self.thinks and text is not None and text.opens_thoughts(request.prompt)
@@ -70,7 +72,7 @@ class AnswerParser:
 
     def _in_thoughts(self, index: int, thoughts: str, *, is_open: bool) -> Parsed:
         """Return reasoning, and the calls in it: a model may call before it ends its reasoning."""
-        if self._form is None or not self._names:
+        if self._form is None or not self._names or not self._has_calls_in_thoughts:
             found = Parsed([thoughts] if thoughts else [])
         else:
             if index not in self._tools_in_thoughts:

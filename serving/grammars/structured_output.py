@@ -79,6 +79,12 @@ def form_of(grammar: str) -> tuple[str, str] | None:
     return None if asked["then"] is None else form_of(asked["then"])
 
 
+def begins_behind_thoughts(grammar: str) -> bool:
+    """Return whether a form begins only behind a block of reasoning, in which nothing is held."""
+    _, kind, asked = json.loads(grammar)
+    return kind == THINKING and asked["then"] is not None
+
+
 def form_notes(fields: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the constraints in the schema of an answer's form that are not enforced; raises BadRequest."""
     grammar_of(fields)

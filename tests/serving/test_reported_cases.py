@@ -234,6 +234,15 @@ def test_a_call_in_an_open_thought_is_a_call(first: httpx.Client) -> None:
         assert found == ["So.", "It is 2.", [], "stop"]
 
 
+def test_a_call_in_a_thought_is_a_thought_where_the_answer_is_held_to_calls(first: httpx.Client) -> None:
+    """The grammar begins behind the thoughts: it holds no call in them, and asks for one behind them."""
+    rehearsed = CALL.replace("lamp", "clock")
+    answer = f"<think>\nI could say\n{rehearsed}\n</think>{CALL}"
+    for thoughts, content, calls, reason in said(first, answer, tools=[PRICE], tool_choice="required"):
+        assert thoughts == f"I could say\n{rehearsed}"
+        assert (content, calls, reason) == (None, [["price", '{"item": "lamp"}']], "tool_calls")
+
+
 def test_a_call_whose_end_is_decided_last_is_one_call(pairs: httpx.Client) -> None:
     """Whole, as in a stream; the format's inner end, which the model forgets, is known to be missing then."""
     answer = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</tool_call>"
