@@ -20,7 +20,7 @@ from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.errors import response_of
 from serving.api.pieces import Turns, gathered
 from serving.api.streamed import KeepAlive, StreamedResponse
-from serving.api.writer import AnswerWriter, ResponseForm, WholeForm
+from serving.api.writer import LONG_TEXT, AnswerWriter, ResponseForm, WholeForm, next_of
 from serving.async_llm import AsyncLLM
 from serving.continuation import FRAMES, NO_LOGPROBS, PIECE_BYTES, AnswerBegun, Grown, Over, encode, framed
 from serving.failures import EngineEnded, Failure, ShutDown, Unavailable
@@ -75,6 +75,7 @@ class FrameWriter(AnswerWriter):
 
     async def _whole_frames(self, request: Request, form: WholeForm) -> AsyncGenerator[bytes, None]:
         yield framed(self._begun)
+        num_characters = sum(len(each.text) for each in self._answer.replayed)
         async for known in self._replayed():
             form.take(known)
         untold: list[AnswerDelta] = []
@@ -82,6 +83,7 @@ class FrameWriter(AnswerWriter):
             while deltas := await self._answer.next():
                 # The parts that are told must not grow with the answer that the form may make of them
                 untold += [_copy(each) for each in deltas]
+                num_characters += sum(len(each.text) for each in deltas)
                 form.take([(each.index, each) for each in deltas])
                 # Nothing goes on behind the last tokens, which come with the answer itself
                 if sum(len(each.tokens) for each in untold) >= _TOLD_TOGETHER and not self._answer.is_read:
@@ -90,7 +92,7 @@ class FrameWriter(AnswerWriter):
         except (Failure, BadRequest) as failure:
             yield _lost(failure) if _is_lost(failure) else _failed(failure, request)
             return
-        whole = await self._joined(form.whole())
+        whole = await self._joined(form.whole(), is_long=num_characters > LONG_TEXT)
         for at in range(0, len(whole), PIECE_BYTES):
             piece, has_more = whole[at : at + PIECE_BYTES], at + PIECE_BYTES < len(whole)
             yield framed(Over(200, "", piece, has_more=has_more))
@@ -108,10 +110,11 @@ class FrameWriter(AnswerWriter):
         raw = msgspec.Raw(encode(logprobs)) if logprobs else NO_LOGPROBS
         return framed(Grown(tokens, raw, self._answer.num_cached_tokens, payload))
 
-    async def _joined(self, pieces: Iterator[bytes]) -> bytes:
-        """Return pieces as one, each made in its own turn of the event loop."""
+    async def _joined(self, pieces: Iterator[bytes], *, is_long: bool = False) -> bytes:
+        """Return pieces as one, each made in its own turn of the event loop, or in a thread if `is_long`."""
         whole: list[bytes] = []
-        for piece in gathered(pieces):
+        made = gathered(pieces)
+        while (piece := await next_of(made, is_long=is_long)) is not None:
             if whole:
                 await self._turns.next()
             whole.append(piece)

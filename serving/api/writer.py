@@ -27,6 +27,7 @@ from serving.failures import ClientGone, CutOff, Failure
 
 Value = TypeVar("Value")
 
+LONG_TEXT = 2**14  # characters of answers, beyond which calls are looked for in a thread
 _LAST_S = 5.0  # time that a client which is cut off has to read the reason
 
 
@@ -98,6 +99,11 @@ class News:
             task.cancel()
 
 
+async def next_of(pieces: Iterator[bytes], *, is_long: bool) -> bytes | None:
+    """Return the next piece of whole answers, or None; those that are long do not hold up the event loop."""
+    return await asyncio.to_thread(lambda: next(pieces, None)) if is_long else next(pieces, None)
+
+
 class AnswerWriter:
     """Writes the answers to the prompts of one request."""
 
@@ -108,10 +114,10 @@ class AnswerWriter:
 
     async def whole(self, request: Request, form: WholeForm) -> Response:
         """Return all answers as one JSON object, sent in parts if it is long."""
-        await self._unless_gone(request.receive, self._told(form))
-        pieces = gathered(form.whole())
+        num_characters = await self._unless_gone(request.receive, self._told(form))
+        pieces, is_long = gathered(form.whole()), num_characters > LONG_TEXT
         try:
-            first = next(pieces)
+            first = await next_of(pieces, is_long=is_long) or b""
         except BaseException:
             self._end()
             raise
@@ -119,16 +125,18 @@ class AnswerWriter:
             self._end()
             return Response(first, media_type="application/json")
         return StreamedResponse(
-            self._in_turn(first, pieces), self._end, asyncio.Event().wait, "application/json"
+            self._in_turn(first, pieces, is_long=is_long), self._end, asyncio.Event().wait, "application/json"
         )
 
-    async def _in_turn(self, first: bytes, pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
+    async def _in_turn(
+        self, first: bytes, pieces: Iterator[bytes], *, is_long: bool
+    ) -> AsyncGenerator[bytes, None]:
         """Yield the pieces, each of which is made in its own turn of the event loop."""
         piece: bytes | None = first
         while piece is not None:
             yield piece
             await self._turns.next()
-            piece = next(pieces, None)
+            piece = await next_of(pieces, is_long=is_long)
 
     async def stream(self, request: Request, form: ResponseForm) -> Response:
         """Return server-sent events once the engine has accepted the request; raises what comes before."""
@@ -196,11 +204,14 @@ class AnswerWriter:
                     task.cancel()
         await asyncio.sleep(_LAST_S)
 
-    async def _told(self, form: WholeForm) -> None:
-        """Give the form all parts of the answers, as they come."""
+    async def _told(self, form: WholeForm) -> int:
+        """Give the form all parts of the answers, as they come, and return the number of their characters."""
+        num_characters = 0
         with contextlib.closing(News(self._answers)) as news:
             while deltas := await news.next():
+                num_characters += sum(len(each.text) for _, each in deltas)
                 form.take(deltas)
+        return num_characters
 
     async def _unless_gone(self, receive: Receive, work: Awaitable[Value]) -> Value:
         """Return the result of `work`.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from serving.tools.formats import LONGEST_ID, MOST_SPACE
-from serving.tools.parsing import CallDelta, Parsed
+from serving.tools.parsing import CallDelta, Parsed, slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +151,10 @@ class ChannelParser:
     def push(self, text: str) -> Parsed:
         """Add text, and return what is certain with it."""
         parsed = Parsed()
-        self._held += text
-        while self._held and self._place(parsed):
-            pass
+        for piece in slices(text):
+            self._held += piece
+            while self._held and self._place(parsed):
+                pass
         return parsed
 
     def finish(self, *, is_ended: bool = False) -> Parsed:

@@ -16,7 +16,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,6 +184,7 @@ LONGEST_NAME = 128
 LONGEST_OBJECT = 2**14  # characters of a call that is read as a whole
 LONGEST_PLAIN_OBJECT = 2**12  # the same without a mark before it, which may as well be an answer in JSON
 MOST_REFUSED = 2**16  # characters of objects that were no calls, after which none are looked for
+_SLICE = 2**12
 _MOST_MARK_SPACE = 8  # white space between two characters of a mark
 # How a call that is read as a whole may begin besides with its name
 _BEGINS = ('{"type": "function",', '{"arguments":', '{"parameters":')
@@ -261,6 +262,16 @@ class Parsed:
                 self.parts.append(part)
 
 
+def slices(text: str) -> Iterator[str]:
+    """Yield a text in slices, of which at least one comes.
+
+    A parser copies what it holds whenever a part of it is decided, so that a long text at once would take
+    time in proportion to the square of its length.
+    """
+    for at in range(0, max(1, len(text)), _SLICE):
+        yield text[at : at + _SLICE]
+
+
 class ToolParser:
     """Parses one answer; `num_calls` is the number of calls that have begun, before it and in it.
 
@@ -332,9 +343,10 @@ class ToolParser:
     def push(self, text: str) -> Parsed:
         """Add text, and return what is certain with it."""
         parsed = Parsed()
-        self._held += text
-        while self._held and self._place(parsed):
-            pass
+        for piece in slices(text):
+            self._held += piece
+            while self._held and self._place(parsed):
+                pass
         return parsed
 
     def finish(self, *, is_ended: bool = False) -> Parsed:

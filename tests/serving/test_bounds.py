@@ -6,7 +6,8 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ from serving.answers.answers import AnswerDelta, AnswerStream, collect
 from serving.api import streamed
 from serving.api.pieces import LONGEST_LIST, PIECE_BYTES, Items, Turns, gathered, items, object_around
 from serving.api.streamed import StreamedResponse
+from serving.api.writer import AnswerWriter
 from serving.async_llm import ServerLimits
 from serving.failures import Overloaded
 from serving.text.tokenizer import TextOptions
@@ -241,6 +243,47 @@ def test_a_long_answer_is_collected_without_copies_of_its_text() -> None:
         collect(known, [(0, AnswerDelta(0, "ab é" if number % 2 else "天", [number]))])
     assert known[0].text == "天ab é" * 2**17
     assert len(known[0].tokens) == 2**18
+
+
+def test_calls_are_looked_for_in_a_thread_where_a_whole_answer_is_long() -> None:
+    threads: list[str] = []
+
+    class Form:
+        def take(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> None:
+            pass
+
+        def whole(self) -> Iterator[bytes]:
+            for part in (b"x" * PIECE_BYTES, b"y"):
+                threads.append(threading.current_thread().name)
+                yield part
+
+    async def written(num_characters: int) -> bytes:
+        deltas = [[AnswerDelta(0, "<" * num_characters)], []]
+
+        async def following() -> list[AnswerDelta]:
+            return deltas.pop(0)
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        answer: Any = SimpleNamespace(num_answers=1, next=following, is_open=False, failure=None)
+        llm: Any = SimpleNamespace(limits=SimpleNamespace(release=lambda answer: None))
+        request: Any = SimpleNamespace(receive=receive)
+        response = await AnswerWriter(llm, Turns(), [answer]).whole(request, Form())
+        sent: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+
+        await response({"type": "http"}, receive, send)
+        return b"".join(sent)
+
+    for num_characters in (2**10, 2**16):
+        threads.clear()
+        whole = asyncio.run(asyncio.wait_for(written(num_characters), PATIENCE_S))
+        assert whole == b"x" * PIECE_BYTES + b"y"
+        is_here = [each == threading.current_thread().name for each in threads]
+        assert is_here == [num_characters == 2**10] * 2
 
 
 def test_however_many_wait_there_is_one_turn_in_a_round_of_the_loop() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from serving.tools import parsing
 from serving.tools.arguments import BareReader
+from serving.tools.channels import HARMONY, ChannelParser
 from serving.tools.formats import MOST_SPACE, TOOL_FORMATS, ToolFormat
 from serving.tools.parsing import LONGEST_NAME, LONGEST_OBJECT, ToolParser, _Scan
 from tests.each_of import each_of
@@ -72,6 +73,36 @@ def test_arguments_leave_before_they_are_complete() -> None:
     assert [(each.name, each.arguments) for each in first.calls] == [("add", '{"x"')]
     assert [each.arguments for each in parser.push(": 1").calls] == [": 1"]
     assert parser.finish().content == ""
+
+
+class Copies:
+    """Counts the characters that a parser copies when it changes what it holds."""
+
+    num_copied = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_held":
+            self.num_copied += len(value)
+
+
+class CopiesOfTools(Copies, ToolParser):
+    pass
+
+
+class CopiesOfChannels(Copies, ChannelParser):
+    pass
+
+
+@each_of("name", ["hermes", "mistral_v11", "deepseek", "harmony"])
+def test_a_long_answer_is_not_copied_at_each_place_where_a_call_might_begin(name: str) -> None:
+    """One that is not streamed comes as one text, of any length."""
+    form = TOOL_FORMATS.get(name)
+    parser = CopiesOfChannels(HARMONY, NAMES) if form is None else CopiesOfTools(form, NAMES)
+    text = (HARMONY.ends[0] if form is None else (form.opening + form.head)[0]) * 2**14
+    content = parser.push(text).content + parser.finish().content
+    assert form is None or content == text
+    assert parser.num_copied < 3000 * len(text), "and not half of the text for each of its characters"
 
 
 def read(
