@@ -226,6 +226,26 @@ def test_composed_services_find_each_other() -> None:
     assert named == set(composed["configs"])
 
 
+def test_a_composed_prometheus_asks_the_server_with_its_key() -> None:
+    """As prometheus.yaml says for a server at this machine, but for the address and the key."""
+    (composed,) = documents("compose.yaml")
+    service = composed["services"]["prometheus"]
+    told = yaml.safe_load(composed["configs"]["prometheus"]["content"])
+    (job,) = told["scrape_configs"]
+    assert job.pop("static_configs") == [{"targets": [f"server:{PORT}"]}]
+    (secret,) = service["secrets"]
+    assert job.pop("authorization") == {"type": "Bearer", "credentials_file": f"/run/secrets/{secret}"}
+    variable = composed["secrets"][secret]["environment"]
+    assert composed["services"]["server"]["environment"] == {variable: f"${{{variable}:?set {variable}}}"}
+    (alone,) = documents("prometheus.yaml")
+    (other,) = alone["scrape_configs"]
+    del other["static_configs"]
+    assert told == alone
+    targets = {each["source"]: Path(each["target"]) for each in service["configs"]}
+    assert f"--config.file={targets['prometheus']}" in service["command"]
+    assert [targets["alerts"].relative_to(targets["prometheus"].parent)] == [*map(Path, told["rule_files"])]
+
+
 def test_a_machine_that_follows_is_started_again_after_the_leader_has_closed_its_engine() -> None:
     """It ends with status 0 then, and the leader's next engine needs it."""
     unit = (FOLDER / "continuous-batching.service").read_text(encoding="utf-8")
