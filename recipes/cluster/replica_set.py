@@ -15,7 +15,7 @@ from typing import Protocol
 from continuous_batching.routing.scaling import FleetDemand, Scale, ScalingBounds, decide
 from recipes.cluster.router_client import FleetReport, RouterClient
 
-MOST_PAUSE_S = 60.0  # longest pause between replicas that end before they were ever ready
+LEAST_PAUSE_S, MOST_PAUSE_S = 2.0, 60.0  # pauses between replicas that end before they were ever ready
 
 
 class PlacedReplica(Protocol):
@@ -62,7 +62,8 @@ class ReplicaSet:
         self._scale = Scale(bounds.least)
         self._members: list[_Member] = []
         self._gone: set[str] = set()  # addresses that the router is to forget
-        self._num_placed = self._num_failed = 0
+        self._num_placed = 0
+        self._pause_s = LEAST_PAUSE_S  # it doubles with each replica that ends before it is ready
         self._not_before_s = float("-inf")
 
     @property
@@ -77,7 +78,7 @@ class ReplicaSet:
         for each in self._staying:
             known = report and report.replicas.get(each.replica.url or "")
             if known and known.state == "ready":
-                each.was_ready, self._num_failed = True, 0
+                each.was_ready, self._pause_s = True, LEAST_PAUSE_S
         before = self._scale.wanted
         self._scale = decide(self._bounds, self._scale, self._demand(report), now_s)
         if self._scale.wanted != before:
@@ -108,8 +109,8 @@ class ReplicaSet:
             if each.replica.url is not None:
                 self._gone.add(each.replica.url)
             if each.leaves_since_s is None and not each.was_ready:
-                self._num_failed += 1
-                self._not_before_s = now_s + min(2.0**self._num_failed, MOST_PAUSE_S)
+                self._not_before_s = now_s + self._pause_s
+                self._pause_s = min(2 * self._pause_s, MOST_PAUSE_S)
 
     @property
     def _staying(self) -> list[_Member]:

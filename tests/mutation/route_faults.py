@@ -120,7 +120,7 @@ FAULTS = {
     ),
     "started_again_without_a_pause": Fault(
         "recipes/cluster/replica_set.py::ReplicaSet.bury",
-        "now_s + min(2.0**self._num_failed, MOST_PAUSE_S)",
+        "now_s + self._pause_s",
         "now_s",
         "a model that cannot be loaded is loaded again at once, for ever",
         "tests/recipes/test_replica_set.py::test_what_never_gets_ready_is_tried_less_and_less_often",

@@ -187,6 +187,16 @@ def test_what_never_gets_ready_is_tried_less_and_less_often() -> None:
     assert len(fleet.placed) == 2, "one that was ready is replaced at once"
 
 
+def test_what_never_gets_ready_is_tried_for_ever() -> None:
+    fleet = Fleet(1, 1)
+    for count in range(1, 1100):
+        fleet.turns()
+        assert len(fleet.placed) == count
+        fleet.placed[-1].ended = "a wrong model"
+        fleet.turns()
+        fleet.now_s += 60
+
+
 def test_without_a_router_replicas_stay_and_are_replaced() -> None:
     fleet = started(2, 3, 3)
     fleet.router.is_away, fleet.router.waiting_tokens = True, 10**6
