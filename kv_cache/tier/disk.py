@@ -7,7 +7,8 @@ A writer holds a lock, whose file holds the total number of bytes. The total is 
 written, so that the bound holds at any time, and a process that is killed leaves a total that is too large
 rather than too small; it is recounted at each start, and when room is made. Where the disk is full before the
 bound is reached, the least recently used files give way, too. Nothing waits for the disk: an entry that a
-loss of power leaves half written is found by its checksum.
+loss of power leaves half written is found by its checksum. A folder that somebody empties is filled again:
+its lock is another file then, which a writer recognises, as another may hold that one already.
 """
 
 from __future__ import annotations
@@ -46,9 +47,8 @@ class DiskStore:
     ) -> None:
         self._folder, self._most_bytes, self._most_entry_bytes = folder, most_bytes, most_entry_bytes
         self._own = folder / identity.hex()[:16]
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = self._open_lock()
         self._own.mkdir(mode=0o700, exist_ok=True)
-        self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         # A disk was full after an eviction, too, as where snapshots hold what is deleted, and still is
         self._evicts_in_vain = False
         self._thread_lock = threading.Lock()  # the lock of the file excludes processes, but not threads
@@ -132,7 +132,8 @@ class DiskStore:
         incoming = self._folder / INCOMING
         self._book(used + len(entry))
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            for each in (self._own, path.parent):
+                each.mkdir(mode=0o700, exist_ok=True)
             file = os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
                 rest = memoryview(entry)
@@ -152,9 +153,26 @@ class DiskStore:
         with self._thread_lock:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             try:
+                if not self._is_lock_there():
+                    before, self._lock = self._lock, self._open_lock()
+                    os.close(before)
+                    fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if not os.fstat(self._lock).st_size:  # a new one, into which nobody has counted the files
+                    self._make_room(0)
                 yield
             finally:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _open_lock(self) -> int:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _is_lock_there(self) -> bool:
+        """Whether the file that is open is still the one in the folder."""
+        try:
+            return os.path.samestat(os.fstat(self._lock), (self._folder / LOCK).stat())
+        except FileNotFoundError:
+            return False
 
     def _used(self) -> int:
         return int.from_bytes(os.pread(self._lock, _COUNT_BYTES, 0), "little")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,6 +127,54 @@ def test_files_of_pages_are_for_their_owner_alone_and_others_are_left(tmp_path: 
     assert (folder / "notes").stat().st_size == 5000
     made = [path for path in folder.rglob("*") if path.name != "notes"]
     assert not any(path.stat().st_mode & 0o077 for path in made)
+
+
+@pytest.mark.parametrize("what", ["all in it", "the folder", "pages", "the lock"])
+def test_a_folder_that_is_emptied_is_filled_again_by_one_writer_at_a_time(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, folder, write = 10 * SIZE, tmp_path / "pages", os.write
+    stores = [DiskStore(folder, most, ONE)]
+    for number in range(9):
+        assert stores[0].write(key(number), entry(number))
+    if what == "the lock":
+        (folder / "lock").unlink()
+    for each in folder.iterdir() if what in ("all in it", "pages") else ():
+        if each.is_dir():
+            shutil.rmtree(each)
+        elif what == "all in it":
+            each.unlink()
+    if what == "the folder":
+        shutil.rmtree(folder)
+    stores.append(DiskStore(folder, most, OTHER))
+    num_locked = 0
+
+    def locked(file: int, data: bytes) -> int:
+        nonlocal num_locked
+        with (folder / "lock").open("rb") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        num_locked += 1
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", locked)
+    for number in range(10, 30):
+        assert stores[number % 2].write(key(number), entry(number))
+        assert stores[number % 2].read([key(number)]) == [entry(number)]
+        stores[0].remove([key(30)])
+    assert num_locked == 20
+    made = [path for path in folder.rglob("*") if path.is_file() and len(path.name) == 64]
+    assert most // 2 < sum(path.stat().st_size for path in made) <= most
+    assert not any(path.stat().st_mode & 0o077 for path in folder.rglob("*"))
+
+
+def test_the_files_of_a_folder_without_its_lock_are_counted(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 10 * SIZE, ONE)
+    for number in range(9):
+        assert store.write(key(number), entry(number))
+    (tmp_path / "lock").unlink()
+    for number in range(9, 13):
+        assert store.write(key(number), entry(number))
+    assert len(held(store)) <= 10
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
