@@ -6,7 +6,8 @@ requests, in order: published pages are written to the store, and found pages ar
 Reading and writing happen in a thread each. Lookups run one after the other; what each reads is decided in
 `lookup`. A request waits for a bounded time: what was found by then is used, and a store that has not
 answered for so long is left alone. The queue of writes is bounded in bytes, and pages that do not fit are
-dropped. It is processed in order, so that a page that turned out wrong is removed after it was written.
+dropped. It is processed in order, so that a page that turned out wrong is removed after it was written. At
+the end what is left of it is not written, but still removed: other engines may find it.
 """
 
 from __future__ import annotations
@@ -277,6 +278,7 @@ class PageWrites:
         self._identity, self._secret = identity, secret
         self._most_queued_bytes = most_queued_bytes
         self._queued_bytes = 0  # queued pages, including those being written
+        self._num_removals = 0  # queued removals, including the one being made
         # Entries without contents are removals
         self._queue = deque[tuple[Sequence[bytes], Contents | None, int]]()
         self._changed = threading.Condition()
@@ -305,6 +307,7 @@ class PageWrites:
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove pages, after all writes queued so far."""
         with self._changed:
+            self._num_removals += 1
             self._queue.append((keys, None, 0))
             self._changed.notify_all()
 
@@ -313,23 +316,30 @@ class PageWrites:
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue and not self._queued_bytes, limit_s)
 
-    def close(self, limit_s: float) -> None:
-        """Write what is queued as far as the time allows, and end the thread, which closes the store."""
+    def close(self, limit_s: float, removals_s: float) -> None:
+        """Write what is queued as far as the time allows, and end the thread, which closes the store.
+
+        Waits up to `removals_s` for removals; the thread makes those that are left if the process goes on.
+        """
         self.settle(limit_s)
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._num_removals, removals_s)
         self._thread.join(limit_s)
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._is_closing)
-                if self._is_closing:
+                if not self._queue:
                     break
                 keys, contents, entry_bytes = self._queue.popleft()
             if contents is None:
                 self._take_off(keys)
+                with self._changed:
+                    self._num_removals -= 1
+                    self._changed.notify_all()
                 continue
             for key, content in zip(keys, self._ready(contents, len(keys))):
                 is_new = None if content is None else self._written(key, content)
@@ -342,7 +352,9 @@ class PageWrites:
         self._store.close()  # not before: a write may outlast the time that its engine waits for it
 
     def _ready(self, contents: Contents, num_pages: int) -> Sequence[bytes | None]:
-        """Wait for the contents of pages; return None for each if they cannot be read."""
+        """Wait for the contents of pages; return None for each if they cannot be read, or at the end."""
+        if self._is_closing:
+            return [None] * num_pages
         try:
             return _asked(contents)
         except StoreFailed as error:
@@ -374,6 +386,7 @@ class PageWrites:
 
 
 CLOSE_S = 0.2  # time for what is still queued at the end
+REMOVALS_S = 1.0  # time for removals then: another engine would use a wrong page that stays
 
 
 class PagesAsBytes(Protocol):
@@ -482,6 +495,6 @@ class PageTier:
         return self._writes.settle(limit_s)
 
     def close(self) -> None:
-        """Write what is queued within a short time limit, and end the threads."""
+        """Write what is queued within a short time limit, remove within a longer one, and end the threads."""
         self._reads.close(CLOSE_S)
-        self._writes.close(CLOSE_S)
+        self._writes.close(CLOSE_S, REMOVALS_S)

@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 WORKER, SPARE = "serving.engine.main", "recipes.cluster.spare_process"
 _LAST_WORDS_S = 1.0  # time to read its last lines after its end
-_CLOSING_S = 0.25  # time for it to close its recording and end by itself
+_ENDING_S = 0.25  # time for it to end by itself
+_CLOSING_S = 1.5  # the same for one that has begun, to close its recording and take wrong pages off its tier
 _KILLED_S = 10.0  # time for the system to remove a killed process
 _LONGEST_LINE = 1 << 16
 
@@ -101,7 +102,7 @@ class EngineProcess:
     def __init__(self, arguments: Sequence[str], *, is_spare: bool = False) -> None:
         self._arguments = arguments
         self._is_spare = is_spare
-        self._is_hurried = False
+        self._is_hurried = self._has_begun = False
         self._folder = Path(tempfile.mkdtemp(prefix="engine-"))  # only this user can enter it
         self.socket = EngineSocket()
         self._process: asyncio.subprocess.Process | None = None
@@ -164,7 +165,7 @@ class EngineProcess:
             # Cancelled once, asyncio kills the process and waits for its pipes. It would wait for ever at the
             # end of asyncio.run, which has cancelled the task that connects them as well.
             creation.cancel()
-            await asyncio.wait([creation], timeout=_CLOSING_S)
+            await asyncio.wait([creation], timeout=_ENDING_S)
             creation.cancel()
             raise
         creation.result()
@@ -188,6 +189,7 @@ class EngineProcess:
 
         `learned` is from the last beat of the engine whose place it takes; empty if there was none.
         """
+        self._has_begun = True
         self._say(BEGIN + learned.encode() + b"\n")
 
     def _say(self, word: bytes) -> None:
@@ -226,7 +228,7 @@ class EngineProcess:
             assert self._process.stdin is not None
             self._process.stdin.close()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._process.wait(), _CLOSING_S)
+                await asyncio.wait_for(self._process.wait(), _CLOSING_S if self._has_begun else _ENDING_S)
             if self._group is not None:  # Further ranks must not wait for one that a driver keeps.
                 with contextlib.suppress(ProcessLookupError):  # it and all that it has started have ended
                     os.killpg(self._group, signal.SIGKILL)

@@ -349,3 +349,36 @@ def test_the_end_waits_a_moment_for_what_is_queued_and_no_longer(
     assert "close" not in store.calls[num_calls:], "it is in use"
     store.gate.set()
     until(lambda: "close" in store.calls[num_calls:])
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["the process ends", "the process goes on"])
+def test_wrong_pages_are_taken_off_at_the_end_too(
+    make: Make, store: Store, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    """They would be found by other engines. What is not written yet is dropped."""
+    tier = make()
+    save(tier, 1, 2)
+    assert tier.settle(PATIENCE_S)
+    store.gate.clear()
+    save(tier, 3)
+    until(lambda: store.calls.count("write") == 3)
+    for number in (1, 4, 2):
+        tier.apply(PageCopy(EMPTY, EMPTY, "off_tier", (key(number),)))
+        save(tier, number + 10)
+
+    def open_the_gate() -> None:
+        until(lambda: tier._writes._is_closing)
+        store.gate.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(page_tier, "CLOSE_S", 0.0)
+        patch.setattr(page_tier, "REMOVALS_S", 0.0 if goes_on else PATIENCE_S)
+        if not goes_on:
+            threading.Thread(target=open_the_gate).start()
+        tier.close()
+    store.gate.set()
+    if goes_on:
+        until(lambda: store.calls[-1] == "close")
+    assert set(store.entries) == {key(3)}
+    assert store.calls.count("remove") == 3
+    until(lambda: tier.counters.dropped == 3)

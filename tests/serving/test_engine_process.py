@@ -104,7 +104,7 @@ def test_nobody_waits_for_a_process_that_cannot_be_killed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else its clients would never hear that their engine is lost, nor would the server end."""
-    for name in ("_CLOSING_S", "_KILLED_S", "_LAST_WORDS_S"):
+    for name in ("_ENDING_S", "_KILLED_S", "_LAST_WORDS_S"):
         monkeypatch.setattr(process, name, 0.01)
 
     async def end() -> Unkillable:
