@@ -182,8 +182,8 @@ class ServerSection:
         most=2**20,
     )
     batch_requests: int | None = key(
-        "the most requests of batches in the engine at once, and only in slots that nobody else asks for;"
-        " null: half of the slots",
+        "the most samples of batches in the engine at once, and only in slots that nobody else asks for; a"
+        " line with more runs alone; null: half of the slots",
         default=None,
         least=1,
         most=2**20,

@@ -1,8 +1,9 @@
 """Run batches of requests beside clients that wait for their answers.
 
 Each line is a request to the path that it names, answered in this process: it is checked and served like one
-that came over HTTP. A line begins only while the engine has a slot that no client asks for, at most
-`server.batch_requests` at a time, and with a priority below all others. Batches take turns. A line whose
+that came over HTTP. A line begins only while the engine has slots for its samples that no client asks for,
+with at most `server.batch_requests` samples at a time, or where no other line runs, and with a priority below
+all others. Batches take turns. A line whose
 engine was lost, or for which the server has no room, is tried again; a line that was in the engine
 `MOST_ATTEMPTS` times when it was lost may be the cause, and is answered by its error.
 """
@@ -28,7 +29,7 @@ from starlette.types import ASGIApp, Message
 from serving.api.api_keys import ApiKeys, Client
 from serving.api.errors import DEFECT, error_body
 from serving.async_llm import AsyncLLM
-from serving.batches.lines import LineCheck, WrongLine, answered, expired, read_line, refused
+from serving.batches.lines import LineCheck, WrongLine, answered, expired, num_samples, read_line, refused
 from serving.batches.store import BatchStore, StoredBatch
 from serving.failures import EngineEnded, Overloaded, Unavailable
 
@@ -187,40 +188,52 @@ class Batches:
     def _most_line_bytes(self) -> int:
         return int(self._llm.recipe.server.max_body_mib * 2**20)
 
+    @property
+    def _num_running(self) -> int:
+        """The number of samples of the lines that run."""
+        return sum(sum(each.tasks.values()) for each in self._active)
+
     def _room(self) -> int:
-        """Return how many lines may begin now."""
-        facts, running = self._llm.facts, sum(len(each.tasks) for each in self._active)
+        """Return how many samples of lines may begin now."""
+        facts, running = self._llm.facts, self._num_running
         if facts is None or not self._llm.accepts:
             return 0
         most = self._llm.recipe.server.batch_requests or max(1, facts.num_slots // 2)
         return min(most - running, facts.num_slots - max(running, self._llm.num_requests))
 
     async def _begin_lines(self) -> None:
-        """Begin one line of each batch in turn while there is room."""
+        """Begin one line of each batch in turn while there is room for all its samples, or no line runs."""
         room = self._room()
         idle = 0
         while room > 0 and idle < len(self._active):
             active = self._active[0]
-            self._active.rotate(-1)
-            batch = active.batch
-            found = None
-            if active.may_begin_lines:
-                with self._failing_alone(active):
-                    found = await self._call(partial(BatchStore.next_line, batch=batch, after=active.number))
-                    active.is_over = found is None
+            found = await self._next_line(active)
             if found is None:
                 idle += 1
-                continue
-            room, idle = room - 1, 0
-            active.number = found[0]
-            task = asyncio.create_task(self._answer(active, *found))
-            active.tasks.add(task)
-            task.add_done_callback(partial(self._ended, active))
+            else:
+                number, text, asked_for = found
+                if asked_for > room and self._num_running:
+                    break  # the turn stays with it, as lines with fewer samples would always take its room
+                room, idle = room - asked_for, 0
+                active.number = number
+                task = asyncio.create_task(self._answer(active, number, text))
+                active.tasks[task] = asked_for
+                task.add_done_callback(partial(self._ended, active))
+            self._active.rotate(-1)
         if any(each.is_over and not (each.tasks or each.pauses) for each in self._active):
             self.wake()
 
+    async def _next_line(self, active: _Active) -> tuple[int, bytes, int] | None:
+        """Return the number, the text and the samples of a batch's next line, or None if none may begin."""
+        found = None
+        if active.may_begin_lines:
+            with self._failing_alone(active):
+                found = await self._call(partial(_counted_line, batch=active.batch, after=active.number))
+                active.is_over = found is None
+        return found
+
     def _ended(self, active: _Active, task: asyncio.Task[None]) -> None:
-        active.tasks.discard(task)
+        del active.tasks[task]
         self.wake()
         if not task.cancelled():
             active.failure = active.failure or task.exception()
@@ -267,6 +280,12 @@ class Batches:
                 await asyncio.sleep(_PAUSE_S)
 
 
+def _counted_line(store: BatchStore, batch: StoredBatch, after: int) -> tuple[int, bytes, int] | None:
+    """Return what `BatchStore.next_line` does, with the number of the line's samples."""
+    found = store.next_line(batch=batch, after=after)
+    return None if found is None else (*found, num_samples(found[1]))
+
+
 class _Active:
     """A batch that is being run."""
 
@@ -277,7 +296,7 @@ class _Active:
         self.is_over = False  # every line was begun
         self.lacks_answers = False  # a line that was begun stays unanswered, as those that never begin
         self.failure: BaseException | None = None  # a defect in the task of a line
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.tasks: dict[asyncio.Task[None], int] = {}  # the samples of each line that runs, by its task
         self._pauses_until_s = 0.0
 
     def begin_again(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from borders.field_table import MOST_SAMPLES
 from borders.field_types import LONGEST_NAME
 from borders.refusal import abbreviate_json
 
@@ -45,6 +46,22 @@ class _Body(msgspec.Struct):
 
     stream: Any = None
     priority: Any = None
+
+
+class _Samples(msgspec.Struct):
+    """Fields of a body that say how many slots its request asks for."""
+
+    n: int | None = None
+    best_of: int | None = None
+    beam_width: int | None = None
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+
+
+class _Asked(msgspec.Struct):
+    """The body of a line, whatever else it holds."""
+
+    body: _Samples
 
 
 def split_lines(content: bytes) -> list[tuple[int, bytes]]:
@@ -107,6 +124,24 @@ def read_line(text: bytes, endpoint: str, most_bytes: int) -> BatchLine:
     if body.priority is not None:
         raise WrongLine("priority is set in body; a batch goes behind all other requests: leave it out", name)
     return line
+
+
+def num_samples(text: bytes) -> int:
+    """Return how many slots the request of a line asks for; 1 for one that the server will refuse."""
+    try:
+        body = msgspec.json.decode(text, type=_Asked).body
+        num_prompts = max(_num_prompts(bytes(body.prompt)), _num_prompts(bytes(body.input)))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return 1
+    of_each = max(body.n or 1, body.best_of or 1, body.beam_width or 1)
+    return num_prompts * of_each if of_each <= MOST_SAMPLES else 1
+
+
+def _num_prompts(given: bytes) -> int:
+    """Return how many prompts a field holds: a list of texts, or of lists of tokens, holds several."""
+    if given[:1] != b"[" or given[1:].lstrip()[:1] not in (b'"', b"["):
+        return 1
+    return len(msgspec.json.decode(given, type=list[msgspec.Raw]))
 
 
 def answered(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:

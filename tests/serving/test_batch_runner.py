@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +24,7 @@ from serving.api.app import application
 from serving.api.batch_runner import PRIORITY, Batches
 from serving.async_llm import AsyncLLM
 from serving.batches import store as kept_batches
-from serving.batches.lines import LineCheck, WrongLine, expired, read_line, split_lines
+from serving.batches.lines import LineCheck, WrongLine, expired, num_samples, read_line, split_lines
 from serving.batches.store import WINDOW_S, BatchStore, StoredBatch
 from serving.failures import EngineEnded, Failure, SetAside, Unavailable
 from tests.each_of import each_of
@@ -147,7 +147,10 @@ class Bench:
         await send({"type": "http.response.body", "body": told})
 
     def add(self, *names: str, owner: str = "") -> StoredBatch:
-        file = self.store.add_file(owner, "a", split_lines(b"\n".join(line(each) for each in names)))
+        return self.add_lines([line(each) for each in names], owner)
+
+    def add_lines(self, lines: Sequence[bytes], owner: str = "") -> StoredBatch:
+        file = self.store.add_file(owner, "a", split_lines(b"\n".join(lines)))
         return self.store.add_batch(owner, file, URL, {})
 
     async def until_end(self, batch: StoredBatch) -> tuple[StoredBatch, list[Any]]:
@@ -196,6 +199,55 @@ def test_so_many_lines_run_at_a_time_and_below_all_others(tmp_path: Path) -> Non
     assert {each["response"]["status_code"] for each in told} == {200, 400}
     assert bench.most == 3
     assert {each.priority_for(None) for each in clients} == {PRIORITY}
+
+
+@each_of(
+    "body, count",
+    [
+        ({}, 1),
+        ({"n": 4}, 4),
+        ({"n": 2, "best_of": 5, "prompt": "a"}, 5),
+        ({"n": 2, "beam_width": 8}, 8),
+        ({"prompt": ["a", "b", "c"], "n": 2}, 6),
+        ({"prompt": [[1, 2], [3]]}, 2),
+        ({"prompt": [1, 2, 3]}, 1),
+        ({"input": ["a", "b"]}, 2),
+        ({"input": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, 1),
+        ({"n": None, "best_of": None}, 1),
+        ({"n": "4"}, 1),
+        ({"n": 10**9}, 1),
+        ({"prompt": []}, 1),
+    ],
+)
+def test_samples_of_a_line_are_counted(body: dict[str, Any], count: int) -> None:
+    assert num_samples(line("a", body=body)) == count
+
+
+def test_so_many_samples_run_at_a_time(tmp_path: Path) -> None:
+    """A line with more of them runs alone, and is not passed over for others."""
+    order: list[int] = []
+    running: list[int] = []
+    most = 0
+
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        nonlocal most
+        count = json.loads(body).get("n", 1)
+        order.append(count)
+        running.append(count)
+        most = max(most, sum(running) if len(running) > 1 else 0)
+        await asyncio.sleep(0.005)  # more might begin meanwhile
+        assert count <= 3 or running == [count]
+        running.remove(count)
+        return 200, b"{}"
+
+    bench = Bench(tmp_path, answer)
+    counts = [1, 2, 2, 16, 1, 1, 3, 1, 16, 2]
+    batch = bench.add_lines([line(str(at), body={"n": count}) for at, count in enumerate(counts)])
+    bench.add(*map(str, range(40)))
+    found, _ = asyncio.run(bench.until_end(batch))
+    assert found.completed == len(counts)
+    assert most == 3
+    assert order[:20].count(16) == 2, "each batch has every other turn"
 
 
 def test_lines_leave_the_slots_that_others_ask_for(tmp_path: Path) -> None:
