@@ -132,6 +132,11 @@ class Scheduler:
         return bool(len(self.waiting) or len(self.slots.busy))
 
     @property
+    def num_waiting(self) -> int:
+        """The number of samples without a row, of which some wait for their leader's prompt."""
+        return len(self.waiting) + len(self._parallel_samples.leader_of)
+
+    @property
     def held_back(self) -> HeldBack | None:
         """Why the head of the queue was not admitted to this step; None if the queue is empty."""
         return self._admission.held_back if len(self.waiting) else None

@@ -44,8 +44,9 @@ Held = Add | Finish
 class Fence:
     """The orders that one engine was given; all its ranks carry them out, as `questions` lets them agree.
 
-    `live` is what the first of them holds in memory. `num_begun` counts the requests that have begun and not
-    ended; `settle` completes the steps in flight and sends their tokens.
+    `live` is what the first of them holds in memory. `num_begun` counts the samples that have begun and not
+    ended; `has_coming` tells whether requests that came already are still to be put into the queue. `settle`
+    completes the steps in flight and sends their tokens.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class Fence:
         live: LiveMemory | None,
         send: Callable[[FromEngine], None],
         num_begun: Callable[[], int],
+        has_coming: Callable[[], bool],
         settle: Callable[[], None],
     ) -> None:
         self._engine, self._questions, self._live, self._send = engine, questions, live, send
-        self._num_begun, self._settle = num_begun, settle
+        self._num_begun, self._has_coming, self._settle = num_begun, has_coming, settle
         self._is_halted = self._is_asleep = False
         self._is_changing = False  # some ranks may have changed already
         self._num_asked = self._bytes_before = 0
@@ -112,7 +114,7 @@ class Fence:
 
     def advance(self) -> list[Held]:
         """Do what is due between two steps, and return the messages that wait no longer."""
-        if self._awaiting is not None and not (self._engine.scheduler.has_work and self.may_step):
+        if self._awaiting is not None and not (self.may_step and self._has_open()):
             order, self._awaiting = self._awaiting, None
             if count := self._num_begun():
                 self._drop()
@@ -122,6 +124,10 @@ class Fence:
                 self._settle()
                 self._carry_out(order)
         return [] if self._is_closed else self._released()
+
+    def _has_open(self) -> bool:
+        """Whether any request that came before is still to end."""
+        return self._engine.scheduler.has_work or self._has_coming()
 
     @property
     def _is_closed(self) -> bool:

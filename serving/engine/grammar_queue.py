@@ -48,6 +48,11 @@ class GrammarQueue:
         """The requests that wait here."""
         return [each.leader for each in self._waiting]
 
+    @property
+    def has_wanted(self) -> bool:
+        """Whether a request waits here that has a sample which is not to end as soon as it begins."""
+        return any(len(each.ends) <= len(each.leader.followers) for each in self._waiting)
+
     def add(self, stream: int, leader: Request) -> None:
         """Begin to compile what a request and its further samples need."""
         each = Compiling(stream, leader, time.monotonic())

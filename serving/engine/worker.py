@@ -188,7 +188,8 @@ class Worker:
         leave = _ignore if pages is None else pages.leave_adapter
         self._adapters = None if questions is None else AdapterLoads(questions, leave)
         self._pages, self._profiler, self._learned = pages, profiler, learned
-        self._fence = Fence(engine, questions, live, self._send, self._num_begun, self._settle)
+        begun = self._num_begun, lambda: self._grammars.has_wanted
+        self._fence = Fence(engine, questions, live, self._send, *begun, self._settle)
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         if pages is not None:
@@ -251,9 +252,14 @@ class Worker:
 
     def _num_begun(self) -> int:
         """Return the number of samples that have begun, or another sample of whose request has."""
-        waiting = {each.id for each in self._engine.scheduler.waiting if not each.num_preemptions}
+        waiting = {
+            each.id
+            for leader in self._engine.scheduler.waiting
+            if not (leader.num_preemptions or leader.awaits_pages)
+            for each in (leader, *leader.followers)
+        }
         return sum(
-            request.id not in waiting or request.awaits_pages or not self._silent.get(stream)
+            request.id not in waiting or not self._silent.get(stream)
             for stream, request in self._requests.items()
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -51,16 +52,19 @@ class Driven:
         self.questions = questions
         self.worker = Worker(built.engine, socket, facts, questions=questions, live=built.live)
         self.tokens: dict[int, list[int]] = {}
-        self._num_streams = 0
 
-    def add(self) -> int:
-        """Ask for an answer to the same prompt each time, and return its stream."""
-        number = self._num_streams
-        self._num_streams += 1
-        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
-        request = Request(str(number), np.arange(3, 60, dtype=np.int32), params)
+    def add(self, num_samples: int = 1, grammar: str | None = None) -> int:
+        """Ask for answers to the same prompt each time, and return the first one's stream."""
+        number = len(self.tokens)
+        ignore_eos = grammar is None
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=ignore_eos, grammar=grammar)
+        streams = range(number, number + num_samples)
+        request, *followers = (
+            Request(str(stream), np.arange(3, 60, dtype=np.int32), params) for stream in streams
+        )
+        request.followers = followers
         self.tell(Add.of(number, request, 0.0))
-        self.tokens[number] = []
+        self.tokens |= {stream: [] for stream in streams}
         return number
 
     def tell(self, message: ToEngine) -> None:
@@ -82,6 +86,7 @@ class Driven:
     def turn(self) -> list[FromEngine]:
         """One turn of the worker, with a step if one may begin; returns what it sent but tokens and beats."""
         self.questions.take()
+        self.worker._admit_compiled()
         for message in self.worker._fence.advance():
             self.tell(message)
         if self.worker._has_work and (step := self.engine.step()) is not None:
@@ -186,6 +191,91 @@ def test_an_engine_that_is_halted_is_given_weights_only_if_nothing_has_begun(
     driven.tell(Halt(False))
     driven.until_idle()
     assert driven.tokens[waits] == after
+
+
+def test_samples_of_a_request_have_begun_when_its_prompt_has(driven: Driven, new: Path) -> None:
+    """Those that wait for the prompt are in no queue of their own."""
+    before, after = right(driven, new)
+    driven.read(TINY_WEIGHTS)
+    driven.tell(PutWeights())
+    driven.until_idle()
+    driven.engine.scheduler.max_batch_tokens = 32  # the prompt takes two steps
+    begun = driven.add(num_samples=3)
+    driven.turn()
+    driven.tell(Halt(True))
+    assert driven.heard() == [OrderDone("")]
+    waits = driven.add(num_samples=4)
+    driven.read(new)
+    for order in (PutWeights(), Sleep()):
+        driven.tell(order)
+        (answer,) = driven.turn()
+        assert isinstance(answer, OrderDone)
+        assert answer.problem.startswith("3 requests have begun")
+    for stream in range(begun, begun + 3):
+        driven.tell(Finish(stream, "abort"))
+    driven.turn()
+    driven.read(new)
+    driven.tell(PutWeights())
+    assert driven.answer() == [OrderDone("")]
+    driven.tell(Sleep())
+    (slept,) = driven.answer()
+    assert isinstance(slept, OrderDone)
+    assert not slept.problem
+    driven.tell(WakeUp())
+    assert driven.answer() == [slept]
+    driven.tell(Halt(False))
+    driven.until_idle()
+    assert [driven.tokens[stream] for stream in range(waits, waits + 4)] == [after] * 4
+    assert before != after
+
+
+@pytest.mark.parametrize("order", [Sleep(), PutWeights()], ids=["sleep", "weights"])
+def test_a_request_whose_grammar_is_compiled_ends_before_an_order(
+    driven: Driven, new: Path, order: Sleep | PutWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would wait in an engine that sleeps, which ends nothing, for as long as that sleeps."""
+    before, now = right(driven, new)
+    driven.read(TINY_WEIGHTS)
+    may_end = threading.Event()
+    compiler = driven.worker._grammars.grammars
+    monkeypatch.setattr(compiler, "constrain", lambda leader: may_end.wait(PATIENCE_S))
+    waits = driven.add(grammar="held back below")
+    driven.tell(order)
+    for _ in range(3):
+        assert not driven.turn()
+    assert driven.worker._fence.may_step
+    may_end.set()
+    (done,) = driven.answer()
+    assert isinstance(done, OrderDone)
+    assert not done.problem
+    has = len(driven.tokens[waits])  # up to the end that the model chooses
+    assert driven.tokens[waits] == now[:has] != before[:has]
+
+
+@pytest.mark.parametrize("what", ["halted", "aborted"])
+def test_an_order_waits_for_no_grammar_whose_request_it_does_not_wait_for(
+    driven: Driven, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+    compiler = driven.worker._grammars.grammars
+    monkeypatch.setattr(compiler, "constrain", lambda leader: may_end.wait(PATIENCE_S))
+    waits = driven.add(num_samples=2, grammar="held back below")
+    if what == "aborted":
+        for stream in (waits, waits + 1):
+            driven.tell(Finish(stream, "abort"))
+    else:
+        driven.tell(Halt(True))
+        assert driven.heard() == [OrderDone("")]
+    driven.tell(Sleep())
+    (slept,) = driven.answer()
+    assert isinstance(slept, OrderDone)
+    assert not slept.problem
+    may_end.set()
+    until_s = time.monotonic() + PATIENCE_S
+    while len(driven.worker._grammars):
+        assert time.monotonic() < until_s
+        assert not driven.turn()
+    assert driven.engine.scheduler.num_waiting == (0 if what == "aborted" else 2)
 
 
 def test_no_step_begins_before_all_ranks_have_changed(driven: Driven, new: Path) -> None:
