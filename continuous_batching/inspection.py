@@ -27,8 +27,8 @@ class Usage:
     the start.
     """
 
-    running_requests: int
-    waiting_requests: int
+    running_requests: int  # samples with a row
+    waiting_requests: int  # samples without one, also those that wait for their leader's prompt
     # Tokens still to be computed for waiting requests and running prefills, after their prefix hits
     queued_tokens: int
     held_pages: int  # pages in use by rows
@@ -78,7 +78,7 @@ def usage(scheduler: Scheduler, page_bytes: int, further_page_bytes: Sequence[in
     num_prompt = max(1, counters.prompt_tokens)
     return Usage(
         running_requests=len(scheduler.slots.busy),
-        waiting_requests=len(scheduler.waiting),
+        waiting_requests=scheduler.num_waiting,
         queued_tokens=queued_tokens(scheduler),
         held_pages=groups[0].num_used,
         idle_pages=prefix.num_idle,

@@ -105,6 +105,11 @@ class PageFetches:
         return len(self._fetches) + len(self._ready)
 
     @property
+    def num_samples(self) -> int:
+        """The number of samples of the requests that wait here."""
+        return len(self._ids)
+
+    @property
     def queued_tokens(self) -> int:
         """The tokens of waiting requests that are to be computed here once their pages have arrived."""
         page_size = self._engine.slots.page_size
@@ -536,8 +541,8 @@ class PageExchange:
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """The number of requests that wait for pages, and of their tokens that are to be computed here."""
-        return (0, 0) if self._fetches is None else (len(self._fetches), self._fetches.queued_tokens)
+        """The number of samples that wait for pages, and of their tokens that are to be computed here."""
+        return (0, 0) if self._fetches is None else (self._fetches.num_samples, self._fetches.queued_tokens)
 
     def begin(self, stream: int, leader: Request) -> bool:
         """Return whether a request waits for its pages (see `PageFetches.begin`)."""

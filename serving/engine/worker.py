@@ -470,16 +470,17 @@ class Worker:
             )
 
     def _usage(self) -> Usage:
-        """Return the engine's usage plus what waits before its queue.
+        """Return the engine's usage plus the samples that wait before its queue.
 
         Requests wait there for a grammar or for another engine's pages.
         """
         scheduler, compiling = self._engine.scheduler, self._grammars.leaders
         found = usage(scheduler, self._facts.page_bytes, self._facts.further_page_bytes)
+        num_compiled = sum(1 + len(each.followers) for each in compiling)
         num_fetched, fetched_tokens = (0, 0) if self._pages is None else self._pages.waiting
         return replace(
             found,
-            waiting_requests=found.waiting_requests + len(compiling) + num_fetched,
+            waiting_requests=found.waiting_requests + num_compiled + num_fetched,
             queued_tokens=found.queued_tokens + tokens_not_found(scheduler, compiling) + fetched_tokens,
         )
 

@@ -39,6 +39,22 @@ def test_pools_are_parted_among_rows_cache_and_nobody() -> None:
     assert seen.swapped_out_bytes == seen.swapped_in_bytes > 0
 
 
+def test_samples_without_a_row_wait_whatever_they_wait_for() -> None:
+    """As the limit on the queue counts them."""
+    engine = make(num_slots=2, num_pages=1 + 40)
+    engine.add(ask("first", 12, 8, num_samples=3))
+    engine.add(ask("second", 12, 8, num_samples=4))
+    seen = [gauges(engine)]
+    for _ in range(2):
+        engine.step()
+        seen.append(gauges(engine))
+    assert [each.running_requests + each.waiting_requests for each in seen] == [7, 7, 7]
+    assert seen[0].running_requests == 0
+    while engine.has_work:
+        engine.step()
+    assert gauges(engine).waiting_requests == 0
+
+
 def test_bytes_are_those_of_the_copies() -> None:
     engine = make(num_slots=3, num_pages=1 + 14, num_host_pages=12, compact_every_steps=3)
     for number in range(6):

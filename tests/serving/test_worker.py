@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -172,6 +173,7 @@ def test_what_waits_for_another_engines_pages_is_told(
     """A router that polls would forget it, and send more there. Tokens by hand: what is behind full pages."""
     told: list[Beat] = []  # and of no request that it is accepted, since none is in the queue
     pair, requests = page_pair.Pair(num_slots=4), page_pair.prompts(3)
+    requests[0].followers = [replace(requests[0], id=f"sample {number}") for number in range(3)]
     facts = facts_of(build(load(TINY)), prefix_sharing=True)
     worker = Worker(pair.answers, sockets[0], facts, pages=pair.fetching)
     monkeypatch.setattr(worker, "_send", told.append)
@@ -185,7 +187,7 @@ def test_what_waits_for_another_engines_pages_is_told(
     worker._beat()
     pair.close()
     waiting, after = (each.gauges for each in told)
-    assert waiting.waiting_requests == 3
+    assert waiting.waiting_requests == 6
     assert waiting.queued_tokens == sum((len(each.prompt) - 1) % 8 + 1 for each in requests)
     assert (after.waiting_requests, after.queued_tokens) == (0, 0)
 
@@ -199,12 +201,12 @@ def test_what_waits_for_its_grammar_is_told(monkeypatch: pytest.MonkeyPatch, soc
     monkeypatch.setattr(worker, "_send", told.append)
     params = SamplingParams(max_tokens=4, grammar="held back below")
     prompt = np.arange(300, 320, dtype=np.int32).tobytes()
-    theirs.send(encode(Add(0, ["0"], prompt, b"", params, [None], "", "", 0, None, 0.0)))
+    theirs.send(encode(Add(0, ["0", "1"], prompt, b"", params, [None, None], "", "", 0, None, 0.0)))
     worker._take(1000)
     worker._beat()
     may_end.set()
     (found,) = (each.gauges for each in told)
-    assert (found.waiting_requests, found.queued_tokens) == (1, 20)
+    assert (found.waiting_requests, found.queued_tokens) == (2, 20)
 
 
 def num_kept() -> int:
