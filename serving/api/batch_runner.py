@@ -95,10 +95,12 @@ class Batches:
             while True:
                 self._woken.clear()
                 pause_s = await self._turn_or_pause()
+                woken = asyncio.ensure_future(self._woken.wait())
                 try:
-                    await asyncio.wait_for(self._woken.wait(), pause_s)
-                except asyncio.TimeoutError:
-                    continue
+                    # Not `wait_for`: Python 3.11 loses a cancellation there that comes with the event
+                    await asyncio.wait([woken], timeout=pause_s)
+                finally:
+                    woken.cancel()
         finally:
             tasks = [task for each in self._active for task in each.tasks]
             for task in tasks:

@@ -529,6 +529,36 @@ class Broken:
         return self._given.execute(query, *values)
 
 
+def test_who_ends_batches_in_the_moment_of_a_wake_ends_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a line ends just then: the server would wait for its batches for ever."""
+
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        return 200, b"{}"
+
+    async def turn() -> float:
+        turns.append(1)
+        return PATIENCE_S
+
+    turns: list[int] = []
+    batches = Bench(tmp_path, answer).batches
+    monkeypatch.setattr(batches, "_turn_or_pause", turn)
+
+    async def end() -> bool:
+        running = asyncio.ensure_future(batches.run())
+        for _ in range(9):  # it waits by then
+            await asyncio.sleep(0)
+        batches.wake()
+        running.cancel()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        return running.cancelled()
+
+    assert asyncio.run(end())
+    assert len(turns) == 1
+
+
 def test_clients_are_told_of_a_disk_that_takes_no_write(tmp_path: Path) -> None:
     llm, keys = AsyncLLM(TINY), ApiKeys({})
     batches = Batches.of(tmp_path, llm, keys)
