@@ -193,14 +193,17 @@ class Proxy:
             turns.leave()
 
     async def _abort(self, scope: Scope, send: Send, body: bytes) -> None:
-        """Ask all replicas at once to abort a request; one that waits to go on is at none, and ends here.
+        """Ask all replicas at once to abort a request; one that is to go on is at none, and ends here.
+
+        So does one whose replica is lost before it has said that it aborts it.
 
         The first replica that aborts it answers; otherwise one that refuses for any reason but not knowing
         the request; otherwise one that does not know it.
         """
         headers, path = _passed_on(scope), scope["raw_path"].decode("latin-1")
         group = scope["path"].removeprefix(_ABORT)
-        has_waited = self._answers.abort(group, _owner(scope))
+        known = self._answers.abort(group, _owner(scope))
+        has_waited = any(each.is_interrupted for each in known)
 
         async def ask(replica: FleetReplica) -> tuple[int, HeaderLines, bytes]:
             answer = await replica.server.ask("POST", path, headers, body)
@@ -214,7 +217,7 @@ class Proxy:
         said: tuple[int, HeaderLines, bytes] | None = None
         try:
             for coming in asyncio.as_completed(asking):
-                with suppress(Lost):  # a lost replica's requests are lost with it, and their clients are told
+                with suppress(Lost):  # a lost replica's requests are lost with it, and this one ends here
                     answer = await coming
                     if said is None or said[0] == _UNKNOWN or answer[0] == _DONE:
                         said = answer
@@ -224,7 +227,7 @@ class Proxy:
             for each in asking:
                 each.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
-        if has_waited and (said is None or said[0] != _DONE):
+        if (has_waited or any(each.is_told_aborted for each in known)) and (said is None or said[0] != _DONE):
             done = msgspec.json.encode({"id": group, "aborted": 1})
             await _send_whole(send, _DONE, [(b"content-type", b"application/json")], done)
         elif said is not None:
@@ -374,7 +377,7 @@ class Proxy:
     ) -> None:
         """Tell a client why no replica answers it, or goes on with its answer."""
         if known.is_aborted:
-            await _tell_aborted(reply)
+            await _tell_aborted(reply, known)
         elif known.is_interrupted and known.is_sent:
             self._figures.cut_off()
             why = f"no replica like it took the answer within {WAIT_S:g} s"
@@ -464,7 +467,7 @@ class Proxy:
                         framed.grow(frame)
                     elif isinstance(frame, AnswerBegun):
                         if known.is_aborted:  # in between, and its replica has not known it yet
-                            await _tell_aborted(reply)
+                            await _tell_aborted(reply, known)
                             return None
                         if known.goes_on():
                             self._figures.resumed()
@@ -649,7 +652,8 @@ async def _send_whole(send: Send, status: int, headers: HeaderLines, body: bytes
     await send({"type": "http.response.body", "body": body})
 
 
-async def _tell_aborted(reply: Reply) -> None:
+async def _tell_aborted(reply: Reply, known: KnownAnswer) -> None:
+    known.is_told_aborted = True
     await reply.error(CutOff.status, "the request was aborted", code=CutOff.code)
 
 

@@ -39,7 +39,7 @@ class KnownAnswers:
     def __init__(self, most_bytes: int = MOST_ALL_KNOWN_BYTES) -> None:
         self._most_bytes = most_bytes
         self.num_bytes = 0
-        self.interrupted: set[KnownAnswer] = set()  # until they are forgotten, also where they have gone on
+        self.begun: set[KnownAnswer] = set()  # until they are forgotten
 
     def take(self, num_bytes: int) -> bool:
         """Reserve memory; returns False where there is none left."""
@@ -48,12 +48,12 @@ class KnownAnswers:
         self.num_bytes += num_bytes
         return True
 
-    def abort(self, group: str, owner: str) -> bool:
-        """Let an owner's answer with this id not go on; return whether there is one that waits for it."""
-        found = [each for each in self.interrupted if each.waits_as(group) and each.owner == owner]
+    def abort(self, group: str, owner: str) -> list[KnownAnswer]:
+        """Let an owner's answers with this id go on at no other replica, and return them."""
+        found = [each for each in self.begun if each.is_called(group) and each.owner == owner]
         for each in found:
             each.is_aborted = True
-        return bool(found)
+        return found
 
 
 class KnownAnswer:
@@ -78,7 +78,8 @@ class KnownAnswer:
         self.is_sent = False  # its client has a part of it
         self.why_not = ""
         self.waits_until_s: float | None = None  # set while it is to go on elsewhere
-        self.is_aborted = False  # its owner has ended it while it was to go on
+        self.is_aborted = False  # its owner has asked to end it: no other replica is asked
+        self.is_told_aborted = False  # and it has ended so, at no replica
 
     @property
     def can_go_on(self) -> bool:
@@ -110,9 +111,9 @@ class KnownAnswer:
         """Whether it may be answered from its beginning as well, since its client has nothing of it."""
         return self.is_continued and not self.is_sent
 
-    def waits_as(self, group: str) -> bool:
-        """Return whether it is to go on elsewhere, and has this id."""
-        return self.is_interrupted and self.begun is not None and self.begun.group == group
+    def is_called(self, group: str) -> bool:
+        """Return whether its client knows it by this id."""
+        return self.begun is not None and self.begun.group == group
 
     def begin(self, begun: AnswerBegun) -> None:
         """Note what it begins with; where it goes on, what it began with still holds."""
@@ -120,6 +121,7 @@ class KnownAnswer:
             return
         self._release()
         self.begun, self.why_not = begun, ""
+        self._answers.begun.add(self)
         self._keep(len(begun.prompt_token_ids) + len(self._body))
 
     def grow(self, grown: Sequence[Grown]) -> None:
@@ -159,7 +161,6 @@ class KnownAnswer:
         self._num_interrupted += 1
         self.num_resumed += self.num_tokens > 0
         self.waits_until_s = time.monotonic() + WAIT_S
-        self._answers.interrupted.add(self)
 
     def check_resumable(self, *, is_orderly: bool) -> None:
         """Set `why_not` once it was lost as often as it may be; it may be what ends engines.
@@ -218,7 +219,7 @@ class KnownAnswer:
 
     def forget(self) -> None:
         """Keep nothing any more."""
-        self._answers.interrupted.discard(self)
+        self._answers.begun.discard(self)
         self._release()
 
     def _keep(self, num_bytes: int) -> None:

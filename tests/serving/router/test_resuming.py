@@ -489,6 +489,34 @@ def test_an_answer_is_aborted_while_it_is_on_its_way_to_another_replica() -> Non
     run(test)
 
 
+@pytest.mark.parametrize("frames", [[BEGUN, grown(1)], [WHOLE_BEGUN, UNTOLD]], ids=["stream", "whole"])
+def test_an_answer_is_aborted_whose_replica_is_lost_as_it_is_asked_to_abort_it(frames: list[Frame]) -> None:
+    async def silent(writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + chunk(b"".join(map(framed, frames))))
+        await writer.drain()
+        await asyncio.Event().wait()
+
+    async def test() -> None:
+        async with Telling(hang, hang) as fleet:
+            first, second = (each for each in fleet.stubs if each)
+            first.script = by_path(completions=silent, other=hang)(first)
+            second.script = by_path(**{"chatcmpl-1": whole(404, b"{}"), "other": tells(*frames, END)})(second)
+            fleet.routing.is_open[1] = False
+            asking = asyncio.ensure_future(fleet.ask())
+            await until(lambda: any(each.num_tokens for each in fleet.proxy._answers.begun))
+            fleet.routing.is_open[1] = True
+            aborting = asyncio.ensure_future(fleet.ask("/abort/chatcmpl-1"))
+            await until(lambda: fleet.num_asked() == [2, 1])
+            fleet.replicas[0].server.lose("no answer within 2 s")
+            assert await aborting == (200, b'{"id":"chatcmpl-1","aborted":1}')
+            _, body = await asking
+            assert error_of(body)["code"] == "aborted"
+            assert fleet.num_asked() == [2, 1], "it has not gone on"
+            assert not fleet.proxy._answers.begun
+
+    run(test)
+
+
 def test_what_the_new_replica_has_aborted_is_aborted() -> None:
     """It answers so where it has not begun to tell the rest."""
     aborted = whole(499, error_body(499, "the request was aborted", code="aborted"))
