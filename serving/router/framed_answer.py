@@ -142,13 +142,14 @@ class FramedAnswer:
         return unsent
 
     async def end(self, over: Over) -> Refusal | None:
-        """Send on the end, or return that it refuses, where another replica may not."""
+        """Send on the end, or return that it refuses, where another replica may not; that one begins anew."""
         known, reply = self._known, self._reply
         if known.begun is None:
             raise Lost("the answer ended before it began")
         if known.is_stream:
-            if not known.num_tokens and over.status in REFUSED:
+            if over.status in REFUSED and not (known.is_sent or self._is_unsent_begun):
                 await self.send()  # signs of life
+                known.begin_again()
                 return Refusal(over.status, partial(reply.part, over.payload, more=False))
             await reply.part(self._take() + over.payload, more=False)
             return None
@@ -160,6 +161,7 @@ class FramedAnswer:
             return None
         whole = partial(reply.whole, over.status, headers, over.payload)
         if over.status in REFUSED:
+            known.begin_again()
             return Refusal(over.status, whole)
         await whole()
         return None

@@ -259,7 +259,6 @@ class Proxy:
             self._figures.sent(replica, sent, prompt, split, is_again=bool(tried))
             tried.append(sent.replica)
             counted = _Counted(self._routing, replica, sent, split.place)
-            is_continued = known.is_continued
             try:
                 refusal = await self._answered(routed, reply, counted, split.place, known, is_once=is_once)
                 if refusal is None:
@@ -273,7 +272,7 @@ class Proxy:
                     again = set(tried[:-1]) - asked_again
                     asked_again |= again
                     tried = [each for each in tried if each not in again]
-                if is_continued:
+                if refusal.is_of_known:
                     refusal = None  # it is none of the request, which may begin again
                     if not known.is_continued:
                         tried.pop()  # also where that was refused
@@ -306,14 +305,15 @@ class Proxy:
         answer = await self._ask(routed, counted.replica, place, known, is_once=is_once)
         try:
             is_refused = answer.status in REFUSED or (answer.status == _UNKNOWN and routed.model is not None)
-            if known.is_continued and not is_framed(answer.headers) and answer.status != CutOff.status:
-                is_refused = True
-                if answer.status not in _ELSEWHERE:
-                    known.be_refused(answer.status)
-            if is_refused:
+            is_of_known = (
+                known.is_continued and not is_framed(answer.headers) and answer.status != CutOff.status
+            )
+            if is_of_known and answer.status not in _ELSEWHERE:
+                known.be_refused(answer.status)
+            if is_refused or is_of_known:
                 body = await _whole(answer)
                 whole = partial(reply.whole, answer.status, _kept(answer.headers), body)
-                return Refusal(answer.status, whole, tells_of_loss(body))
+                return Refusal(answer.status, whole, tells_of_loss(body), is_of_known)
             return await self._forward(routed, reply, answer, counted, known)
         finally:
             server.done(answer)

@@ -41,14 +41,16 @@ _AGAIN = (*REFUSED, EngineEnded.code, "rate_limit_exceeded")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What a replica said that does not answer, and how that is passed on; an event tells no status: 0.
+    """What a replica said that does not answer, and how that is passed on.
 
-    It `is_loss` where the replica says that its engine ended with the request.
+    An event that comes in no frame tells no status: 0. It `is_loss` where the replica says that its engine
+    ended with the request, and `is_of_known` where it refuses what is known of the answer, not the request.
     """
 
     status: int
     pass_on: Callable[[], Awaitable[None]]
     is_loss: bool = False
+    is_of_known: bool = False
 
 
 def is_event_stream(headers: HeaderLines) -> bool:

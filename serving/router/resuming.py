@@ -216,6 +216,7 @@ class KnownAnswer:
         """Forget everything: its client has nothing of it, and it is answered from its beginning."""
         self._release()
         self.begun, self.num_tokens, self.why_not, self.waits_until_s = None, 0, "", None
+        self.num_resumed = 0
 
     def forget(self) -> None:
         """Keep nothing any more."""

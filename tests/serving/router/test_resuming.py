@@ -46,6 +46,7 @@ BEGUN = AnswerBegun("chatcmpl-1", 7, LIKE, "", 11, 100, bytes(8), 2, 50, True)
 WHOLE_BEGUN = msgspec.structs.replace(BEGUN, is_stream=False)
 UNTOLD = Grown([1], NO_LOGPROBS, 0, b"")  # a token of which its client has nothing yet
 END = Over(200, "", b"data: [DONE]\n\n")
+ASIDE = Over(503, "", b'{"error":{"message":"the server sleeps","code":503}}')  # as an order ends an answer
 MISFIT = whole(409, b'{"error":{"message":"other weights"}}')
 BUSY = whole(503, b'{"error":{"message":"busy"}}')
 
@@ -421,6 +422,59 @@ def test_what_its_client_has_nothing_of_begins_again_at_replicas_unlike_the_firs
             assert await fleet.ask() == (200, body)
             assert second.heads[-1].startswith(b"POST /v1/chat/completions ")
             assert fleet.figures.num_resumed == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "frames", [[WHOLE_BEGUN, UNTOLD], [BEGUN, UNTOLD], [BEGUN]], ids=["whole", "stream", "nothing known"]
+)
+def test_what_was_told_of_an_answer_that_ends_by_a_refusal_is_forgotten(frames: list[Frame]) -> None:
+    """As an operator ends it who has a server sleep: its client has nothing of it, and it begins anew."""
+    is_stream, end = frames[0] == BEGUN, Over(200, "", b"{}")
+
+    async def test() -> None:
+        async with Telling(tells(*frames, ASIDE), dies(frames[0], UNTOLD), tells(frames[0], end)) as fleet:
+            assert await fleet.ask() == (200, b"{}")
+            assert fleet.sent_to(2).known.tolist() == [1]
+        if is_stream:  # what its client has of it cannot be given back
+            async with Telling(tells(BEGUN, grown(1), ASIDE), tells(BEGUN, END)) as fleet:
+                assert await fleet.ask() == (200, grown(1).payload + ASIDE.payload)
+                assert fleet.num_asked() == [1, 0]
+
+    run(test)
+
+
+def test_who_has_taken_a_continuation_and_refuses_at_its_end_is_not_asked_again_at_once() -> None:
+    async def test() -> None:
+        async with Telling(hang, tells(WHOLE_BEGUN, UNTOLD, ASIDE)) as fleet:
+            (stub, _) = fleet.stubs
+            assert stub is not None
+            stub.script = leaves(fleet, WHOLE_BEGUN, UNTOLD)
+            assert await fleet.ask() == (503, ASIDE.payload)
+            assert fleet.num_asked() == [1, 1]
+            assert fleet.sent_to(1).known.tolist() == [1]
+
+    run(test)
+
+
+def test_an_answer_that_began_again_has_not_gone_on() -> None:
+    """Where it then goes on, its usage counts only that."""
+    other = msgspec.structs.replace(BEGUN, fingerprint="go_2")
+
+    async def test() -> None:
+        likes = [LIKE, "go_2", "go_2"]
+        async with Telling(hang, dies(other, grown(1)), tells(other, END), likes=likes) as fleet:
+            first, second, _ = fleet.stubs
+            assert first is not None
+            assert second is not None
+            first.script = leaves(fleet, BEGUN, UNTOLD)
+            fleet.routing.is_open[2] = False
+            asking = asyncio.ensure_future(fleet.ask())
+            await until(lambda: bool(second.heads))
+            fleet.routing.is_open[2] = True
+            assert tokens_in((await asking)[1]) == [1]
+            assert fleet.sent_to(2).num_resumed == 1
 
     run(test)
 
