@@ -335,7 +335,8 @@ class Proxy:
             but = others if known.is_continued else []  # without a token there is nothing to continue
             sent = self._sent(routed, [*tried, *but])
             is_late = time.monotonic() >= until_s
-            if sent is None and known.may_begin_again and (is_late or not self._is_open_but(others)):
+            unlike = [*others, *self._others_than(routed)]
+            if sent is None and known.may_begin_again and (is_late or not self._is_open_but(unlike)):
                 tried.clear()  # who did not continue it may begin it
                 if (sent := self._sent(routed, tried)) is not None:
                     known.begin_again()

@@ -32,6 +32,7 @@ from serving.continuation import (
 )
 from serving.router import framed_answer
 from serving.router import proxy as of_proxy
+from serving.router.models import Listed
 from serving.router.reply import REFUSED
 from serving.router.resuming import MOST_LOSSES, KnownAnswer, KnownAnswers
 from serving.router.upstream import Lost
@@ -475,6 +476,28 @@ def test_an_answer_that_began_again_has_not_gone_on() -> None:
             fleet.routing.is_open[2] = True
             assert tokens_in((await asking)[1]) == [1]
             assert fleet.sent_to(2).num_resumed == 1
+
+    run(test)
+
+
+def test_who_lacks_the_adapter_holds_up_no_answer_that_may_begin_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is like the first, whose adapter it does not have, and cannot continue the answer."""
+    monkeypatch.setattr("serving.router.resuming.WAIT_S", 2 * PATIENCE_S)
+    lacks = Listed({"m": b"{}"}, ("m",))
+    has = Listed({"m": b"{}", "a": b"{}"}, ("m",), ("a",))
+
+    async def test() -> None:
+        good = tells(WHOLE_BEGUN, Over(200, "", b"{}"))
+        async with Telling(hang, hang, good, likes=[LIKE, LIKE, "go_2"]) as fleet:
+            for number, listed in enumerate([has, lacks, has]):
+                fleet.proxy._models.learn(number, listed)
+            (stub, *_) = fleet.stubs
+            assert stub is not None
+            stub.script = leaves(fleet, WHOLE_BEGUN, UNTOLD)
+            assert await fleet.ask(model="a") == (200, b"{}")
+            assert fleet.num_asked() == [1, 0, 1]
 
     run(test)
 
