@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from recipes.assembly.memory_plan import GIB, MemoryPlan, in_gib
+from recipes.assembly.memory_plan import GIB, MemoryPlan, in_gib, least_cache_bytes
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 
@@ -29,7 +29,8 @@ def check_fits(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> None:
     )
     limit = _most(recipe, sizing, num_devices)
     if limit is None:
-        lacking = max(0, sizing.beside_bytes + _least_bytes(recipe, sizing) - sizing.memory_bytes)
+        least = least_cache_bytes(recipe, sizing)
+        lacking = max(0, sizing.beside_bytes + least - sizing.memory_bytes)
         raise RecipeError(name, problem, _other_fix(recipe, sizing, lacking), value=recipe.value(name))
     raise RecipeError(name, problem, f"set at most {limit}", value=recipe.value(name), limit=limit)
 
@@ -37,7 +38,7 @@ def check_fits(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> None:
 def _most(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> float | None:
     """Return the largest value that fits of the key that sizes the cache; None where none does."""
     cache, spare = recipe.cache, sizing.memory_bytes - sizing.beside_bytes
-    least = _least_bytes(recipe, sizing)
+    least = least_cache_bytes(recipe, sizing)
     if cache.num_pages is None:  # states and windows take their parts of the same memory
         most = _floor(spare // num_devices)
         return most if int(num_devices * most * GIB) >= least else None
@@ -48,16 +49,6 @@ def _most(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> float | None:
     # A window has no more pages than there are of the other layers
     of_all = sizing.page_bytes + sum(each.page_bytes for each in sizing.windows)
     return max(sizing.num_pages_fitting, (spare - sizing.kept_bytes) // of_all)
-
-
-def _least_bytes(recipe: Recipe, sizing: MemoryPlan) -> int:
-    """Return the bytes of 2 pages, with the states and the pages of windows that the smallest cache has."""
-    cache = recipe.cache
-    follows = cache.num_pages is None and cache.num_states is None  # kept states follow from the memory
-    kept_bytes = 0 if follows else sizing.kept_bytes
-    if cache.num_window_pages is None:
-        return 2 * (sizing.page_bytes + sum(each.page_bytes for each in sizing.windows)) + kept_bytes
-    return 2 * sizing.page_bytes + sizing.window_bytes + kept_bytes
 
 
 def too_small_a_part(recipe: Recipe, sizing: MemoryPlan, lacking: int) -> RecipeError:
@@ -86,16 +77,18 @@ def too_few_pages(
 ) -> RecipeError:
     """Return the error for memory that holds less than the null page and one to use.
 
-    Windows and kept states take a part of a device's memory. The pages are those of all devices together.
+    Windows take a part of this memory, as do kept states, of which any are left here only where
+    `cache.num_states` asks for them. These and the pages are those of all devices together.
     """
     further = [] if sizing is None else _further(sizing)
     further_bytes = 0 if sizing is None else sizing.window_bytes + sizing.kept_bytes
     least = math.ceil(1000 * (2 * page_bytes + further_bytes) / num_devices / GIB) / 1000
     beside = f" beside {' and '.join(further)}" if further else ""
     fewer = "fewer cache.num_states or " if sizing is not None and sizing.kept_bytes else ""
+    on_each = f" on each of {num_devices} devices" if num_devices > 1 else ""
     return RecipeError(
         (name, "cache.page_size"),
-        f"{gib} GiB hold {num_pages} pages of {page_bytes} bytes{beside}, and 2 is the least",
+        f"{gib} GiB{on_each} hold {num_pages} pages of {page_bytes} bytes{beside}, and 2 is the least",
         f"set at least {least}, or {fewer}a smaller cache.page_size",
         value=gib,
         limit=least,
@@ -162,12 +155,17 @@ def _sized(parts: dict[str, int]) -> list[str]:
 
 def _other_fix(recipe: Recipe, sizing: MemoryPlan, lacking: int) -> str:
     """Return what to change where no number of pages helps."""
-    are_said = recipe.cache.num_states is not None
-    of_slots = sizing.slot_state_bytes + (0 if are_said else sizing.kept_bytes)
+    cache = recipe.cache
+    are_said = cache.num_states is not None
+    slots = max(0, sizing.num_slot_states - 2)  # the null state and that of one slot remain
+    kept = sizing.num_kept_states
+    if not are_said:  # one is kept for each slot beside a number of pages; else the cache's memory says
+        kept = 0 if cache.num_pages is None else min(slots, kept)
+    of_slots = (slots + kept) * sizing.state_bytes
     for name, count in (
         ("cache.host_gib", sizing.host_beside_bytes),
         ("cache.num_states", sizing.kept_bytes if are_said else 0),
-        ("scheduler.num_slots", of_slots),
+        ("cache.num_states and scheduler.num_slots" if are_said else "scheduler.num_slots", of_slots),
         ("scheduler.max_batch_tokens", sizing.activation_bytes),
         ("cache.reserve_gib", sizing.reserve_bytes),
         ("scheduler.max_request_tokens", sizing.slot_bytes),

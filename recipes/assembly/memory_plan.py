@@ -126,6 +126,14 @@ class MemoryPlan:
         return self.beside_bytes + self.cache_bytes
 
 
+def least_cache_bytes(recipe: Recipe, sizing: MemoryPlan) -> int:
+    """Return the bytes of 2 pages, with the states and the pages of windows that the smallest cache has."""
+    cache, num_window_pages = recipe.cache, recipe.cache.num_window_pages or 2
+    follows = cache.num_pages is None and cache.num_states is None  # kept states follow from the memory
+    of_windows = num_window_pages * sum(each.page_bytes for each in sizing.windows)
+    return 2 * sizing.page_bytes + of_windows + (0 if follows else sizing.kept_bytes)
+
+
 def _int8_pages(config: DecoderConfig) -> str:
     if not config.int8_cache:
         return ""

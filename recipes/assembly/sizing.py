@@ -22,7 +22,7 @@ from recipes.assembly.memory_errors import (
     too_much_of_the_host,
     too_small_a_part,
 )
-from recipes.assembly.memory_plan import GIB, WHOLE, MemoryPlan, WindowPages, in_gib
+from recipes.assembly.memory_plan import GIB, WHOLE, MemoryPlan, WindowPages, in_gib, least_cache_bytes
 from recipes.schema.recipe import CacheSection, DeviceSection, Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import completed, longest_request
@@ -454,7 +454,8 @@ def _with_windows(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> Memor
 
     By default a window has pages for twice as many requests as there are slots, so that prefixes can be
     resumed from while all slots run, and for the prompts of one step. They take at most half of the cache's
-    memory, and are no more than all other pages; without layers that keep all tokens, they take all of it.
+    memory that kept states leave, and are no more than all other pages; without layers that keep all tokens,
+    they take all of it.
     """
     if recipe.cache.num_window_pages is not None and not sizing.windows:
         raise RecipeError(
@@ -465,6 +466,8 @@ def _with_windows(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> Memor
         )
     cache, scheduler = recipe.cache, recipe.scheduler
     budget, placed = _cache_bytes(recipe, sizing, num_devices), []
+    if budget is not None:
+        budget -= sizing.kept_bytes
     for each in sizing.windows:
         num_pages = cache.num_window_pages
         if num_pages is None:
@@ -512,6 +515,8 @@ def _with_kept_states(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> M
     kept = least - 1 if asked is None else asked - least
     if asked is None and budget is not None:
         kept = int(recipe.cache.state_fraction * max(0, budget) / max(1, sizing.state_bytes))
+        left = budget - least_cache_bytes(recipe, sizing)  # a cache without these pages is refused
+        kept = max(0, min(kept, left // max(1, sizing.state_bytes)))
     return replace(sizing, num_kept_states=min(kept, MOST_PAGES - least))
 
 

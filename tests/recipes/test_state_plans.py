@@ -169,6 +169,95 @@ def test_a_refusal_lists_the_states_and_says_which_of_them_to_lower() -> None:
         beside_states(memory_bytes, memory_fraction=0.5, num_states=100)
 
 
+def of_qwen3_5(memory_bytes: int, *overrides: str, tensor: int = 1, stages: int = 1) -> MemoryPlan:
+    """The plan of Qwen3.5-9B on 910B of this memory."""
+    recipe = load("recipes/qwen3_5/qwen3_5_9b_910b.yaml", overrides)
+    return plan_memory(recipe, decoder_config(QWEN3_5_9B), memory_bytes, tensor=tensor, stages=stages)
+
+
+ONE_SLOT = ("scheduler.num_slots=1", "speculation.kind=none", "device.graphs=0")
+PAGES = ("cache.memory_gib=null", "cache.num_pages=10")
+STATES = ("scheduler.max_batch_tokens=1024", "scheduler.max_request_tokens=1024")
+
+
+@pytest.mark.parametrize(
+    ("missing", "overrides", "name"),
+    [
+        # Of 64 slots, 63 states of 49 MiB can go, and as many kept ones with a number of pages
+        (7.8, ("cache.memory_gib=19",), ""),
+        (3.7, ("cache.memory_gib=19", *ONE_SLOT), ""),
+        (2.5, ("cache.memory_gib=19", *STATES), "scheduler.num_slots"),
+        (4.0, ("cache.memory_gib=19", *STATES), ""),
+        (4.0, (*PAGES, *STATES), "scheduler.num_slots"),
+        (4.0, (*PAGES, *STATES, "cache.num_states=80"), ""),
+        (3.5, (*PAGES, *STATES, "cache.num_states=80"), "cache.num_states and scheduler.num_slots"),
+        (3.5, (*PAGES, *STATES, "cache.num_states=180"), "cache.num_states"),
+    ],
+)
+def test_a_refusal_names_slots_only_where_fewer_free_enough(
+    missing: float, overrides: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELS", "models")
+    roomy = of_qwen3_5(512 * GIB, *overrides)
+    least = 2 * roomy.page_bytes + (roomy.kept_bytes if "cache.num_pages=10" in overrides else 0)
+    with pytest.raises(RecipeError) as refused:
+        of_qwen3_5(int(roomy.beside_bytes + least - missing * GIB), *overrides)
+    fix = "choose a smaller model or model.dtype"
+    assert refused.value.fix == (f"lower {name}, or {fix}" if name else fix)
+
+
+@pytest.mark.parametrize("fraction", [0.3, 0.9])
+@pytest.mark.parametrize("key", ["memory_gib", "memory_fraction"])
+def test_kept_states_leave_two_pages_wherever_these_fit(
+    key: str, fraction: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELS", "models")
+    sizes = ["cache.page_size=1024", f"cache.state_fraction={fraction}", "cache.state_dtype=bfloat16"]
+    sizes += ["scheduler.num_slots=16", "cache.memory_gib=null", *STATES]
+    beside = of_qwen3_5(64 * GIB, *sizes, "cache.memory_gib=1").beside_bytes
+    too_little = "cache.memory_gib=0.04" if key == "memory_gib" else "cache.memory_fraction=0.3"
+    with pytest.raises(RecipeError, match=r"set at least [\d.]+") as few:
+        of_qwen3_5(3 * beside, *sizes, too_little)
+    assert "states" not in few.value.fix
+    assert "kept states" not in few.value.problem
+    assert of_qwen3_5(3 * beside, *sizes, f"cache.{key}={few.value.limit}").num_pages >= 2
+    for spare in (75, 90, 100, 120, 200):
+        with pytest.raises(RecipeError, match=r"set at most [\d.]+$") as much:
+            of_qwen3_5(beside + spare * MIB, *sizes, "cache.memory_gib=19")
+        most = much.value.limit
+        assert of_qwen3_5(beside + spare * MIB, *sizes, f"cache.memory_gib={most}").num_pages >= 2
+
+
+def test_kept_states_leave_room_to_windows() -> None:
+    config = decoder_config(QWEN3_NEXT_80B)
+    layers = [
+        replace(each, window=each.window if number % 8 == 3 else 512)
+        for number, each in enumerate(config.layers)
+    ]
+    recipe = Recipe(
+        model=ModelSection(config=QWEN3_NEXT_80B, weights="random"),
+        device=DeviceSection(kind="npu", product="910B"),
+        cache=CacheSection(page_size=128, memory_gib=1, state_fraction=0.9),
+        scheduler=SchedulerSection(num_slots=16, max_batch_tokens=1024, max_request_tokens=128),
+    )
+    config = replace(config, layers=tuple(layers), window_groups=(512,))
+    plan = plan_memory(recipe, config, 512 * GIB)
+    assert plan.kept_bytes > 0.8 * GIB
+    assert plan.num_pages >= 2
+    assert plan.window_bytes > 0.01 * GIB
+
+
+def test_what_lies_on_several_devices_is_said_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELS", "models")
+    words = r"^cache\.memory_gib: 0\.47 GiB on each of 4 devices hold 0 pages of \d+ bytes beside 35\.\d+ GiB"
+    overrides = ["cache.memory_gib=0.47", "cache.num_states=800"]
+    with pytest.raises(RecipeError, match=words) as few:
+        of_qwen3_5(64 * GIB, *overrides, tensor=2, stages=2)
+    least: Any = few.value.limit
+    overrides[0] = f"cache.memory_gib={least}"
+    assert of_qwen3_5(64 * GIB, *overrides, tensor=2, stages=2).num_pages >= 2
+
+
 @pytest.mark.parametrize("name", ["num_states=40", "state_fraction=0.5", "state_dtype=bfloat16"])
 def test_keys_of_states_are_refused_where_there_are_none(name: str) -> None:
     recipe = load("recipes/tiny/cpu.yaml", [f"cache.{name}"])
