@@ -83,10 +83,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     asked = None if options.kinds is None else list(dict.fromkeys(("plain", *options.kinds)))
     loads, most_tokens = options.loads, 2 * (options.prompt + _longest(options.answer))
     keys = [f"scheduler.num_slots={max(loads)}", f"scheduler.max_request_tokens={most_tokens}"]
-    recipe = read(options.recipe, [*options.overrides, *keys], options.profile).recipe
-    if recipe.speculation.kind != "none":  # a head stores features for this many drafts
+    # These are bounded by the number of drafts, which is set only where somebody guesses
+    unbounded = ["speculation.base_tokens=null", "speculation.min_tokens=null"]
+    found = read(options.recipe, [*options.overrides, *keys, *unbounded], options.profile).recipe
+    if found.speculation.kind != "none":  # a head stores features for this many drafts
         keys.append(f"speculation.max_tokens={options.most}")
-        recipe = read(options.recipe, [*options.overrides, *keys], options.profile).recipe
+    recipe = read(options.recipe, [*options.overrides, *keys], options.profile).recipe
     absent = set(ON_DEVICE) - {recipe.speculation.kind}
     for kind in asked or ():
         if kind not in KINDS:

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from benchmark.gate.gate import audit
+from recipes.schema.recipe import Recipe
 from scripts.benchmark import main
 
 TINY = "recipes/tiny/cpu.yaml"
@@ -31,6 +32,24 @@ def test_every_kind_is_beside_plain_decoding(capsys: pytest.CaptureFixture[str])
     assert all(0 <= row["accepted"] <= row["drafted"] for row in rows)
     rows[1]["times_plain"] *= 1.1
     assert audit(result)["refused"] == {"digests": "rows was changed"}
+
+
+def test_numbers_of_guesses_are_held_to_the_most_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Built(Exception):
+        """The recipe has been read."""
+
+    def build(recipe: Recipe) -> None:
+        raise Built(recipe.speculation)
+
+    monkeypatch.setattr("recipes.assembly.engine.build", build)
+    asked = ["speculation.adaptive=source", "speculation.base_tokens=6", "speculation.kind=ngram"]
+    with pytest.raises(Built) as built:
+        main(["speculation", TINY, *asked, "--most", "8"])
+    assert (built.value.args[0].base_tokens, built.value.args[0].max_tokens) == (6, 8)
+    with pytest.raises(ValueError, match="6 guesses are not from 0 to 5"):
+        main(["speculation", TINY, *asked, "--most", "5"])
+    with pytest.raises(ValueError, match=r"read only where speculation\.kind is not none"):
+        main(["speculation", TINY, *asked[:2], "--most", "8"])
 
 
 EAGER = ["model.dtype=float32", "device.compile=false", "device.threads=1"]
