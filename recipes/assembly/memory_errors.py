@@ -37,7 +37,8 @@ def check_fits(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> None:
 
 def _most(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> float | None:
     """Return the largest value that fits of the key that sizes the cache; None where none does."""
-    cache, spare = recipe.cache, sizing.memory_bytes - sizing.beside_bytes
+    cache, growth = recipe.cache, _tier_growth(recipe, sizing)
+    spare = sizing.memory_bytes - sizing.beside_bytes - growth
     least = least_cache_bytes(recipe, sizing)
     if cache.num_pages is None:  # states and windows take their parts of the same memory
         most = _floor(spare // num_devices)
@@ -51,11 +52,23 @@ def _most(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> float | None:
     return max(sizing.num_pages_fitting, (spare - sizing.kept_bytes) // of_all)
 
 
+def _tier_growth(recipe: Recipe, sizing: MemoryPlan) -> int:
+    """Return by how much the host tier may be larger in this memory beside a cache of another size.
+
+    It has whole pages, whose states and pages of windows follow from the cache.
+    """
+    host_gib = recipe.cache.host_gib
+    if host_gib is None or recipe.cache.host_fraction is not None or not sizing.host_beside_bytes:
+        return 0
+    return max(0, int(host_gib * GIB) - sizing.host_beside_bytes)
+
+
 def too_small_a_part(recipe: Recipe, sizing: MemoryPlan, lacking: int) -> RecipeError:
     """Return the error for a `cache.memory_fraction` that leaves no room for two pages."""
     fraction = recipe.cache.memory_fraction
     assert fraction is not None, "only a recipe with a fraction can have too small a one"
-    least = math.ceil(1000 * (fraction + lacking / sizing.memory_bytes)) / 1000
+    growth = _tier_growth(recipe, sizing)
+    least = math.ceil(1000 * (fraction + (lacking + growth) / sizing.memory_bytes)) / 1000
     return RecipeError(
         "cache.memory_fraction",
         f"{fraction} of the {in_gib(sizing.memory_bytes)} of this machine{_each(sizing)} are"

@@ -290,6 +290,27 @@ def test_a_host_tier_with_states_stays_within_its_memory() -> None:
     assert (nothing.num_host_pages, nothing.num_host_states) == (0, 0)
 
 
+def test_the_limit_of_a_refusal_leaves_room_to_a_tier_that_grows() -> None:
+    """A tier in the same memory has whole pages, whose states follow from the size of the cache."""
+    config = decoder_config(QWEN3_5_9B)
+
+    def planned(memory_bytes: int, **cache: Any) -> MemoryPlan:
+        recipe = Recipe(
+            model=ModelSection(config=QWEN3_5_9B, weights="random"),
+            device=DeviceSection(kind="cpu"),
+            cache=CacheSection(page_size=128, host_gib=2.0, **cache),
+            scheduler=SchedulerSection(num_slots=16, max_batch_tokens=1024, max_request_tokens=128),
+        )
+        return plan_memory(recipe, config, memory_bytes)
+
+    beside = planned(512 * GIB, num_pages=1000).beside_bytes
+    for spare in (300, 600, 900, 1200):
+        with pytest.raises(RecipeError, match=r"^cache\.memory_gib: .* set at most [\d.]+$") as refused:
+            planned(beside + spare * MIB, memory_gib=30.0)
+        most: Any = refused.value.limit
+        assert planned(beside + spare * MIB, memory_gib=most).num_pages >= 2
+
+
 def test_ranks_and_stages_divide_the_states() -> None:
     config = decoder_config(QWEN3_5_27B)
     assert Share(1, 4).part(config).state_bytes == config.state_bytes / 4
