@@ -85,13 +85,12 @@ class PageTables:
         A group in which they need no more pages is not asked.
         """
         for group in self.groups:
-            total = int(group.missing(rows, longer).sum())
-            extra = total - int(group.missing(rows, stops).sum())
-            if extra and (
-                extra > group.pool.num_free - self.num_promised(group)
-                or total + len(self.forked) > group.num_available
-            ):
-                return False
+            own = int(group.missing(rows, stops).sum())
+            extra = int(group.missing(rows, longer).sum()) - own
+            if extra > 0:
+                taken = max(self.num_promised(group), own + len(self.forked))
+                if extra > group.pool.num_free - taken:
+                    return False
         return True
 
     def num_spare(self) -> Index:

@@ -10,7 +10,7 @@ import pytest
 
 from continuous_batching.engine import Engine
 from continuous_batching.policies.batching import StallFree
-from continuous_batching.policies.prefill_budget import FixedChunks
+from continuous_batching.policies.prefill_budget import Chunks, FixedChunks
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.routing.routing import Routing
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -20,11 +20,12 @@ from continuous_batching.speculation.proposer import NGram
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.groups import WindowGroup, most_pages
 from kv_cache.page_keys import TokenIds, short_key
-from kv_cache.pages import PagePool
+from kv_cache.pages import Index, PagePool
 from kv_cache.prefix_cache import PageListener
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone, serve_at_random, story
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_machine import SpoilingRunner
+from tests.continuous_batching.test_slot_lifecycle import run_out
 from tests.continuous_batching.windows import least_pages, window_groups
 from tests.knowing import Knowing
 from tests.thorough import cases
@@ -113,12 +114,25 @@ def test_requests_get_the_tokens_of_each_alone_whatever_happens_to_the_pages_of_
     assert min(counted.values()) >= 3
 
 
-def engine_of(num_pages: int, window_pages: int, window: int = 9, budget: int = 16, **options: int) -> Engine:
-    """Pages of 4 tokens, chunks of up to the `budget` of a step."""
+def engine_of(
+    num_pages: int,
+    window_pages: int,
+    window: int = 9,
+    budget: int = 16,
+    chunks: Chunks | None = None,
+    **options: int,
+) -> Engine:
+    """Pages of 4 tokens, chunks of up to the `budget` of a step, or as `chunks` say."""
     slots, pool = SlotPool(3, LARGEST, 4), PagePool(1 + num_pages)
     groups = window_groups([window], slots, pool, None, [window_pages])
     scheduler = Scheduler(
-        slots, pool, StallFree(), max_batch_tokens=budget, vocab_size=VOCAB_SIZE, groups=groups, **options
+        slots,
+        pool,
+        StallFree(chunks),
+        max_batch_tokens=budget,
+        vocab_size=VOCAB_SIZE,
+        groups=groups,
+        **options,
     )
     return Engine(scheduler, ChecksumRunner(slots, pool, None, groups), clock=lambda: 0.0)
 
@@ -191,6 +205,37 @@ def test_a_long_chunk_preempts_nobody_for_pages_that_it_needs_for_one_step(
     assert engine.scheduler.counters.preemptions == 0
     for each in (first, second):
         assert each.answer.tolist() == alone(each.prompt.tolist(), each.params.max_tokens)
+
+
+def test_no_page_is_evicted_for_drafts_beside_a_chunk_that_takes_more_than_was_promised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_of(60, 23, budget=24, chunks=FixedChunks(8))
+    slots, tables, has_free = engine.slots, engine.scheduler.tables, engine.scheduler.tables.has_free
+    engine.scheduler.speculation = Speculation(slots, Knowing(slots, story, VOCAB_SIZE, 1), Fixed(), 2)
+    window, short = tables.groups[1], list[int]()
+
+    def asked(rows: Index, stops: Index, longer: Index) -> bool:
+        short.append(int(window.missing(rows, stops).sum()) - window.pool.num_free)
+        return has_free(rows, stops, longer)
+
+    monkeypatch.setattr(tables, "has_free", asked)
+    engine.add(Request("gone", STORY[:20], SamplingParams(max_tokens=2)))
+    run_out(engine)
+    engine.add(Request("decodes", STORY[::2][:20].copy(), SamplingParams(max_tokens=30)))
+    for _ in range(4):
+        engine.step()
+    engine.add(Request("long", STORY[::-1][:50].copy(), SamplingParams(max_tokens=5)))
+    num_drafts = 0
+    while engine.has_work:
+        before = window.counts.evicted_pages
+        step = engine.step()
+        assert step is not None
+        if step.batch.num_drafts:
+            assert window.counts.evicted_pages - before <= max(0, short[-1]), "more than the spans lack"
+            num_drafts += 1
+    assert num_drafts
+    assert window.counts.evicted_pages
 
 
 def test_a_row_in_flight_is_not_preempted_for_a_window_that_another_row_goes_on_from() -> None:
