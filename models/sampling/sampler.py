@@ -171,6 +171,8 @@ class Sampler:
         if changed.any():
             asking = rows[work], targets[work], slots
             own = own_changes(*asking)
+            if own:
+                host["own"] = np.array([each.row for each in own], dtype=np.int64)
             host |= gather_changes(*asking, self._known, self._eos_token_ids, self._vocab_size)
             if slots.constrained[rows].any():
                 made = self._masks.take(*asking, is_alone=bool(slots.constrained[rows].all()))
@@ -223,8 +225,9 @@ class Sampler:
             best, is_possible = self._ops.greedy(scores)
             changed = torch.where(is_possible, best, NONE_LEFT)
             if own:  # a processor of the operator's may return what is no number, which is no mask
-                is_broken = scores.isnan().any(-1) | (scores == torch.inf).any(-1)
-                changed = changed.masked_fill_(is_broken, SPOILT)
+                at = sent["own"]
+                spoilt = scores[at].isnan().any(-1) | (scores[at] == torch.inf).any(-1)
+                changed[at] = changed[at].masked_fill(spoilt, SPOILT)
             chosen = torch.where(chosen == NOT_FINITE, chosen, changed)
         if "uniform" in sent:
             drawn = self._ops.draw(scores, best, chosen, sent)
@@ -245,14 +248,17 @@ def takes_best(rows: Index, slots: SlotPool) -> bool:
 
 
 def _without(late: Index, chosen: Chosen) -> Chosen:
-    """Replace the tokens of the rows `late`, given as indices, whose masks were not ready."""
+    """Replace the tokens of the rows `late`, given as indices, whose masks were not ready.
+
+    Only what the model itself has computed needs no mask to be known as not finite.
+    """
     if not len(late):
         return chosen
 
     def wait() -> Sampled:
         sampled = chosen.wait()
         tokens = sampled.tokens.copy()
-        tokens[late] = np.where(np.isin(tokens[late], (NOT_FINITE, SPOILT)), tokens[late], LATE)
+        tokens[late] = np.where(tokens[late] == NOT_FINITE, NOT_FINITE, LATE)
         return replace(sampled, tokens=tokens)
 
     return Chosen(chosen.tokens, wait)

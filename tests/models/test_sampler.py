@@ -14,12 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from continuous_batching.batch import NONE_LEFT, Sampled
+from continuous_batching.batch import LATE, NONE_LEFT, NOT_FINITE, SPOILT, Sampled
+from continuous_batching.constraints import Constraint
+from continuous_batching.own_processors import OwnProcessors
 from continuous_batching.request import Request, SamplingParams, packed_ids
+from continuous_batching.samples.mask_maker import Made, MaskMaker
 from continuous_batching.slots import SlotPool
 from devices.cpp_sources import KINDS
 from devices.shapes import AttentionShape
 from kv_cache.device.transfer import all_to_device
+from kv_cache.page_keys import TokenIds
+from kv_cache.pages import Index
 from models.ops.cpu.ops import CpuOps
 from models.ops.cpu.rowwise import rowwise
 from models.ops.drawing import limits_of
@@ -468,6 +473,60 @@ def test_the_callers_logits_stay_as_they_are(dtype: torch.dtype) -> None:
     assert torch.equal(logits, before)
     assert tokens.dtype == np.int64
     assert ((tokens >= 0) & (tokens < V)).all()
+
+
+class OneAllowed(MaskMaker):
+    """Allows token 5 alone to the rows that follow a grammar, or has no mask in time."""
+
+    def __init__(self, *, is_late: bool) -> None:
+        self._is_late = is_late
+
+    def take(self, rows: Index, targets: Index, slots: SlotPool, *, is_alone: bool) -> Made:
+        found = np.flatnonzero(slots.constrained[rows]).tolist()
+        return (
+            Made(late=found) if self._is_late else Made(found, [np.array([1 << 5, 0], np.int32)] * len(found))
+        )
+
+
+def test_what_a_late_mask_may_forbid_spoils_no_row() -> None:
+    """Only rows with processors are spoilt by them, and only the model's own logits fail without a mask."""
+
+    def leaving(number: float, at: int) -> OwnProcessors:
+        def change(prompt: TokenIds, answer: TokenIds, logits: Tensor) -> Tensor:
+            logits[at] = number
+            return logits
+
+        return OwnProcessors([("Leave", change)])
+
+    own = [
+        (leaving(math.nan, 3), 0),
+        (leaving(math.inf, 3), 1),
+        (leaving(math.nan, 5), 1),
+        (leaving(1, 3), 0),
+    ]
+    slots, rows = SlotPool(num_slots=6, max_tokens=64, page_size=4), some_logits()[None].repeat(6, 1)
+    for number, (processors, temperature) in enumerate(own):
+        params = SamplingParams(temperature=temperature, processors=(("Leave", "{}"),))
+        request = Request(str(number), np.array([1, 2]), params)
+        request.number, request.processors, request.seed = number, processors, 0
+        request.constraint = Constraint(lambda: pytest.fail("its masks are made elsewhere"))
+        assert slots.take(request) == number
+    rows[3, 7] = math.nan
+    for number, params in enumerate(
+        (SamplingParams(temperature=0, repetition_penalty=0.5), SamplingParams(temperature=0)), 4
+    ):
+        (request := Request(str(number), np.array([1, 2]), params)).number = number
+        slots.take(request)
+    rows[4, 1] = 3e38  # its penalty makes this infinite
+    at = np.arange(6)
+    for is_late, expected in (
+        (False, [5, 5, SPOILT, NOT_FINITE, NONE_LEFT]),
+        (True, [LATE, LATE, LATE, NOT_FINITE, NONE_LEFT]),
+    ):
+        sampler = Sampler((EOS,), V, compiled(), OneAllowed(is_late=is_late))
+        *found, last = sampler.run(rows, at, slots.num_tokens[at], slots).tokens.tolist()
+        assert found == expected
+        assert last == int(rows[5].argmax())
 
 
 def test_a_greedy_batch_sends_nothing_down(monkeypatch: pytest.MonkeyPatch) -> None:
