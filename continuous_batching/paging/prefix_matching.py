@@ -1,6 +1,7 @@
 """Match prompts against the prefix cache, and publish the pages that rows have computed in it.
 
-A request whose next page is being computed by another row waits for that page instead of computing it twice.
+A request whose next page is being computed by another row waits for that page instead of computing it twice,
+if it could then share it.
 The cache itself is `kv_cache.prefix_cache`.
 """
 
@@ -36,7 +37,8 @@ class Wait(NamedTuple):
 class PrefixMatching:
     """Matches the prompts of requests against the prefix cache, and publishes the pages of rows in it.
 
-    A row whose next page is being computed by another row is blocked until that page is published.
+    A row whose next page is being computed by another row is blocked until that page is published, unless
+    it came back with a last page that is not cached, behind which nothing is found.
     `max_shared_tokens` and `has_tier` are as in `Scheduler`.
     """
 

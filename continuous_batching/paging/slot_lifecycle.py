@@ -180,7 +180,7 @@ class SlotLifecycle:
         """Give a request a row that starts from its `matched` pages; return the row.
 
         If another row is computing the next page, the new row is blocked until that page is published, and so
-        on through their common prefix.
+        on through their common prefix; not if it comes back with a last page that is not cached.
         """
         row = self.slots.take(request)
         self.slots.reserved[row] = reserved
