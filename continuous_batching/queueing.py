@@ -285,7 +285,7 @@ class WaitingQueue:
 
 
 _WINDOW = 32  # steps with admissions from which the retry hint is computed
-_UNKNOWN_S = 1.0  # the hint before any request was admitted that had to wait
+_UNKNOWN_S = 1.0  # the hint before any request has left a queue that was full, or in which others waited on
 _MOST_S = 60.0  # the longest hint; usual clients follow none that is longer
 
 
@@ -320,8 +320,10 @@ class QueueGate:
         self._most_due = 64
         # (seconds, requests, tokens) that left the queue at their end, since some had left it before
         self._pace: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)
-        # (time, requests, tokens) that had left the queue when some last did; None if nobody waited on
+        # (time, requests, tokens) that had left the queue when some last did, or when the queue began that is
+        # full now; None if nobody waited on
         self._since: tuple[float, int, int] | None = None
+        self._measured_s = -math.inf  # time of the last step
 
     def check(self, request: Request, num_following: int) -> None:
         """Raise QueueFull if a request and its samples are too many.
@@ -339,6 +341,10 @@ class QueueGate:
             (2, "tokens", num_tokens, limits.max_waiting_tokens),
         ):
             if count > limit:
+                if self._since is None:
+                    # All that wait have joined, or come back, since the last step
+                    began_s = max(waiting.longest_since_s, self._measured_s)
+                    self._since = began_s, waiting.num_removed, waiting.num_removed_tokens
                 retry_after_s = self._seconds_for(count - limit, column)
                 raise QueueFull(
                     f"request {request.id} would be in a queue of {count} {what}; it may hold {limit}"
@@ -377,7 +383,7 @@ class QueueGate:
     def measure(self, now_s: float) -> None:
         """Record how far the queue has been served, of the time in which requests waited."""
         num_requests, num_tokens = self._waiting.num_removed, self._waiting.num_removed_tokens
-        since = self._since
+        since, self._measured_s = self._since, now_s
         if since is not None and num_requests != since[1]:
             self._pace.append((now_s - since[0], num_requests - since[1], num_tokens - since[2]))
         if not len(self._waiting):

@@ -67,14 +67,14 @@ def test_a_queue_that_is_full_refuses_and_says_when_to_come_again() -> None:
     assert set(ended) <= {f"a{number}" for number in range(7)}
 
 
-@pytest.mark.parametrize(("tick_s", "hint_s"), [(1.0, 8.0), (1000.0, 60.0)])
+@pytest.mark.parametrize(("tick_s", "hint_s"), [(1.0, 16 / 3), (1000.0, 60.0)])
 def test_time_in_which_nobody_waited_says_nothing_of_when_to_come_again(tick_s: float, hint_s: float) -> None:
     gate = QueueGate(QueueLimits(max_waiting_requests=2), waiting := WaitingQueue())
     numbers, now_s = itertools.count(), 0.0
 
     def come() -> None:
         request = ask(str(number := next(numbers)))
-        request.number = number
+        request.number, request.arrival_s = number, now_s
         gate.check(request, 0)
         waiting.push(request)
 
@@ -100,7 +100,38 @@ def test_time_in_which_nobody_waited_says_nothing_of_when_to_come_again(tick_s: 
     come()
     with pytest.raises(QueueFull) as caught:
         come()
-    assert caught.value.retry_after_s == hint_s, "two left within 16 s"
+    assert caught.value.retry_after_s == hint_s, "three left within 16 s, one of them at once"
+
+
+def test_a_queue_that_each_step_empties_says_when_to_come_again_too() -> None:
+    """It fills while a step runs, of 5 s each; a request that is back in it has come long before."""
+    gate = QueueGate(QueueLimits(max_waiting_requests=2), waiting := WaitingQueue())
+    numbers = itertools.count()
+
+    def come(now_s: float) -> None:
+        request = ask(str(number := next(numbers)))
+        request.number, request.arrival_s = number, now_s
+        gate.check(request, 0)
+        waiting.push(request)
+
+    def step(now_s: float) -> None:
+        for request in waiting.requests:
+            waiting.remove(request)
+        gate.measure(now_s)
+
+    for now_s, hint_s in ((100.0, 1.0), (105.0, 2.5), (110.0, 2.5)):
+        step(now_s)
+        come(now_s if now_s < 110 else 0.0)
+        come(now_s + 1)
+        with pytest.raises(QueueFull) as caught:
+            come(now_s + 2)
+        assert caught.value.retry_after_s == hint_s
+    step(115.0)
+    come(116.0)
+    come(117.0)
+    with pytest.raises(QueueFull) as caught:
+        come(118.0)
+    assert caught.value.retry_after_s == 2.5
 
 
 def test_a_queue_of_many_tokens_is_full_too_but_not_for_the_only_one() -> None:
