@@ -56,6 +56,8 @@ class Admission:
         self.held_back: HeldBack | None = None
         # (arrival number, cache version, matched pages) of the head of the queue at its last lookup
         self._head: tuple[int, int, Index] = (-1, -1, EMPTY)
+        # Where tenants take turns, the request for which others were preempted last, until it is admitted
+        self._first: Request | None = None
 
     def admit(self, max_batch_tokens: int, now_s: float) -> None:
         """Admit requests for a step of at most `max_batch_tokens` tokens."""
@@ -68,21 +70,18 @@ class Admission:
         if tokens_left <= 0 or requests_left <= 0:
             return
         spare = self._lifecycle.tables.num_spare()
-        first: Request | None = None  # has the room that others made for it, whose turn ever it is then
         while tokens_left > 0 and requests_left > 0:
             short_only = longs_left <= 0
             if waiting.shares:
                 waiting.shares.short_only = short_only
-            request = first or waiting.peek(short_only)
+            request = self._next(short_only)
             if request is None:
                 break
             if request.awaits_pages:
                 self.held_back = "tier"
                 return
-            if slots.num_free < max(1, request.params.beam_width):
-                if self._outrank and self._preemption.make_way(request):
-                    first, spare = request, self._lifecycle.tables.num_spare()
-                    continue
+            lacks_slots = slots.num_free < max(1, request.params.beam_width)
+            if lacks_slots and not self._outrank:
                 self.held_back = "slots"
                 return
             matched = self._match(request)
@@ -90,7 +89,13 @@ class Admission:
             reserved = min(self._policy.reserve(request), longest_tokens(request) - 1)
             wanted = self._pages(request, matched, reserved)
             if room.whole and len(request.tokens) - len(matched) * slots.page_size > tokens_left:
-                self.held_back = "tokens"
+                self.held_back = "tokens"  # nobody is preempted for what this step cannot compute
+                return
+            if lacks_slots:
+                if self._makes_way(request):
+                    spare = self._lifecycle.tables.num_spare()
+                    continue
+                self.held_back = "slots"
                 return
             if (wanted > spare).any():
                 # Less is promised to rows that share pages, also where a leader has just been preempted or
@@ -99,25 +104,49 @@ class Admission:
                     spare = self._lifecycle.tables.num_spare()
                     continue
                 # If nothing runs whose end could be waited for, pages held for other engines give way
-                if (self._outrank and self._preemption.make_way(request)) or (
-                    not len(slots.busy) and self._lifecycle.held.give_way()
-                ):
-                    first, spare = request, self._lifecycle.tables.num_spare()
+                if self._makes_way(request) or (not len(slots.busy) and self._lifecycle.held.give_way()):
+                    spare = self._lifecycle.tables.num_spare()
                     continue
                 self.held_back = "pages"
                 return
             spare -= wanted
             longs_left -= waiting.is_long(request)
             row = self._enter(request, matched, reserved, now_s)
-            first, requests_left = None, requests_left - 1
+            requests_left -= 1
             if not self._lifecycle.matching.is_blocked(row):
                 tokens_left -= min(int(slots.num_tokens[row] - slots.num_computed[row]), room.chunk)
         self.held_back = ("tokens" if tokens_left <= 0 else "policy") if len(waiting) else None
 
     def _is_outranked(self) -> bool:
         """Whether the head of the queue would preempt a running request."""
-        request = self._waiting.peek() if self._outrank else None
+        request = self._next() if self._outrank else None
         return request is not None and self._preemption.outranked(request) is not None
+
+    def _next(self, short_only: bool = False) -> Request | None:
+        """Return the request that is admitted next, or None.
+
+        Who was made room for has it, whose turn ever it is then: the tenant of those that gave it would take
+        it back. Only those that outrank that request go before it, and short ones where it has no place.
+        """
+        waiting, first = self._waiting, self._first
+        request = waiting.peek(short_only)
+        if first is None or request is None:
+            return request
+        if waiting.find(first.id) is not first:
+            self._first = None
+            return request
+        if short_only and waiting.is_long(first):
+            return request
+        goes_before = request.priority > first.priority and waiting.place(request) < waiting.place(first)
+        return request if goes_before else first
+
+    def _makes_way(self, request: Request) -> bool:
+        """Preempt a running request for one that outranks it; return whether there was any."""
+        if not (self._outrank and self._preemption.make_way(request)):
+            return False
+        if self._waiting.shares:  # by the order alone, who was preempted stands behind it
+            self._first = request
+        return True
 
     def _room(self, max_batch_tokens: int, now_s: float) -> Room:
         slots, running = self._lifecycle.slots, self._lifecycle.runnable()
@@ -134,6 +163,8 @@ class Admission:
         if first_time:
             request.admitted_s = now_s
             lifecycle.matching.count_lookup(request, matched)
+        if request is self._first:
+            self._first = None
         self._waiting.remove(request)
         row = lifecycle.enter(request, matched, reserved)
         if lifecycle.matching.checkpoints is not None:

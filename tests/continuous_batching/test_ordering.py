@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from continuous_batching.engine import Engine
-from continuous_batching.policies.batching import StallFree
+from continuous_batching.policies.batching import Orca, PrefillFirst, StallFree
+from continuous_batching.policies.policy import Policy
 from continuous_batching.policies.prefill_budget import LongPrompts
 from continuous_batching.queueing import (
     Aged,
@@ -307,6 +308,61 @@ def test_who_outranks_has_the_slot_also_where_the_tenant_that_gave_it_is_next() 
     assert low.num_preemptions == 1
     served(engine)
     assert high.num_preemptions == 0
+
+
+def test_who_outranks_keeps_the_pages_that_were_given_until_there_are_enough() -> None:
+    """The tenant that gave them would be next in the steps between."""
+    order = Aged(priority_s=100, length_s=0)
+    engine = make(num_slots=2, num_pages=1 + 12, weights={}, order=order, outrank=True)
+    engine.add(old := ask("old", 6, 30, tenant="a"))
+    engine.add(ask("more", 12, 8, tenant="b"))
+    while engine.scheduler.slots.find("more") is not None or len(engine.scheduler.waiting):
+        engine.step()
+    engine.add(low := ask("low", 6, 4, tenant="c"))
+    engine.step()
+    engine.add(high := ask("high", 38, 4, tenant="b", priority=1))
+    engine.step()
+    assert (engine.scheduler.held_back, low.num_preemptions) == ("pages", 1)
+    while engine.scheduler.waiting.find("high") is high:
+        assert engine.scheduler.waiting.find("low") is low
+        engine.step()
+    served(engine)
+    assert (old.num_preemptions, low.num_preemptions) == (0, 1)
+    for request in (old, low, high):
+        assert request.answer.tolist() == alone(request.prompt.tolist(), request.params.max_tokens)
+
+
+def test_who_outranks_and_is_aborted_leaves_the_turn_to_others() -> None:
+    order = Aged(priority_s=100, length_s=0)
+    engine = make(num_slots=2, num_pages=1 + 12, weights={}, order=order, outrank=True)
+    engine.add(ask("old", 6, 30, tenant="a"))
+    engine.add(low := ask("low", 6, 4, tenant="c"))
+    engine.step()
+    engine.add(ask("high", 38, 4, tenant="b", priority=1))
+    engine.step()
+    assert engine.scheduler.waiting.find("low") is low
+    engine.abort("high")
+    engine.step()
+    assert engine.slots.find("low") is not None
+    served(engine)
+
+
+@pytest.mark.parametrize("policy", [Orca(), PrefillFirst()], ids=["orca", "prefill_first"])
+def test_nobody_is_preempted_for_a_prompt_that_the_step_cannot_compute(policy: Policy) -> None:
+    ticks, waiting = itertools.count(), WaitingQueue(Aged(priority_s=100, length_s=0))
+    engine = small.make(
+        3, 200, budget=140, clock=lambda: float(next(ticks)), waiting=waiting, outrank=True, policy=policy
+    )
+    waiting.shares = FairShare(engine.slots, {})
+    engine.add(ask("old", 6, 20, tenant="a"))
+    engine.add(low := ask("low", 6, 20, tenant="c"))
+    engine.step()
+    engine.add(ask("big", 100, 8, tenant="d", priority=1))
+    engine.add(high := ask("high", 100, 4, tenant="b", priority=1))
+    engine.step()
+    assert (engine.scheduler.held_back, low.num_preemptions) == ("tokens", 0)
+    served(engine)
+    assert (low.num_preemptions, high.num_preemptions) == (1, 0)
 
 
 def test_who_outranks_takes_pages_too() -> None:
