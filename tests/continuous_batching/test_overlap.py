@@ -11,6 +11,7 @@ import pytest
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
+from kv_cache.pages import Index
 from tests.continuous_batching.checksum import alone
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_slot_lifecycle import ask, check, make, run_out
@@ -138,15 +139,24 @@ def test_no_step_is_begun_ahead_of_what_it_depends_on(special: dict) -> None:
     assert device.told == ["start 1", "wait 1", "start 2", "wait 2", "start 3", "wait 3"]
 
 
-def test_no_step_is_begun_ahead_where_pages_may_run_short() -> None:
+def test_no_step_is_begun_ahead_where_pages_may_run_short(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(num_slots=3, num_pages=12)
     device = Device(engine)
     requests = [ask(name, 10, 20) for name in "abc"]
     for request in requests:
         engine.add(request)
+    scheduler, make_room = engine.scheduler, engine.scheduler.preemption.make_room
+    num_ahead = list[int]()
+
+    def made(rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
+        num_ahead.append(len(scheduler.in_flight))
+        return make_room(rows, starts, stops)
+
+    monkeypatch.setattr(scheduler.preemption, "make_room", made)
     run_out(engine)
     check(*requests)
-    assert engine.scheduler.counters.preemptions
+    assert scheduler.counters.preemptions
+    assert not any(num_ahead), "a step lacks pages that was begun while another is in flight"
     pairs = list(pairwise(device.told[:-1]))
     assert any(one.startswith("wait") and other.startswith("wait") for one, other in pairs), "never waited"
     assert any(one.startswith("start") and other.startswith("wait") for one, other in pairs), "never ahead"

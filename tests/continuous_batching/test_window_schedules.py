@@ -258,6 +258,15 @@ def test_a_row_in_flight_is_not_preempted_for_a_window_that_another_row_goes_on_
         assert each.answer.tolist() == alone(each.prompt.tolist(), each.params.max_tokens)
 
 
+def test_no_step_is_begun_ahead_of_the_pages_that_a_row_alone_gives_back_behind_its_chunk() -> None:
+    """Those of a chunk in flight are yet to be published, so that the row that holds all waits for them."""
+    engine = engine_of(60, 8, budget=32)
+    engine.overlap = True
+    engine.add(request := Request("alone", STORY[:50], SamplingParams(max_tokens=4)))
+    run_out(engine)
+    assert request.answer.tolist() == alone(request.prompt.tolist(), 4)
+
+
 @pytest.mark.parametrize(("window_pages", "found"), [(14, 40), (7, 40), (4, 0)])
 def test_a_prefix_is_resumed_from_the_last_page_whose_window_is_still_here(
     window_pages: int, found: int

@@ -89,6 +89,14 @@ FAULTS = {
         "the device computes token 0 in place of the one that it chose",
         "tests/continuous_batching/test_overlap.py::test_the_next_step_begins_before_the_tokens_of_this_one_are_waited_for",
     ),
+    "ahead_without_pages": Fault(
+        "continuous_batching/paging/page_tables.py::PageTables.can_go_on",
+        "int(group.least(rows, stops).sum()) + forked <= group.num_available",
+        "True",
+        "a row alone finds no page before those of its chunk in flight are given back",
+        "tests/continuous_batching/test_window_schedules.py"
+        "::test_no_step_is_begun_ahead_of_the_pages_that_a_row_alone_gives_back_behind_its_chunk",
+    ),
     "preempted_in_flight": Fault(
         "continuous_batching/scheduling/preemption.py::Preemption.make_room",
         "self._in_flight.holds(victim)",
