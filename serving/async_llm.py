@@ -193,6 +193,7 @@ class EntryPlace:
 
 
 PLACE: ContextVar[EntryPlace | None] = ContextVar("PLACE", default=None)  # the request that is handled
+IS_OF_BATCH = ContextVar("IS_OF_BATCH", default=False)  # whether that is a line of a batch
 
 
 def _name_of(fields: Mapping[str, Any]) -> str:
@@ -292,6 +293,7 @@ class AsyncLLM:
         # Kept until the engine has sent a stream's end.
         self._streams: dict[int, tuple[AnswerStream, int]] = {}
         self._num_parsing = 0
+        self._num_lines_parsing = 0  # those of them that belong to lines of batches
         self._next_stream = 0
         self._looks: list[asyncio.Future[View]] = []
         self._trace: asyncio.Future[TraceWritten] | None = None  # the last trace of steps that was asked for
@@ -321,6 +323,13 @@ class AsyncLLM:
     def num_requests(self) -> int:
         """The number of samples in the engine and of requests on their way to it."""
         return len(self._streams) + self._num_parsing
+
+    @property
+    def num_client_slots(self) -> int:
+        """The number of slots that requests ask for which are no lines of batches, as far as is known."""
+        answers = (answer for answer, _ in self._streams.values() if not answer.is_of_batch)
+        num_slots = sum(max(1, answer.request.params.beam_width) for answer in answers)
+        return num_slots + self._num_parsing - self._num_lines_parsing
 
     def _requests(self) -> Iterator[Request]:
         return (answer.request for answer, _ in self._streams.values())
@@ -445,6 +454,7 @@ class AsyncLLM:
         # What cannot be sent must have no streams: nobody would end them.
         self.engine.send(Add.of(first, answer.request, age_s))
         answer.weights = self.orders.of_answers
+        answer.is_of_batch = IS_OF_BATCH.get()
         answer.first_stream = first
         self._next_stream += num_samples
         self._streams |= {first + index: (answer, index) for index in range(num_samples)}
@@ -526,6 +536,7 @@ class AsyncLLM:
         if place is not None:
             place.take(1, len(self._streams))
         self._num_parsing += 1
+        self._num_lines_parsing += IS_OF_BATCH.get()
         try:
             if at_once:
                 return work()
@@ -540,6 +551,7 @@ class AsyncLLM:
             if place is not None:
                 place.leave()
             self._num_parsing -= 1
+            self._num_lines_parsing -= IS_OF_BATCH.get()
             self._notify_if_empty()
 
     def abort(self, answer: AnswerStream, failure: Failure | None = None) -> None:

@@ -183,7 +183,7 @@ class ServerSection:
     )
     batch_requests: int | None = key(
         "the most samples of batches in the engine at once, and only in slots that nobody else asks for; a"
-        " line with more runs alone; null: half of the slots",
+        " line with more than are free begins when no other line is in the engine; null: half of the slots",
         default=None,
         least=1,
         most=2**20,

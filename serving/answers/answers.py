@@ -224,6 +224,7 @@ class AnswerStream(SampleAnswers):
         self.failure: Failure | BadRequest | None = None
         self.is_aborted = False  # the request was aborted, and the engine knows it
         self.failed = asyncio.Event()
+        self.is_of_batch = False  # it answers a line of a batch
         self.is_accepted = False  # the request is, or was, in the engine's queue
         self.decided = asyncio.Event()  # set once it is accepted, or has failed before
         self._max_unread_tokens = max_unread_tokens

@@ -2,10 +2,10 @@
 
 Each line is a request to the path that it names, answered in this process: it is checked and served like one
 that came over HTTP. A line begins only while the engine has slots for its samples that no client asks for,
-with at most `server.batch_requests` samples at a time, or where no other line runs, and with a priority below
-all others. Batches take turns. A line whose
-engine was lost, or for which the server has no room, is tried again; a line that was in the engine
-`MOST_ATTEMPTS` times when it was lost may be the cause, and is answered by its error.
+with at most `server.batch_requests` samples at a time, and with a priority below all others; one that asks
+for more begins in what is free once no other line is in the engine, as it might wait for ever for more.
+Batches take turns. A line whose engine was lost, or for which the server has no room, is tried again; a line
+that was in the engine `MOST_ATTEMPTS` times when it was lost may be the cause, and is answered by its error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message
 
 from serving.api.api_keys import ApiKeys, Client
 from serving.api.errors import DEFECT, error_body
-from serving.async_llm import AsyncLLM
+from serving.async_llm import IS_OF_BATCH, AsyncLLM
 from serving.batches.lines import LineCheck, WrongLine, answered, expired, num_samples, read_line, refused
 from serving.batches.store import BatchStore, StoredBatch
 from serving.failures import EngineEnded, Overloaded, Unavailable
@@ -191,20 +191,26 @@ class Batches:
         return int(self._llm.recipe.server.max_body_mib * 2**20)
 
     @property
-    def _num_running(self) -> int:
-        """The number of samples of the lines that run."""
-        return sum(sum(each.tasks.values()) for each in self._active)
+    def _num_asking(self) -> int:
+        """The number of samples of the lines whose requests are in the server."""
+        lines = (line for each in self._active for line in each.tasks.values())
+        return sum(line.num_samples for line in lines if line.is_asking)
 
     def _room(self) -> int:
-        """Return how many samples of lines may begin now."""
-        facts, running = self._llm.facts, self._num_running
+        """Return how many samples of lines may begin now.
+
+        Lines that are to be tried again, or whose answers are not stored yet, count against the limit of all
+        lines, too: otherwise a server that refuses lines, or a full store, would collect all of a batch here.
+        """
+        facts = self._llm.facts
         if facts is None or not self._llm.accepts:
             return 0
         most = self._llm.recipe.server.batch_requests or max(1, facts.num_slots // 2)
-        return min(most - running, facts.num_slots - max(running, self._llm.num_requests))
+        begun = sum(line.num_samples for each in self._active for line in each.tasks.values())
+        return min(most - begun, facts.num_slots - self._num_asking - self._llm.num_client_slots)
 
     async def _begin_lines(self) -> None:
-        """Begin one line of each batch in turn while there is room for all its samples, or no line runs."""
+        """Begin one line of each batch in turn while there is room for all its samples, or no line asks."""
         room = self._room()
         idle = 0
         while room > 0 and idle < len(self._active):
@@ -214,12 +220,13 @@ class Batches:
                 idle += 1
             else:
                 number, text, asked_for = found
-                if asked_for > room and self._num_running:
+                if asked_for > room and self._num_asking:
                     break  # the turn stays with it, as lines with fewer samples would always take its room
                 room, idle = room - asked_for, 0
                 active.number = number
-                task = asyncio.create_task(self._answer(active, number, text))
-                active.tasks[task] = asked_for
+                begun = _BegunLine(number, text, asked_for)
+                task = asyncio.create_task(self._answer(active, begun))
+                active.tasks[task] = begun
                 task.add_done_callback(partial(self._ended, active))
             self._active.rotate(-1)
         if any(each.is_over and not (each.tasks or each.pauses) for each in self._active):
@@ -240,17 +247,22 @@ class Batches:
         if not task.cancelled():
             active.failure = active.failure or task.exception()
 
-    async def _answer(self, active: _Active, number: int, text: bytes) -> None:
+    async def _answer(self, active: _Active, begun: _BegunLine) -> None:
         """Send a line's request until it is answered or the batch must stop, and store the answer."""
+        IS_OF_BATCH.set(True)  # for this task, which is the line's own
+        number = begun.number
         try:
-            line = read_line(text, active.batch.endpoint, self._most_line_bytes)
+            line = read_line(begun.text, active.batch.endpoint, self._most_line_bytes)
         except WrongLine as bad:  # the server was started again since the batch began, with other limits
+            begun.is_asking = False
             await self._keep(active, number, refused(number, bad), is_error=True)
             return
         name = uuid.uuid4().hex
         num_attempts = 0
         while True:
+            begun.is_asking = True
             status, body, failure = await asked(self.app, line.url, bytes(line.body), active.client, name)
+            begun.is_asking = False
             num_attempts += isinstance(failure, EngineEnded)
             if status not in (Overloaded.status, Unavailable.status) or num_attempts == MOST_ATTEMPTS:
                 break
@@ -288,6 +300,14 @@ def _counted_line(store: BatchStore, batch: StoredBatch, after: int) -> tuple[in
     return None if found is None else (*found, num_samples(found[1]))
 
 
+class _BegunLine:
+    """A line that is being answered, and has not ended."""
+
+    def __init__(self, number: int, text: bytes, num_samples: int) -> None:
+        self.number, self.text, self.num_samples = number, text, num_samples
+        self.is_asking = True  # its request is in the server, and neither waits to be tried again nor is over
+
+
 class _Active:
     """A batch that is being run."""
 
@@ -298,7 +318,7 @@ class _Active:
         self.is_over = False  # every line was begun
         self.lacks_answers = False  # a line that was begun stays unanswered, as those that never begin
         self.failure: BaseException | None = None  # a defect in the task of a line
-        self.tasks: dict[asyncio.Task[None], int] = {}  # the samples of each line that runs, by its task
+        self.tasks: dict[asyncio.Task[None], _BegunLine] = {}  # the lines that have begun and not ended
         self._pauses_until_s = 0.0
 
     def begin_again(self) -> None:

@@ -123,7 +123,7 @@ class Bench:
             recipe=SimpleNamespace(server=server),
             facts=SimpleNamespace(num_slots=8),
             accepts=True,
-            num_requests=0,
+            num_client_slots=0,
         )
         self.keys = ApiKeys({})
         self.batches = Batches(self.store, self.llm, lambda name: self.keys.of_lasting(name))
@@ -137,12 +137,10 @@ class Bench:
         body = (await receive())["body"]
         self.running.append(scope["path"])
         self.most = max(self.most, len(self.running))
-        self.llm.num_requests += 1
         try:
             status, told = await self.answer(scope, body)
         finally:
             self.running.pop()
-            self.llm.num_requests -= 1
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": told})
 
@@ -252,17 +250,71 @@ def test_so_many_samples_run_at_a_time(tmp_path: Path) -> None:
 
 def test_lines_leave_the_slots_that_others_ask_for(tmp_path: Path) -> None:
     async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
-        assert bench.llm.num_requests <= bench.llm.facts.num_slots
+        assert len(bench.running) + bench.llm.num_client_slots <= bench.llm.facts.num_slots
         await asyncio.sleep(0.005)
         if len(bench.running) == 1:
-            bench.llm.num_requests -= 1  # a client's request has ended
+            bench.llm.num_client_slots -= 1  # a client's request has ended
         return 200, b"{}"
 
     bench = Bench(tmp_path, answer)
-    bench.llm.num_requests = 7  # clients' requests
+    bench.llm.num_client_slots = 7
     found, told = asyncio.run(bench.until_end(bench.add(*map(str, range(8)))))
     assert found.completed == 8, told
     assert 1 <= bench.most <= 3
+
+
+@pytest.mark.parametrize("why", ["its answer is not stored", "it is tried again"])
+def test_a_line_that_waits_outside_the_engine_stops_no_larger_one(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        is_stuck = json.loads(body).get("is_stuck", False)
+        return (429 if is_stuck and why == "it is tried again" else 200), body
+
+    def refuse(self: BatchStore, **given: Any) -> None:
+        if b"is_stuck" in given["text"]:
+            raise runner.sqlite3.OperationalError("database or disk is full")
+        keep(self, **given)
+
+    keep = BatchStore.answer
+    monkeypatch.setattr(BatchStore, "answer", refuse)
+    bench = Bench(tmp_path, answer)
+    bench.add_lines([line("stuck", body={"is_stuck": True})])
+    others = bench.add_lines([line(str(at), body={"n": 16 if at == 2 else 1}) for at in range(6)])
+    found, _ = asyncio.run(asyncio.wait_for(bench.until_end(others), PATIENCE_S))
+    assert found.completed == 6
+
+
+@pytest.mark.parametrize("why", ["their answers are not stored", "they are tried again"])
+def test_no_more_lines_wait_outside_the_engine_than_may_run(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a full store would have a whole batch computed, and held in memory."""
+    begun: set[bytes] = set()
+    num_turns = 0
+
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        nonlocal num_turns
+        begun.add(body)
+        num_turns += 1
+        return (200 if why == "their answers are not stored" or num_turns > 60 else 503), b"{}"
+
+    def refuse(self: BatchStore, **given: Any) -> None:
+        nonlocal num_turns
+        num_turns += 1
+        if num_turns <= 60:
+            raise runner.sqlite3.OperationalError("database or disk is full")
+        if len(most_begun) == 0:
+            most_begun.append(len(begun))
+        keep(self, **given)
+
+    most_begun: list[int] = []
+    keep = BatchStore.answer
+    monkeypatch.setattr(BatchStore, "answer", refuse)
+    bench = Bench(tmp_path, answer)
+    batch = bench.add_lines([line(str(at), body={"prompt": str(at)}) for at in range(9)])
+    found, _ = asyncio.run(asyncio.wait_for(bench.until_end(batch), PATIENCE_S))
+    assert (found.completed, most_begun) == (9, [3])
 
 
 def test_what_is_not_the_line_s_fault_is_tried_again(tmp_path: Path) -> None:

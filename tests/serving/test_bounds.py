@@ -22,7 +22,7 @@ from serving.api import streamed
 from serving.api.pieces import LONGEST_LIST, PIECE_BYTES, Items, Turns, gathered, items, object_around
 from serving.api.streamed import StreamedResponse
 from serving.api.writer import AnswerWriter
-from serving.async_llm import ServerLimits
+from serving.async_llm import IS_OF_BATCH, ServerLimits
 from serving.failures import Overloaded
 from serving.text.tokenizer import TextOptions
 from serving.tools import definitions
@@ -141,6 +141,34 @@ def test_a_refused_prompt_keeps_its_places_until_its_siblings_have_ended(
         assert llm.limits.num_entering == llm.num_requests == 0
 
     served.call(ask())
+
+
+@pytest.mark.parametrize("of_batch", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"n": 4}, {"beam_width": 4}])
+def test_slots_of_clients_are_told_from_those_of_batches(
+    served: Served, fields: dict[str, int], of_batch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, while_parsing, parse = served.llm, list[int](), served.llm._parse
+
+    def watched(*given: Any, **options: Any) -> AnswerStream:
+        while_parsing.append(llm.num_client_slots)
+        return parse(*given, **options)
+
+    async def ask() -> int:
+        IS_OF_BATCH.set(of_batch)
+        (answer,) = await llm.ask([{"id": "a", "prompt": "a", "max_tokens": 50, **fields}])
+        count = llm.num_client_slots
+        llm.limits.release(answer)
+        llm.abort(answer)
+        return count
+
+    monkeypatch.setattr(llm, "_parse", watched)
+    count = served.call(ask())
+    wait_until_released(served)
+    while llm.num_requests:
+        time.sleep(0.01)
+    assert (while_parsing, count) == (([0], 0) if of_batch else ([1], max([1, *fields.values()])))
+    assert llm.num_client_slots == 0
 
 
 @pytest.mark.parametrize(
