@@ -123,12 +123,17 @@ class LivePage:
     async def _query(self) -> tuple[dict[str, Any], list[tuple[Occupant, dict[str, Any]] | None]]:
         """Return what all viewers may see, and what each slot holds."""
         llm = self._llm
+        looking = asyncio.ensure_future(llm.look())
         try:
-            view = await asyncio.wait_for(llm.look(), _LATE_S)
-        except asyncio.TimeoutError:
-            return {"state": llm.engine.status, "reason": f"silent for {llm.engine.silent_s:.0f} s"}, []
+            # Not `wait_for`: Python 3.11 loses a cancellation there that comes with the view
+            await asyncio.wait([looking], timeout=_LATE_S)
+            if not looking.done():
+                return {"state": llm.engine.status, "reason": f"silent for {llm.engine.silent_s:.0f} s"}, []
+            view = looking.result()
         except Unavailable as failure:
             return {"state": llm.state, "reason": str(failure)}, []
+        finally:
+            looking.cancel()
         beat, facts = llm.stats.last_beat, llm.facts
         if beat is None or facts is None:
             return {"state": llm.state}, []

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 WORKER, SPARE = "serving.engine.main", "recipes.cluster.spare_process"
 _LAST_WORDS_S = 1.0  # time to read its last lines after its end
 _ENDING_S = 0.25  # time for it to end by itself
-_CLOSING_S = 1.5  # the same for one that has begun, to close its recording and take wrong pages off its tier
+_CLOSING_S = 1.5  # the same for one that serves, to close its recording and take wrong pages off its tier
 _KILLED_S = 10.0  # time for the system to remove a killed process
 _LONGEST_LINE = 1 << 16
 
@@ -102,7 +102,7 @@ class EngineProcess:
     def __init__(self, arguments: Sequence[str], *, is_spare: bool = False) -> None:
         self._arguments = arguments
         self._is_spare = is_spare
-        self._is_hurried = self._has_begun = False
+        self._is_hurried = self._is_ready = False
         self._folder = Path(tempfile.mkdtemp(prefix="engine-"))  # only this user can enter it
         self.socket = EngineSocket()
         self._process: asyncio.subprocess.Process | None = None
@@ -189,7 +189,6 @@ class EngineProcess:
 
         `learned` is from the last beat of the engine whose place it takes; empty if there was none.
         """
-        self._has_begun = True
         self._say(BEGIN + learned.encode() + b"\n")
 
     def _say(self, word: bytes) -> None:
@@ -202,11 +201,13 @@ class EngineProcess:
         if self._is_spare:
             spare_process.restore_priority(self._process.pid)
 
-    def hide(self) -> None:
-        """Remove the socket's file once both ends hold the socket, so that a kill leaves no file behind.
+    def note_ready(self) -> None:
+        """Note that the engine serves, and remove the socket's file, so that a kill leaves no file behind.
 
-        The file may already have been removed by whatever cleans temporary folders.
+        Both ends hold the socket. Its file may already have been removed by whatever cleans temporary
+        folders.
         """
+        self._is_ready = True
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def ended(self) -> None:
@@ -227,8 +228,7 @@ class EngineProcess:
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._process.wait(), _CLOSING_S if self._has_begun else _ENDING_S)
+            await self._has_ended(_CLOSING_S if self._is_ready else _ENDING_S)
             if self._group is not None:  # Further ranks must not wait for one that a driver keeps.
                 with contextlib.suppress(ProcessLookupError):  # it and all that it has started have ended
                     os.killpg(self._group, signal.SIGKILL)
@@ -247,15 +247,24 @@ class EngineProcess:
         assert self._process is not None, "not started"
         if self._process.returncode is None:
             self._process.kill()
-        try:
-            await asyncio.wait_for(self._process.wait(), _KILLED_S)
-        except asyncio.TimeoutError:
+        if not await self._has_ended(_KILLED_S):
             log.error(
                 "the engine's process %s was killed %g s ago and is still there: the system keeps it, perhaps"
                 " in a device's driver, with the memory that it holds",
                 self._process.pid,
                 _KILLED_S,
             )
+
+    async def _has_ended(self, limit_s: float) -> bool:
+        """Wait for the end of the process, and return whether it came in time."""
+        assert self._process is not None, "not started"
+        # Not `wait_for`: Python 3.11 loses a cancellation there that comes with the end
+        ending = asyncio.ensure_future(self._process.wait())
+        try:
+            await asyncio.wait([ending], timeout=limit_s)
+            return ending.done()
+        finally:
+            ending.cancel()
 
     async def _relay(self) -> None:
         """Copy its log lines into ours; its own lines begin with a level, those of libraries do not."""

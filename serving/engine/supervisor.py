@@ -259,7 +259,7 @@ class Supervisor:
                 continue
             self.silence.hear(time.monotonic())
             if isinstance(message, Ready):
-                engine.hide()
+                engine.note_ready()
                 self._begin(message, self.silence.heard_s - born_s)
             elif isinstance(message, Pause):
                 self.silence.allow(message.most_s)

@@ -84,7 +84,8 @@ def test_no_message_is_missed_while_others_are_sent(run: Run, tmp_path: Path) ->
 class Unkillable:
     """A process that the system keeps after its kill, as one within a driver that hangs."""
 
-    pid, returncode = 1, None
+    pid = 1
+    returncode: int | None = None
 
     def __init__(self) -> None:
         self.stdin = self
@@ -119,6 +120,79 @@ def test_nobody_waits_for_a_process_that_cannot_be_killed(
     with caplog.at_level(logging.ERROR, "serving.engine.process"):
         assert asyncio.run(end()).kills == ["group", "process"], "further ranks do not wait for it either"
     assert "is still there" in caplog.text
+
+
+class Closing(Unkillable):
+    """A process that needs a moment to end once its input is closed, if it sees that at all."""
+
+    def __init__(self, *, sees_close: bool) -> None:
+        super().__init__()
+        self.sees_close, self.ended = sees_close, asyncio.Event()
+
+    def close(self) -> None:
+        if self.sees_close:
+            asyncio.get_running_loop().call_later(0.05, self.ended.set)
+
+    def write(self, _: bytes) -> None:
+        """It is told something."""
+
+    def kill(self) -> None:
+        super().kill()
+        self.ended.set()
+
+    async def wait(self) -> int:
+        await self.ended.wait()
+        self.returncode = 0
+        return 0
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_an_engine_that_serves_has_time_to_close(is_ready: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that starts does not see until its imports are done that it must end: it is not waited for."""
+    monkeypatch.setattr(process, "_ENDING_S", 0.01)
+    monkeypatch.setattr(process, "_CLOSING_S", 10 * PATIENCE_S)
+
+    async def end() -> list[str]:
+        engine, closing = EngineProcess([]), Closing(sees_close=is_ready)
+        monkeypatch.setattr(engine, "_process", closing)
+        monkeypatch.setattr(engine, "_relaying", asyncio.ensure_future(asyncio.sleep(0)), raising=False)
+        engine.wake("")
+        if is_ready:
+            engine.note_ready()
+        await asyncio.wait_for(engine.end(), PATIENCE_S)
+        return closing.kills
+
+    assert asyncio.run(end()) == ([] if is_ready else ["process"])
+
+
+def test_who_is_cancelled_in_the_moment_in_which_a_process_ends_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor cancels who ends a spare process, and waits for that before it starts an engine."""
+
+    async def end_and_go_on() -> None:
+        engine, gone = EngineProcess([]), Closing(sees_close=False)
+        gone.ended.set()
+        monkeypatch.setattr(engine, "_process", gone)
+        monkeypatch.setattr(engine, "_relaying", asyncio.ensure_future(asyncio.sleep(0)), raising=False)
+        engine.note_ready()
+        try:
+            await engine.end()
+            await asyncio.Event().wait()
+        finally:
+            engine.socket.close()
+
+    async def cancel_after(num_turns: int) -> None:
+        ending = asyncio.ensure_future(end_and_go_on())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        ending.cancel()
+        for _ in range(30):
+            await asyncio.sleep(0)
+        is_cancelled = ending.cancelled()
+        ending.cancel()
+        assert is_cancelled, f"cancelled after {num_turns} turns, it went on"
+
+    for num_turns in range(12):
+        asyncio.run(cancel_after(num_turns))
 
 
 def test_a_process_group_is_killed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 
 from continuous_batching.counters import Counters
 from recipes.schema.recipe import ROOT
-from serving.api.live_page import CACHED, FREE, HELD, SHARED, page_map
+from serving.api.live_page import CACHED, FREE, HELD, SHARED, LivePage, page_map
 from serving.engine.messages import Beat, View
 from serving.metrics.history import FIRST_COLOUR, NUM_SAMPLES, PROMPT, History, Occupant, SlotColours
 from serving.metrics.server_stats import NO_GAUGES, ServerStats
@@ -167,3 +169,27 @@ def test_a_server_keeps_a_history_that_nobody_looks_at(shared: Server) -> None:
         assert time.monotonic() < until_s, "the request never comes into the history"
     assert [each["at_s"] for each in samples] == sorted(each["at_s"] for each in samples)
     assert len(base64.b64decode(past["cells"])) == past["num_slots"] * len(samples) == 32 * len(samples)
+
+
+def test_who_ends_it_in_the_moment_of_a_view_ends_it() -> None:
+    """A program's end waits for all that runs, so that the server would never end."""
+
+    async def end_after(num_turns: int) -> None:
+        view: asyncio.Future[View] = asyncio.get_running_loop().create_future()
+
+        async def look() -> View:
+            return await view
+
+        llm: Any = SimpleNamespace(look=look, stats=SimpleNamespace(last_beat=None), facts=None, state="")
+        asking = asyncio.ensure_future(LivePage(llm)._query())
+        for _ in range(9):  # it waits by then
+            await asyncio.sleep(0)
+        view.set_result(View([], b"", b""))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking], timeout=PATIENCE_S)
+        assert asking.cancelled(), f"the end was lost {num_turns} turns after the view"
+
+    for num_turns in range(2):
+        asyncio.run(end_after(num_turns))

@@ -39,8 +39,8 @@ class Short:
         """Begin."""
         self.learned = learned
 
-    def hide(self) -> None:
-        """Nothing is there."""
+    def note_ready(self) -> None:
+        """It has no file, and nobody ends it."""
 
     async def recv(self) -> bytes:
         if self._is_ready.is_set():
