@@ -153,7 +153,7 @@ class DiskStore:
         with self._thread_lock:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             try:
-                if not self._is_lock_there():
+                while not self._is_lock_there():
                     before, self._lock = self._lock, self._open_lock()
                     os.close(before)
                     fcntl.flock(self._lock, fcntl.LOCK_EX)

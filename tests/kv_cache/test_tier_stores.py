@@ -167,6 +167,32 @@ def test_a_folder_that_is_emptied_is_filled_again_by_one_writer_at_a_time(
     assert not any(path.stat().st_mode & 0o077 for path in folder.rglob("*"))
 
 
+def test_a_lock_that_is_deleted_while_it_is_opened_locks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, write, num_opened = DiskStore(tmp_path, 10 * SIZE, ONE), os.write, 0
+    open_lock = store._open_lock
+
+    def opened() -> int:
+        nonlocal num_opened
+        num_opened += 1
+        file = open_lock()
+        if num_opened < 3:
+            (tmp_path / "lock").unlink()
+        return file
+
+    def locked(file: int, data: bytes) -> int:
+        with (tmp_path / "lock").open("rb") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return write(file, data)
+
+    monkeypatch.setattr(store, "_open_lock", opened)
+    monkeypatch.setattr(os, "write", locked)
+    (tmp_path / "lock").unlink()
+    assert store.write(key(1), entry(1))
+    assert num_opened == 3
+
+
 def test_the_files_of_a_folder_without_its_lock_are_counted(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, 10 * SIZE, ONE)
     for number in range(9):
