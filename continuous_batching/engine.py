@@ -7,6 +7,7 @@ the protocols of the runner and of the tier below the host's pool.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -303,9 +304,16 @@ class Engine:
         """Close the observer and the tier; no step may follow."""
         if self.questions is not None:
             self.questions.close()
-        self.observer.close()
+        # At once, as the server lets neither wait for long: the observer may wait for other ranks
+        closing = None
         if self.tier is not None:
-            self.tier.close()
+            closing = threading.Thread(target=self.tier.close, name="tier-closes", daemon=True)
+            closing.start()
+        try:
+            self.observer.close()
+        finally:
+            if closing is not None:
+                closing.join()
 
     @property
     def has_landed(self) -> bool:

@@ -132,7 +132,7 @@ class Follower:
         self.wake = self._reader.wake
 
     def follow(self) -> None:
-        """Compute what the leader computes until it closes its recording.
+        """Compute what the leader computes until it closes its recording, and close the tier.
 
         Raises Divergence at the first decision that differs from the leader's, ValueError if the leader's
         engine is built differently, LeaderLost if the leader is gone.
@@ -156,6 +156,8 @@ class Follower:
         finally:
             self._answering.end()
             self._beats.end(why)
+        if self._tier is not None:
+            self._tier.close()
 
     def start(self, batch: Batch) -> Callable[[], object]:
         """Start a batch, as the leader does."""

@@ -76,6 +76,7 @@ class FollowersTier:
     """The tier of a rank that follows; `answer` sends what it has found to the leader."""
 
     def __init__(self, tier: TierOfARank, answer: Callable[[RankAnswer], None]) -> None:
+        self.close = tier.close
         self._tier, self._answer = tier, answer
         self._num_begun = 0
         self._lookups: dict[str, tuple[Request, Lookup]] = {}  # Keyed by the request that waits for it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -13,14 +14,23 @@ from continuous_batching.recording.listeners import Listeners
 from continuous_batching.recording.rank_tier import FollowersTier, LeadersTier
 from continuous_batching.recording.recorder import Recorder
 from continuous_batching.request import Request, SamplingParams
+from kv_cache.pages import PageCopy
+from kv_cache.tier import page_tier
 from kv_cache.tier.page_tier import PageTier
 from tests.continuous_batching.checksum import ChecksumRunner
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_follower import FACTS, Following
 from tests.continuous_batching.test_slot_lifecycle import ask, check, make
 from tests.continuous_batching.test_tier import PAGE_SIZE
-from tests.kv_cache.test_page_tier import Store
+from tests.kv_cache.test_page_tier import EMPTY, Store, until
 from tests.patience import PATIENCE_S
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tiers that close write and remove all, as those of stores that are quick enough do."""
+    for name in ("CLOSE_S", "REMOVALS_S"):
+        monkeypatch.setattr(page_tier, name, PATIENCE_S)
 
 
 class Ranks:
@@ -68,9 +78,6 @@ class Ranks:
         assert self.tiers[0].settle(PATIENCE_S)
         self.engine.close()
         assert [each.end() for each in self.following] == [None] * len(self.following)
-        for tier in self.tiers[1:]:
-            assert tier.settle(PATIENCE_S)
-            tier.close()
 
 
 @pytest.mark.parametrize("windows", [(), (9,)])
@@ -121,3 +128,29 @@ def test_a_rank_whose_store_fails_makes_a_miss_and_stops_nobody() -> None:
     assert again[0].num_cached_tokens == 0
     assert again[1].num_cached_tokens == (len(first.tokens) - 1) // PAGE_SIZE * PAGE_SIZE, "computed here"
     ranks.end()
+
+
+def test_all_ranks_close_their_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else wrong pages that are still to be taken off a slow store would be found by other engines."""
+    monkeypatch.setattr(page_tier, "CLOSE_S", 0.0)  # what a rank still writes is dropped
+    stores = [Store({}) for _ in range(3)]
+    ranks = Ranks(stores)
+    ranks.serve(ask("one", 30, 9))
+    for tier, store in zip(ranks.tiers, stores):
+        assert tier.settle(PATIENCE_S)
+        store.gate.clear()
+        tier.apply(PageCopy(EMPTY, EMPTY, "off_tier", tuple(store.entries)))
+        until(lambda store=store: store.calls[-1] == "remove")
+
+    def open_gates() -> None:
+        for tier, store in zip(ranks.tiers, stores):
+            until(lambda tier=tier: tier._writes._is_closing)
+            store.gate.set()
+
+    opening = threading.Thread(target=open_gates)
+    opening.start()
+    ranks.engine.close()
+    assert [each.end() for each in ranks.following] == [None, None]
+    opening.join()
+    assert not any(store.entries for store in stores)
+    until(lambda: all(store.calls[-1] == "close" for store in stores))

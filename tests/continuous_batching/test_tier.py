@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from continuous_batching.batch import NONE_LEFT
@@ -11,6 +13,7 @@ from kv_cache.page_keys import key_of_group
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_slot_lifecycle import ask, check, make
 from tests.continuous_batching.tier import attach
+from tests.patience import PATIENCE_S
 
 PAGE_SIZE = 4
 Pages = dict[bytes, bytes]
@@ -203,3 +206,12 @@ def test_what_a_request_found_for_which_no_token_is_left_stays_in_the_tier() -> 
     serve(engine, bad := again(first, "bad"))
     assert (bad.finish_reason, bad.num_cached_tokens) == ("error", 28)
     assert pages == before
+
+
+def test_a_tier_closes_while_the_observer_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The observer may wait for slow ranks, and the tier for a slow store."""
+    engine, both = make(num_host_pages=40, has_tier=True), threading.Barrier(2)
+    attach(engine, {})
+    monkeypatch.setattr(engine.tier, "close", lambda: both.wait(PATIENCE_S))
+    monkeypatch.setattr(engine.observer, "close", lambda: both.wait(PATIENCE_S))
+    engine.close()
