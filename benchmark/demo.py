@@ -66,7 +66,7 @@ def trace(num_requests: int, rate_per_s: float, text: Text) -> list[Job]:
             "temperature": 0,
             "arrival_s": at_s,
         }
-        jobs.append(Job(parse_request(fields, text), text_options(fields)))
+        jobs.append(Job(parse_request(fields, text), text_options(fields, text)))
         at_s += arrivals.expovariate(rate_per_s)
     return jobs
 
@@ -76,7 +76,7 @@ def run(
 ) -> tuple[dict[str, Any], Timeline, list[Record], float]:
     """Run one way of batching; returns figures, timeline, answers, and when the first request came."""
     recipe = read(RECIPE, [f"scheduler.num_slots={NUM_SLOTS}", *overrides]).recipe
-    text = Text.load(recipe.model.path) if recipe.model.path else None
+    text = Text.of(recipe)
     assert text is not None, f"{RECIPE} names a model with a tokenizer"
     engine = build(recipe).engine
     serve(engine, text, trace(8, 1e9, text))  # warms caches; not counted

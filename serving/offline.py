@@ -62,7 +62,7 @@ def read_jobs(
             _check_tools(fields)
             job = Job(
                 parse_request(fields, text, adapters=adapters, defaults=defaults),
-                text_options(fields),
+                text_options(fields, text),
                 num_answers=fields.get("n") or 1,
                 show_logprobs=fields.get("logprobs") is not None,
                 fits_prompt=fields.get("truncate_prompt_tokens") == -1,

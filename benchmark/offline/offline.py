@@ -31,11 +31,6 @@ from serving.text.tokenizer import Text
 OF_EACH_RUN = ("output_tokens_per_s", "output_tokens", "duration_s")
 
 
-def text_of(recipe: Recipe) -> Text | None:
-    """Return the text side of the recipe's model, if it has a folder."""
-    return Text.load(recipe.model.path) if recipe.model.path else None
-
-
 def load_trace(path: str, text: Text | None) -> list[Job]:
     """Return the jobs of a JSONL file.
 
@@ -73,7 +68,7 @@ def run(options: argparse.Namespace) -> Result:
     Raises ValueError where a request failed.
     """
     recipe = recipe_of(options)
-    text = text_of(recipe)
+    text = Text.of(recipe)
     load_trace(options.trace, text)  # read before the model is built, so that a bad file fails at once
     trace, built = Path(options.trace).name, build(recipe)
     engine = built.engine
@@ -122,7 +117,7 @@ def run_beside(options: argparse.Namespace) -> Result:
     gc.collect()  # the engine has gone out of scope, and gives its memory back
     if recipe.device.kind != "cpu":
         torch.accelerator.empty_cache()
-    jobs = load_trace(options.trace, text_of(recipe))
+    jobs = load_trace(options.trace, Text.of(recipe))
     model = _model(recipe)
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     runs = []

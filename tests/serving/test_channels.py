@@ -19,6 +19,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from serving.grammars.matching import Grammars
+from serving.offline import Job, read_jobs
 from serving.text.chat_options import ChatOptions
 from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text
@@ -244,6 +245,9 @@ def test_marks_are_seen_by_the_parser_and_never_shown(text: Text) -> None:
     talk = [{"role": "user", "content": "a"}]
     assert not text_options({"messages": talk, "skip_special_tokens": True}, text).skip_special_tokens
     assert text_options({"prompt": "a"}, text).skip_special_tokens
+    (job,) = read_jobs([json.dumps({"id": "a", "messages": talk, "max_tokens": 1})], text)
+    assert isinstance(job, Job)
+    assert not job.options.skip_special_tokens, "in a file, too"
 
 
 def test_channels_need_their_marks_and_both_keys() -> None:
