@@ -1,10 +1,10 @@
 """Poll the replicas: whether each can take requests, how much is waiting in it, and which model it serves.
 
 Every replica is asked twice a second whether it accepts requests (`/ready`, or where that is not found
-`/health`) and, at `/metrics`, how many prompt tokens wait there; a server without such a figure is judged by
-what was sent to it alone. A replica that refuses connections is sent nothing more, but may still complete
-what it has begun, as draining servers do: if it died, its system ends its connections. A silent replica has
-its connections ended here.
+`/health`, and `/ready` again every so many seconds) and, at `/metrics`, how many prompt tokens wait there; a
+server without such a figure is judged by what was sent to it alone. A replica that refuses connections is
+sent nothing more, but may still complete what it has begun, as draining servers do: if it died, its system
+ends its connections. A silent replica has its connections ended here.
 
 A replica may be another kind of server, of which less is known, or one that is broken or lies. So each answer
 is read up to a bound of bytes and decoded into types with bounds, and what cannot be read raises Unreadable,
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -179,6 +180,7 @@ State = Literal["unknown", "ready", "not ready", "lost", "gone"]  # "gone" is fi
 POLL_S = 0.5
 _ANSWER_S = 2.0  # time limit of each answer to a poll
 _LOST_AFTER = 2  # polls in a row whose /ready has no answer, unless the connection is refused
+_NO_READY_S = 10.0  # time after which a path /ready that was not found is asked for again
 _BEAT_S = 0.5  # how old the figures that a replica reports may be
 _TELLS_NO_MODEL = (401, 403, 404)  # the statuses of a server that has no `/v1/models`, or not for this router
 
@@ -233,6 +235,8 @@ class FleetReplica:
         self._headers, self._learned = headers, learned
         self._models, self._trust = models or FleetModels(), trust
         self._models.join(number)
+        self._ready_path = "/ready"
+        self._no_ready_s = -math.inf  # when `/ready` was last not found
         self._num_silent = 0
         self._is_asked = False  # whether its pages' endpoint and its prompt replicas are known
         self._events: str | None = None  # its pages' endpoint, if they are of the router's size
@@ -304,11 +308,14 @@ class FleetReplica:
         self.server.lose("the router ends")
 
     async def _poll(self, page_size: int) -> None:
-        path = "/ready"
+        path, self._ready_path = self._ready_path, "/ready"  # unless the other one says that it is ready
+        if time.monotonic() - self._no_ready_s >= _NO_READY_S:
+            path = "/ready"
         try:
             status, _ = await self._get(path, MOST_STATUS_BYTES)
-            if status == 404:  # another kind of server; an ingress says so, too, while it has none behind it
-                path = "/health"
+            if status == 404 and path == "/ready":
+                # Another kind of server; an ingress says so, too, while it has none behind it
+                path, self._no_ready_s = "/health", time.monotonic()
                 status, _ = await self._get(path, MOST_STATUS_BYTES)
         except Late:
             self._note_silence(True)
@@ -318,6 +325,7 @@ class FleetReplica:
             self._keep_out("not ready", f"{path} says {status}")
             await self._hear_early()
             return
+        self._ready_path = path
         since_s = time.monotonic()
         self._learn(await self._ask_models())
         if not self._is_asked:

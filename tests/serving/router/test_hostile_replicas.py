@@ -116,6 +116,7 @@ LIES: dict[str, tuple[dict[str, Script], str]] = {
 def test_a_path_that_was_not_found_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An ingress knows no server for a moment; `/health` would then be asked of one that has `/ready`."""
     monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
+    monkeypatch.setattr(of_replicas, "_NO_READY_S", 0.1)
 
     async def test() -> None:
         async with Watched({"ready": answer(b"", 404)}) as fleet:
@@ -123,6 +124,22 @@ def test_a_path_that_was_not_found_once_is_asked_again(monkeypatch: pytest.Monke
             fleet.says(0, ready=answer(b"", 503))
             await until(lambda: not any(fleet.is_sent()))
             assert fleet.replicas[0].trouble == "/ready says 503"
+
+    run(test)
+
+
+def test_a_server_without_a_path_is_not_asked_for_it_at_every_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked again after a while, and once it is not ready: another server may have taken its place."""
+    monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
+    monkeypatch.setattr(of_replicas, "_NO_READY_S", 3600.0)
+
+    async def test() -> None:
+        async with Watched({"ready": answer(b"", 404)}) as fleet:
+            asked = fleet.stubs[0].heads
+            await until(lambda: sum(b"/health" in each for each in asked) > 9)
+            assert sum(b"/ready" in each for each in asked) == 1
+            fleet.says(0, ready=answer(b"", 503), health=answer(b"", 503))
+            await until(lambda: fleet.replicas[0].trouble == "/ready says 503")
 
     run(test)
 
