@@ -77,7 +77,7 @@ class FleetApplication:
         """Answer one request."""
         method, path = scope["method"], scope["path"]
         if path in access.OPEN_PATHS:  # clients without a key reach these, so that no body there is read
-            own = self._own(path, scope) if method in ("GET", "HEAD") else _not_allowed(path)
+            own = self._own(path, scope) if method in ("GET", "HEAD") else _other_method(method, path)
             assert own is not None, f"{path} is the router's own"
             await own(scope, receive, send)
         elif method == "GET" and (own := self._own(path, scope) or self._models(path, scope)) is not None:
@@ -164,11 +164,14 @@ class FleetApplication:
         return None
 
 
-def _not_allowed(path: str) -> Response:
-    """Return the refusal of a method other than those of the router's own answers."""
-    refusal = error_response(405, f"{path} has GET and HEAD alone; send one of these")
-    refusal.headers["allow"] = "GET, HEAD"
-    return refusal
+def _other_method(method: str, path: str) -> Response:
+    """Return the list of the methods of the router's own answers, or the refusal of another one."""
+    if method == "OPTIONS":
+        answer = Response(status_code=204)
+    else:
+        answer = error_response(405, f"{path} has GET, HEAD and OPTIONS alone; send one of these")
+    answer.headers["allow"] = "GET, HEAD, OPTIONS"
+    return answer
 
 
 def _for_anthropic(name: str, entry: bytes) -> dict[str, Any]:
