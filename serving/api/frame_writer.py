@@ -20,7 +20,7 @@ from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.errors import response_of
 from serving.api.pieces import Turns, gathered
 from serving.api.streamed import KeepAlive, StreamedResponse
-from serving.api.writer import LONG_TEXT, AnswerWriter, ResponseForm, WholeForm, next_of
+from serving.api.writer import LONG_TEXT, AnswerWriter, ResponseForm, WholeForm
 from serving.async_llm import AsyncLLM
 from serving.continuation import FRAMES, NO_LOGPROBS, PIECE_BYTES, AnswerBegun, Grown, Over, encode, framed
 from serving.failures import EngineEnded, Failure, ShutDown, Unavailable
@@ -114,7 +114,7 @@ class FrameWriter(AnswerWriter):
         """Return pieces as one, each made in its own turn of the event loop, or in a thread if `is_long`."""
         whole: list[bytes] = []
         made = gathered(pieces)
-        while (piece := await next_of(made, is_long=is_long)) is not None:
+        while (piece := await self._turns.next_of(made, is_long=is_long)) is not None:
             if whole:
                 await self._turns.next()
             whole.append(piece)

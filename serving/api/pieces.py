@@ -10,17 +10,22 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
 import msgspec
 
+_NUM_THREADS = 2
+
 
 class Turns:
-    """The turns of one event loop."""
+    """The turns of one event loop, and the threads for pieces that would hold it up."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
+        # Their own, so that nothing else that needs a thread, as metrics do, waits for long answers.
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "answers")
 
     async def next(self) -> None:
         """Return in a round of the loop that no other waiter has.
@@ -33,6 +38,12 @@ class Turns:
         if len(self._waiting) == 1:
             loop.call_soon(self._give)
         await turn
+
+    async def next_of(self, pieces: Iterator[bytes], *, is_long: bool) -> bytes | None:
+        """Return the next piece of whole answers, or None; it is made in a thread if they are long."""
+        if not is_long:
+            return next(pieces, None)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, next, pieces, None)
 
     def _give(self) -> None:
         """Wake the first waiter; it stays in the queue until the next round, so that no second one starts."""

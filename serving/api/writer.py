@@ -99,11 +99,6 @@ class News:
             task.cancel()
 
 
-async def next_of(pieces: Iterator[bytes], *, is_long: bool) -> bytes | None:
-    """Return the next piece of whole answers, or None; those that are long do not hold up the event loop."""
-    return await asyncio.to_thread(lambda: next(pieces, None)) if is_long else next(pieces, None)
-
-
 class AnswerWriter:
     """Writes the answers to the prompts of one request."""
 
@@ -117,7 +112,7 @@ class AnswerWriter:
         num_characters = await self._unless_gone(request.receive, self._told(form))
         pieces, is_long = gathered(form.whole()), num_characters > LONG_TEXT
         try:
-            first = await next_of(pieces, is_long=is_long) or b""
+            first = await self._turns.next_of(pieces, is_long=is_long) or b""
         except BaseException:
             self._end()
             raise
@@ -136,7 +131,7 @@ class AnswerWriter:
         while piece is not None:
             yield piece
             await self._turns.next()
-            piece = await next_of(pieces, is_long=is_long)
+            piece = await self._turns.next_of(pieces, is_long=is_long)
 
     async def stream(self, request: Request, form: ResponseForm) -> Response:
         """Return server-sent events once the engine has accepted the request; raises what comes before."""
