@@ -20,8 +20,8 @@ class AnswerParser:
 
     `use` are the request's tools. Answers may begin with reasoning where the recipe says in which form. An
     answer whose grammar leaves no place for reasoning has none. A call that is written before the reasoning
-    has ended is a call, too, unless the answer is held to a form or to calls from there on: nothing would
-    hold this one.
+    has ended is a call, too, unless the grammar forces a call or a form from there on: nothing would hold
+    this one, and there would be two. Where an answer may have one call alone, the first is shown.
     """
 
     def __init__(self, text: Text | None, request: Request, use: ToolUse | None) -> None:
@@ -34,7 +34,10 @@ class AnswerParser:
         has_place = has_text or (text is not None and len(text.think_marks) == 2)  # a place for reasoning
         grammar = request.params.grammar
         self._is_held = grammar is not None and form_of(grammar) is not None
-        self._has_calls_in_thoughts = grammar is None or not begins_behind_thoughts(grammar)
+        # Where a call or a form must follow. Calls of the model's own choice are held by grammars of `tools`
+        is_forced = grammar is not None and begins_behind_thoughts(grammar) and not has_text
+        self._has_calls_in_thoughts = not is_forced
+        self._is_single = use is not None and use.is_single
         self.thinks = text is not None and text.thoughts is not None and (grammar is None or has_place)
         self._end_mark = text.think_marks[1] if text is not None and len(text.think_marks) == 2 else -1
         is_open = self.thinks and text is not None and text.opens_thoughts(request.prompt)
@@ -57,6 +60,13 @@ class AnswerParser:
 
     def push(self, index: int, delta: AnswerDelta) -> Parsed:
         """Return the parsed form of a new part of an answer."""
+        parsed = self._parsed(index, delta)
+        if self._is_single:  # calls in reasoning are held to nothing, so that there may be more
+            is_further = [isinstance(each, CallDelta) and each.index > 0 for each in parsed.parts]
+            parsed.parts = [each for each, leaves in zip(parsed.parts, is_further) if not leaves]
+        return parsed
+
+    def _parsed(self, index: int, delta: AnswerDelta) -> Parsed:
         is_last = delta.finish_reason is not None
         if self._channels is not None:
             return self._by_channels(self._channels, index, delta)

@@ -243,6 +243,22 @@ def test_a_call_in_a_thought_is_a_thought_where_the_answer_is_held_to_calls(firs
         assert (content, calls, reason) == (None, [["price", '{"item": "lamp"}']], "tool_calls")
 
 
+def test_a_call_in_a_thought_is_a_call_where_none_must_follow(first: httpx.Client) -> None:
+    """The grammar of a strict tool lets an answer end without a call, and that of a single call, too."""
+    schema = {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}
+    function = {"name": "price", "parameters": schema | {"additionalProperties": False}, "strict": True}
+    held = {"type": "function", "function": function}
+    once = ["price", '{"item": "lamp"}']
+    for fields in ({"tools": [held]}, {"tools": [PRICE], "parallel_tool_calls": False}):
+        for thoughts, content, calls, reason in said(first, f"<think>\nI call.\n{CALL}\n</think>", **fields):
+            assert (thoughts or "").strip() == "I call."
+            assert (content, calls, reason) == (None, [once], "tool_calls")
+    for *_, calls, reason in said(
+        first, f"<think>\n{CALL}\n{CALL}</think>{CALL}", tools=[PRICE], parallel_tool_calls=False
+    ):
+        assert (calls, reason) == ([once], "tool_calls")
+
+
 def test_a_call_whose_end_is_decided_last_is_one_call(pairs: httpx.Client) -> None:
     """Whole, as in a stream; the format's inner end, which the model forgets, is known to be missing then."""
     answer = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</tool_call>"
