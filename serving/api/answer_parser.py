@@ -124,6 +124,11 @@ class AnswerParser:
         """The number of reasoning tokens of all answers."""
         return self._num_thought.total()
 
+    def num_held(self, index: int) -> int:
+        """Return at how many characters of an answer's end it is open what they are: its last ones."""
+        parsers = (self._thoughts.get(index), self._tools_in_thoughts.get(index), self._tools.get(index))
+        return sum(each.num_held for each in parsers if each is not None)
+
     def num_calls(self, index: int) -> int:
         """Return how many calls an answer has begun."""
         parser = self._tools.get(index) or self._tools_in_thoughts.get(index)

@@ -10,6 +10,7 @@ are those that OpenAI documents, in the documented order.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -57,6 +58,78 @@ class Item:
         return "reasoning_text" if self.kind == "reasoning" else "output_text"
 
 
+class _WaitingTokens:
+    """Tokens of which it is not known yet whether they are of a message: what they spell, and their entries.
+
+    A token of which a part is decided waits for the rest. Its entry is taken once.
+    """
+
+    def __init__(self) -> None:
+        self._pieces = deque[tuple[str, list[TokenLogprobs]]]()
+        self._size = 0  # number of characters
+
+    def add(self, text: str, entries: Sequence[TokenLogprobs]) -> None:
+        """Add tokens; those before them that spell nothing begin a character of theirs."""
+        before = self._pieces.pop()[1] if self._pieces and not self._pieces[-1][0] else []
+        self._pieces.append((text, [*before, *entries]))
+        self._size += len(text)
+
+    def take(self, texts: Sequence[str], num_behind: int | None) -> list[TokenLogprobs]:
+        """Return the entries of the tokens of a message's texts, which wait no longer, as those before them.
+
+        They have `num_behind` characters behind them, and a mark, if need be; None: that is not known.
+        """
+        found = self._find("".join(texts), num_behind)
+        if found is None and len(texts) > 1:  # there is a mark between two of them
+            return [one for each in texts for one in self.take([each], None)]
+        start, size = found or (0, self._size - (num_behind or 0))
+        self._drop(start)
+        own: list[TokenLogprobs] = []
+        while size > 0:
+            piece, entries = self._pieces.popleft()
+            own += entries
+            taken = min(size, len(piece))
+            size, self._size = size - taken, self._size - taken
+            if taken < len(piece):
+                self._pieces.appendleft((piece[taken:], []))
+        return own
+
+    def pass_over(self, text: str, num_behind: int | None) -> None:
+        """Let the tokens of reasoning, and those before them, wait no longer."""
+        self._drop(sum(self._find(text, num_behind) or ()))
+
+    def cut(self, size: int) -> None:
+        """Let only the last characters wait; those before them are of marks, or are not shown."""
+        self._drop(self._size - size)
+
+    def rest(self) -> list[TokenLogprobs]:
+        """Return the entries of the tokens at the end that spell nothing, such as the one that ended it."""
+        return self._pieces[-1][1] if self._pieces and not self._pieces[-1][0] else []
+
+    def _find(self, text: str, num_behind: int | None) -> tuple[int, int] | None:
+        """Return where what is said begins, and its length; a line break before it may be the parser's own.
+
+        It stands at the end where a mark comes before it, which the text may resemble. Otherwise it is what
+        has waited longest.
+        """
+        waiting = "".join(piece for piece, _ in self._pieces)
+        end = -1 if num_behind is None else len(waiting) - num_behind
+        for each in (text, text.removeprefix("\n")):
+            if end >= len(each) and waiting.endswith(each, 0, end):
+                return end - len(each), len(each)
+            if (at := waiting.find(each)) >= 0:
+                return at, len(each)
+        return None
+
+    def _drop(self, size: int) -> None:
+        while size > 0:
+            piece, entries = self._pieces.popleft()
+            taken = min(size, len(piece))
+            size, self._size = size - taken, self._size - taken
+            if taken < len(piece):
+                self._pieces.appendleft((piece[taken:], entries))
+
+
 class OutputItems:
     """The items of the response `name`, from which their ids follow.
 
@@ -75,8 +148,7 @@ class OutputItems:
         self._items: list[Item] = []
         self._is_open = False  # whether the last item is still open
         self._last_status: Status = "completed"
-        # What tokens spell that are not yet known to belong to a message, and their entries.
-        self._waiting: list[tuple[str, Sequence[TokenLogprobs]]] = []
+        self._waiting = _WaitingTokens()
 
     def written(self) -> list[Json]:
         """Return all items, after they have ended."""
@@ -84,76 +156,59 @@ class OutputItems:
         statuses[-1:] = [self._last_status] * len(statuses[-1:])
         return [self._json(item, status) for item, status in zip(self._items, statuses)]
 
-    def push(self, said: Parsed, text: str, logprobs: Sequence[TokenLogprobs]) -> Iterator[Json]:
+    def push(
+        self, said: Parsed, text: str, logprobs: Sequence[TokenLogprobs] | None, num_held: int
+    ) -> Iterator[Json]:
         """Yield the events for new parts.
 
-        `text` is what the new tokens spell, and `logprobs` are theirs, if asked for.
+        `text` is what the new tokens spell, and `logprobs` are theirs, if asked for. Of the last `num_held`
+        characters it is not decided yet what they are.
         """
-        if logprobs:
-            self._waiting.append((text, logprobs))
-        message = ""  # texts of a message that come together, which are told by one event
+        if logprobs is not None:
+            self._waiting.add(text, logprobs)
+        texts: list[str] = []  # of a message, which come together and are told by one event
+        has_entries = logprobs is not None
         for part in said.parts:
             if isinstance(part, str):
-                message += part
+                texts.append(part)
                 continue
-            if message:
-                yield from self._say("message", message)
-                message = ""
+            if texts:
+                yield from self._say("message", texts, self._waiting.take(texts, None) if has_entries else ())
+                texts = []
             if isinstance(part, CallDelta):
                 yield from self._call(part)
-            else:
-                yield from self._say("reasoning", part.text)
-        if message:
-            yield from self._say("message", message)
-        elif said.parts:
-            self._waiting = []  # the tokens up to here are of reasoning, or of a call
+                continue
+            if has_entries:
+                self._waiting.pass_over(part.text, num_held if part is said.parts[-1] else None)
+            yield from self._say("reasoning", [part.text])
+        if texts:
+            own = self._waiting.take(texts, num_held) if has_entries else ()
+            yield from self._say("message", texts, own)
+        self._waiting.cut(num_held)
 
     def end(self, status: Status) -> Iterator[Json]:
         """Yield the events for the end; a response that says nothing has an empty message."""
         if not self._items:
-            yield from self._say("message", "")
+            yield from self._say("message", [])
         self._last_status = status
         if self._items[-1].kind == "message":  # the token that ended it spells nothing
-            self._items[-1].logprobs += [one for text, each in self._waiting if not text for one in each]
+            self._items[-1].logprobs += self._waiting.rest()
         yield from self._close(status)
 
-    def _say(self, kind: Kind, text: str) -> Iterator[Json]:
-        is_first = not self._is_open or self._items[-1].kind != kind
-        if is_first:
+    def _say(self, kind: Kind, texts: Sequence[str], own: Sequence[TokenLogprobs] = ()) -> Iterator[Json]:
+        """Yield the events for a text, which comes in parts; `own` are the entries of its tokens."""
+        text = "".join(texts)
+        if not self._is_open or self._items[-1].kind != kind:
             yield from self._begin(kind)
             part = self._part(self._items[-1], text="")
             yield self._event("response.content_part.added", part=part)
         item, logprobs = self._items[-1], {}
         item.pieces.append(text)
         if kind == "message":
-            own = self._spelling(text, is_first=is_first) if self._waiting else []
             logprobs = self._logprobs(own)
             item.logprobs += own
         if text:
             yield self._event(f"response.{item.part}.delta", delta=text, **logprobs)
-
-    def _spelling(self, text: str, *, is_first: bool) -> list[TokenLogprobs]:
-        """Return the entries of the tokens that spell a text, and let those behind them wait on.
-
-        Those before it are of marks, such as the one that ends reasoning, or of white space that is not
-        shown. They come before the first text of a message, and before a text that a line break joins to it.
-        """
-        waiting = "".join(each for each, _ in self._waiting)
-        is_spelt = text in waiting
-        shown = text if is_spelt else text.lstrip()
-        start = waiting.find(shown) if is_spelt and not is_first else waiting.rfind(shown)
-        start, stop = (0, len(waiting)) if start < 0 else (start, start + len(shown))
-        own: list[TokenLogprobs] = []
-        behind: list[tuple[str, Sequence[TokenLogprobs]]] = []
-        place = 0
-        for piece, entries in self._waiting:
-            begin, place = place, place + len(piece)
-            if begin >= stop:
-                behind.append((piece, entries))
-            elif place > start or begin == start:  # a token that spells nothing alone begins a character
-                own += entries
-        self._waiting = behind
-        return own
 
     def _call(self, delta: CallDelta) -> Iterator[Json]:
         if delta.name is not None:
@@ -402,7 +457,8 @@ class ResponseObject:
 
     def _grown(self, delta: AnswerDelta) -> Iterator[Json]:
         said = self._parser.push(delta.index, delta)
-        yield from self._items.push(said, delta.text, delta.logprobs if self._with_logprobs else ())
+        logprobs = delta.logprobs if self._with_logprobs else None
+        yield from self._items.push(said, delta.text, logprobs, self._parser.num_held(delta.index))
         if delta.finish_reason is not None:
             yield from self._items.end(_status(delta))
 

@@ -144,6 +144,11 @@ class ChannelParser:
         return "between" if self._place == self._between else "head"
 
     @property
+    def num_held(self) -> int:
+        """The number of characters of the answer so far that are not decided."""
+        return max(0, len(self._held) - self._num_silent)
+
+    @property
     def are_thoughts(self) -> list[bool]:
         """Whether each message so far, including the open one, is only reasoning."""
         return [*self._ended, self._kind == "thought"]

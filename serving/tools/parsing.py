@@ -53,6 +53,11 @@ class ReasoningParser:
         self._begin_mark = _BeginMark(form.answer[0])
         self._end_mark = _EndMark(form.answer[1])
 
+    @property
+    def num_held(self) -> int:
+        """The number of characters of the text so far that are not decided."""
+        return len(self._held) + self._begin_mark.num_held + self._end_mark.num_held
+
     def push(self, text: str) -> tuple[str, str]:
         """Add text, and return the reasoning and the answer that are certain with it."""
         thoughts, answer = self._split(text)
@@ -131,6 +136,14 @@ class _BeginMark:
         self._is_decided = not mark
         self._held = ""
 
+    @property
+    def num_held(self) -> int:
+        """The number of characters that are not decided; those of the mark are dropped."""
+        return 0 if self._is_mark(self._held) else len(self._held)
+
+    def _is_mark(self, held: str) -> bool:
+        return bool(self._mark) and held.lstrip().startswith(self._mark)
+
     def push(self, text: str) -> str:
         """Add text, and return what is certain with it."""
         if self._is_decided:
@@ -148,7 +161,7 @@ class _BeginMark:
     def finish(self) -> str:
         """Return the rest, when no more text comes."""
         held, self._held = self._held, ""
-        return "" if self._mark and held.lstrip().startswith(self._mark) else held
+        return "" if self._is_mark(held) else held
 
 
 class _EndMark:
@@ -158,6 +171,11 @@ class _EndMark:
         self.is_awaited = self.has_come = False
         self._mark = mark
         self._held = ""
+
+    @property
+    def num_held(self) -> int:
+        """The number of characters that are not decided."""
+        return len(self._held)
 
     def push(self, text: str) -> str:
         """Add text, and return what is certain with it."""
@@ -339,6 +357,12 @@ class ToolParser:
         head = re.escape(form.head[0]) if form.head else r"[\w.-]"
         marks = (form.opening[:1], form.closing.lstrip()[:1])
         self._first_within = re.compile("|".join([*map(re.escape, marks), head]))
+
+    @property
+    def num_held(self) -> int:
+        """The number of characters of the text so far that are not decided."""
+        is_call = self._place == self._in_keywords  # unless its keywords are none
+        return len(self._held) + (len(self._lead) + sum(map(len, self._keywords)) if is_call else 0)
 
     def push(self, text: str) -> Parsed:
         """Add text, and return what is certain with it."""

@@ -265,20 +265,53 @@ def test_thoughts_are_counted_alike_in_every_form_of_an_answer(text: Text, piece
     assert thoughts == wanted[len(pieces)]
 
 
-def test_marks_of_channels_are_of_no_message(tmp_path: Path) -> None:
-    text = Text.load(write_model(tmp_path), "harmony", "harmony")
-    assert text is not None
+def told_of(text: Text, pieces: list[str]) -> tuple[str, list[str]]:
+    """The text of the last message, and the pieces whose entries it has, where each piece is of one token."""
     form = response_of(text, include=["message.output_text.logprobs"])
-    heads = [["<|channel|>", name, "<|message|>"] for name in ("analysis", "final", "final")]
-    turn = ["<|end|>", "<|start|>", "assistant"]
-    pieces = [*heads[0], "So", *turn, *heads[1], "a", " b", *turn, *heads[2], "s", ""]
     for at, piece in enumerate(pieces):
         form.take([(0, AnswerDelta(0, piece, [5], [TokenLogprobs(5, -float(at), ())]))])
     form.take([(0, AnswerDelta(0, "", finish_reason="stop"))])
-    thoughts, message = json.loads(b"".join(form.whole()))["output"]
-    assert (thoughts["type"], message["content"][0]["text"]) == ("reasoning", "a b\ns")
-    told = [pieces[-round(each["logprob"])] for each in message["content"][0]["logprobs"]]
-    assert told == ["a", " b", "s", ""]
+    items = json.loads(b"".join(form.whole()))["output"]
+    (part,) = [each for each in items if each["type"] == "message"][-1]["content"]
+    return part["text"], [pieces[-round(each["logprob"])] for each in part["logprobs"]]
+
+
+def test_marks_of_channels_are_of_no_message(tmp_path: Path) -> None:
+    text = Text.load(write_model(tmp_path), "harmony", "harmony")
+    assert text is not None
+    heads = [["<|channel|>", name, "<|message|>"] for name in ("analysis", "final", "final")]
+    turn = ["<|end|>", "<|start|>", "assistant"]
+    pieces = [*heads[0], "So", *turn, *heads[1], "a", " b", "<", *turn, *heads[2], "\n\n", "s", ""]
+    assert told_of(text, pieces) == ("a b<\n\n\ns", ["a", " b", "<", "\n\n", "s", ""])
+
+
+THOUGHT = ["<think>", "So", "</think>", "\n\n"]
+CALLED = ["<tool_call>", "\n", '{"name": "add", "arguments": {"a": 1}}', "\n", "</tool_call>"]
+
+
+@each_of(
+    "tool_format, reasoning, pieces, own",
+    [
+        ("mistral", "none", [], ["[", "[", "1", ",", "2", "]", "]"]),
+        ("hermes", "think", THOUGHT, ["<", "<", "EOF"]),
+        ("hermes", "none", [], ["It", " is", " <", *CALLED]),
+        ("gemma4", "none", [], ["<", "<|tool_call>", "call:add{a:1}", "<tool_call|>"]),
+        ("hermes", "hunyuan", [*THOUGHT, "<answer>", "\n"], ["It", "\n", "</answer>", "a", "b"]),
+        ("pythonic", "think", ["<think>", "So</t", "hink"], [">\n</", "b>"]),
+        ("pythonic", "none", [], ["[add(a=", "[b", "](x)"]),
+    ],
+)
+def test_a_mark_has_no_entry_in_a_message_and_no_token_of_it_lacks_one(
+    tool_format: str, reasoning: str, pieces: list[str], own: list[str]
+) -> None:
+    """Though its characters are those of the text beside it, and some come before it is decided."""
+    text = Text.load(ROOT / "recipes/tiny/weights", tool_format, reasoning)
+    assert text is not None
+    said, entries = told_of(text, [*pieces, *own, ""])
+    marks = [*CALLED, "<|tool_call>", "call:add{a:1}", "<tool_call|>", "\n", "</answer>"]
+    wanted = [each for each in own if each not in marks]
+    assert said == "".join(wanted).removeprefix(">\n")
+    assert entries == [*wanted, *([] if own[-1] in marks else [""])]
 
 
 def test_a_failure_ends_a_stream_as_a_response(text: Text) -> None:
