@@ -21,7 +21,7 @@ from serving.router.replicas import (
 )
 from tests.serving.router.test_lost_replicas import answer, by_path
 from tests.serving.router.test_proxy import Script, Stub, run
-from tests.serving.router.waiting import end, until
+from tests.serving.router.waiting import close_all, end, until
 
 DEEP = b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
 
@@ -83,7 +83,7 @@ class Watched:
             stub.server.close()
             for writer in stub.writers:
                 writer.transport.abort()
-        await asyncio.sleep(0.05)  # ends when both sides have closed
+        await close_all()
 
     def says(self, number: int, **scripts: Script) -> None:
         """Let a replica answer otherwise."""

@@ -26,6 +26,7 @@ from serving.router.replicas import FleetReplica
 from serving.router.upstream import Upstream
 from serving.server import SignalFreeServer, configuration, listener_at
 from tests.patience import PATIENCE_S
+from tests.serving.router.waiting import close_all
 from tests.thorough import cases
 
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -153,7 +154,7 @@ class Fleet:
             stub.server.close()
             for writer in stub.writers:
                 writer.transport.abort()
-        await asyncio.sleep(0.05)  # ends when both sides have closed
+        await close_all()
 
     async def ask(
         self,
