@@ -33,9 +33,11 @@ class AnswerParser:
         has_text = use is not None and bool(use.schemas) and not use.must_call
         has_place = has_text or (text is not None and len(text.think_marks) == 2)  # a place for reasoning
         grammar = request.params.grammar
-        self._is_held = grammar is not None and form_of(grammar) is not None
-        # Where a call or a form must follow. Calls of the model's own choice are held by grammars of `tools`
-        is_forced = grammar is not None and begins_behind_thoughts(grammar) and not has_text
+        form_asked = None if grammar is None else form_of(grammar)
+        self._is_held = form_asked is not None
+        # A grammar of `tools` lets a model choose whether it calls; one with a form in it names that field
+        is_free = has_text and form_asked is not None and form_asked[0] == "tools"
+        is_forced = grammar is not None and begins_behind_thoughts(grammar) and not is_free
         self._has_calls_in_thoughts = not is_forced
         self._is_single = use is not None and use.is_single
         self.thinks = text is not None and text.thoughts is not None and (grammar is None or has_place)

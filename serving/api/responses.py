@@ -457,8 +457,10 @@ class ResponseObject:
 
     def _grown(self, delta: AnswerDelta) -> Iterator[Json]:
         said = self._parser.push(delta.index, delta)
-        logprobs = delta.logprobs if self._with_logprobs else None
-        yield from self._items.push(said, delta.text, logprobs, self._parser.num_held(delta.index))
+        logprobs, num_held = None, 0
+        if self._with_logprobs:
+            logprobs, num_held = delta.logprobs, self._parser.num_held(delta.index)
+        yield from self._items.push(said, delta.text, logprobs, num_held)
         if delta.finish_reason is not None:
             yield from self._items.end(_status(delta))
 

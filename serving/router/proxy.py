@@ -227,7 +227,8 @@ class Proxy:
             for each in asking:
                 each.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
-        if (has_waited or any(each.is_told_aborted for each in known)) and (said is None or said[0] != _DONE):
+        ends_here = has_waited or any(each.is_interrupted or each.is_told_aborted for each in known)
+        if ends_here and (said is None or said[0] != _DONE):
             done = msgspec.json.encode({"id": group, "aborted": 1})
             await _send_whole(send, _DONE, [(b"content-type", b"application/json")], done)
         elif said is not None:

@@ -321,6 +321,7 @@ class ToolParser:
         self._is_unknown = False  # whether the call that has begun is of what is no tool
         self._name = self._lead = ""  # the name and the head of a call whose keywords are not complete
         self._keywords: list[str] = []  # its keywords so far
+        self._num_keywords = 0  # their characters
         self._scan = _Scan()
         self._tail = form.tail  # the tail of the call that has begun
         self._brace = self._scanned = 0  # An object in what is held begins here, and is read so far.
@@ -362,7 +363,7 @@ class ToolParser:
     def num_held(self) -> int:
         """The number of characters of the text so far that are not decided."""
         is_call = self._place == self._in_keywords  # unless its keywords are none
-        return len(self._held) + (len(self._lead) + sum(map(len, self._keywords)) if is_call else 0)
+        return len(self._held) + (len(self._lead) + self._num_keywords if is_call else 0)
 
     def push(self, text: str) -> Parsed:
         """Add text, and return what is certain with it."""
@@ -573,7 +574,7 @@ class ToolParser:
             self._scan.depth, self._place = 1, self._in_unknown
             return
         if self._form.arguments == "keywords":
-            self._name, self._lead, self._keywords = lead.name, text, []
+            self._name, self._lead, self._keywords, self._num_keywords = lead.name, text, [], 0
             self._place = self._in_keywords
             return
         parsed.add(CallDelta(self.num_calls, lead.name, id=lead.id))
@@ -708,6 +709,7 @@ class ToolParser:
     def _in_keywords(self, parsed: Parsed) -> bool:
         taken = self._scan.keywords(self._held)
         self._keywords.append(self._held[:taken])
+        self._num_keywords += taken
         self._held = self._held[taken:]
         if self._scan.depth > 0:
             return True

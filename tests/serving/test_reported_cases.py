@@ -259,6 +259,18 @@ def test_a_call_in_a_thought_is_a_call_where_none_must_follow(first: httpx.Clien
         assert (calls, reason) == ([once], "tool_calls")
 
 
+def test_a_call_in_a_thought_is_a_thought_where_a_form_follows(first: httpx.Client) -> None:
+    """The answer may be calls in its place, and then those stand behind the block."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for fields, answer in (
+        ({"response_format": form}, '{"a":1}'),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes"),
+    ):
+        for found in said(first, f"<think>\nI call.\n{CALL}\n</think>{answer}", tools=[PRICE], **fields):
+            assert found == [f"I call.\n{CALL}", answer, [], "stop"]
+
+
 def test_a_call_whose_end_is_decided_last_is_one_call(pairs: httpx.Client) -> None:
     """Whole, as in a stream; the format's inner end, which the model forgets, is known to be missing then."""
     answer = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</tool_call>"

@@ -131,6 +131,7 @@ def test_a_path_that_was_not_found_once_is_asked_again(monkeypatch: pytest.Monke
 def test_a_server_without_a_path_is_not_asked_for_it_at_every_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked again after a while, and once it is not ready: another server may have taken its place."""
     monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
+    monkeypatch.setattr(of_replicas, "_ANSWER_S", 60.0)
     monkeypatch.setattr(of_replicas, "_NO_READY_S", 3600.0)
 
     async def test() -> None:
