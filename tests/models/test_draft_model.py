@@ -219,13 +219,13 @@ def test_nor_does_it_on_other_devices(pair: tuple[Kind, str], tmp_path: Path) ->
 
 
 TINY_DRAFT, TINY_NEW = ROOT / "recipes/tiny/draft", 48
-TINY_SETTINGS = [
-    "scheduler.num_slots=20",
+CPU = settings("cpu")
+WITH_DRAFTS = [
+    "speculation.kind=draft",
+    f"speculation.draft_path={TINY_DRAFT}",
     "speculation.max_tokens=3",
     "speculation.adaptive=fixed",
 ]
-CPU = settings("cpu")
-WITH_DRAFTS = ["speculation.kind=draft", f"speculation.draft_path={TINY_DRAFT}"]
 
 
 def tiny_requests(engine: Engine, count: int) -> list[Request]:
@@ -267,7 +267,7 @@ class Late(Fixed):
 def test_rows_without_drafts_fall_behind_and_catch_up_in_pieces() -> None:
     recipe = ROOT / "recipes/tiny/cpu.yaml"
     limits = ["scheduler.max_batch_tokens=64", "scheduler.max_request_tokens=120"]
-    asked = [*TINY_SETTINGS, *limits, *CPU, "scheduler.overlap=true"]
+    asked = ["scheduler.num_slots=20", *limits, *CPU, "scheduler.overlap=true"]
     plain, drafted = (build(load(recipe, [*asked, *kind])).engine for kind in ([], WITH_DRAFTS))
     assert drafted.scheduler.speculation is not None
     drafted.scheduler.speculation.lengths = Late()

@@ -526,7 +526,7 @@ def test_angles_that_a_model_scales_are_turned_in_plain_torch() -> None:
 def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     start(section("npu"))
 
-    from models.ops.npu.ops import NpuOps, chip
+    from models.ops.npu.ops import NpuOps, chip, num_npus
 
     files = sorted((ROOT / "models/ops/npu").glob("[!_]*.py"))
     files += sorted((ROOT / "attention/npu").glob("*_attention.py"))
@@ -590,6 +590,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch, tmp_
             test_sparse_npu.test_a_release_without_the_operators_is_refused(patch)
         with answering_as("310P"):
             _as_a_310p()
+        assert num_npus() > 0
         monkeypatch.setattr(torch.npu, "is_available", lambda: False)
         with pytest.raises(ValueError, match="finds no NPU"):
             chip()
