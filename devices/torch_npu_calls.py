@@ -137,9 +137,10 @@ ALL: tuple[OperatorCall, ...] = (*ON_ALL, *ON_FUSED, *ON_STATES, *ON_SPARSE, *ON
 
 # What is called in torch_npu.npu beside what torch.cuda has too
 PYTHON_NAMES = (
-    "ExternalEvent", "NPUGraph", "current_stream", "get_device_name", "graph_task_group_begin",
-    "graph_task_group_end", "graph_task_update_begin", "graph_task_update_end", "is_available",
-    "is_current_stream_capturing", "set_compile_mode", "Stream", "stream", "synchronize", "get_cann_version",
+    "ExternalEvent", "NPUGraph", "current_stream", "device_count", "get_device_name",
+    "graph_task_group_begin", "graph_task_group_end", "graph_task_update_begin", "graph_task_update_end",
+    "is_available", "is_current_stream_capturing", "set_compile_mode", "Stream", "stream", "synchronize",
+    "get_cann_version",
 )  # fmt: skip
 
 

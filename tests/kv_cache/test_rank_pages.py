@@ -350,7 +350,7 @@ class Traced(StageRunner):
 
     def _prepared(self, batch: Any) -> Callable[[], Any]:
         def compute() -> Any:
-            self._order.append(batch)
+            self._order.append(batch.name)
             return SimpleNamespace(wait=lambda: batch)
 
         return compute
@@ -360,9 +360,10 @@ def test_what_follows_the_batches_that_were_started_comes_before_the_next() -> N
     order: list[str] = []
     runner = Traced(order)
     runner.later(lambda: order.append("at once"))
-    first, second = (runner.start(each) for each in ("first", "second"))
+    batches: list[Any] = [SimpleNamespace(name=each, cuts=()) for each in ("first", "second", "third")]
+    first, second = (runner.start(each) for each in batches[:2])
     runner.later(lambda: order.append("behind both"))
-    third = runner.start("third")
+    third = runner.start(batches[2])
     for wait in (first, second, third):
         wait()
     runner.later(lambda: order.append("at once again"))
