@@ -144,7 +144,7 @@ class Admission:
         """Preempt a running request for one that outranks it; return whether there was any."""
         if not (self._outrank and self._preemption.make_way(request)):
             return False
-        if self._waiting.shares:  # by the order alone, who was preempted stands behind it
+        if self._waiting.shares:  # Otherwise the order alone puts whoever was preempted behind it
             self._first = request
         return True
 

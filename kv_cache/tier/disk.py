@@ -30,7 +30,7 @@ LOCK, INCOMING = "lock", "incoming"
 # Share of the bound that is freed at once when there is no room, because scanning all files takes a while
 _ROOM = 0.1
 _COUNT_BYTES = 8
-_MOST_LOCKS = 8  # that are opened in turn: some file systems never tell twice the same of a file
+_MOST_LOCKS = 8  # Opened in turn at most: some file systems never tell twice the same of a file
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV)  # a link, a socket, a device that is not there
 _ENTRY = re.compile(r"[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{64}")  # any other file in the folder is left alone

@@ -36,7 +36,8 @@ GATHERED_BYTES = 2**27  # gathered latents in both types, their scores, and quer
 # Bytes per logit beside the logits: float32 scores, weights, and what choosing from them takes.
 LOGIT_BYTES = 16
 STEP_BYTES = 16 * 2**20  # bytes that operators keep however small a step is
-STATE_KEYS = ("num_states", "state_fraction", "state_dtype")  # of the cache of models that keep states
+# Keys of `cache` that are read for models whose layers keep states
+STATE_KEYS = ("num_states", "state_fraction", "state_dtype")
 
 
 def plan_memory(

@@ -249,7 +249,7 @@ class Batches:
 
     async def _answer(self, active: _Active, begun: _BegunLine) -> None:
         """Send a line's request until it is answered or the batch must stop, and store the answer."""
-        IS_OF_BATCH.set(True)  # for this task, which is the line's own
+        IS_OF_BATCH.set(True)  # This task is the line's own, so that no other request sees it
         number = begun.number
         try:
             line = read_line(begun.text, active.batch.endpoint, self._most_line_bytes)

@@ -166,7 +166,7 @@ class OutputItems:
         """
         if logprobs is not None:
             self._waiting.add(text, logprobs)
-        texts: list[str] = []  # of a message, which come together and are told by one event
+        texts: list[str] = []  # Texts of one message that come together are told by one event
         has_entries = logprobs is not None
         for part in said.parts:
             if isinstance(part, str):

@@ -333,12 +333,12 @@ class Proxy:
         like, until_s = known.begun.fingerprint, known.waits_until_s
         while not (known.why_not or known.is_aborted):
             others = [each.number for each in self._replicas if each.continuations != like]
-            but = others if known.is_continued else []  # without a token there is nothing to continue
+            but = others if known.is_continued else []  # An answer without a token has nothing to continue
             sent = self._sent(routed, [*tried, *but])
             is_late = time.monotonic() >= until_s
             unlike = [*others, *self._others_than(routed)]
             if sent is None and known.may_begin_again and (is_late or not self._is_open_but(unlike)):
-                tried.clear()  # who did not continue it may begin it
+                tried.clear()  # A replica that did not continue it may begin it
                 if (sent := self._sent(routed, tried)) is not None:
                     known.begin_again()
             if sent is not None or is_late:
@@ -468,7 +468,7 @@ class Proxy:
                         counted.begin()
                         framed.grow(frame)
                     elif isinstance(frame, AnswerBegun):
-                        if known.is_aborted:  # in between, and its replica has not known it yet
+                        if known.is_aborted:  # Its replica did not know it yet when that was asked for
                             await _tell_aborted(reply, known)
                             return None
                         if known.goes_on():
