@@ -84,6 +84,9 @@ class Watched:
             for writer in stub.writers:
                 writer.transport.abort()
         await close_all()
+        for replica in self.replicas:  # What was being asked may have come back meanwhile
+            replica.server.lose("the test is over")
+        await close_all()
 
     def says(self, number: int, **scripts: Script) -> None:
         """Let a replica answer otherwise."""

@@ -106,6 +106,7 @@ class Stub:
                     await asked
         except (asyncio.IncompleteReadError, ConnectionError):
             self.num_closed += 1
+        finally:  # Also where the loop ends first: what stays open is another test's warning
             if answering is not None:
                 answering.cancel()
             writer.close()
