@@ -245,7 +245,7 @@ def test_a_router_survives_any_http() -> None:
                 writer.transport.abort()
             stub.writers.clear()
             await asyncio.sleep(0)
-        stub.server.close()
+        await stub.close()
 
     asyncio.run(test())
 

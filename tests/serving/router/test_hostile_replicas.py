@@ -21,7 +21,7 @@ from serving.router.replicas import (
 )
 from tests.serving.router.test_lost_replicas import answer, by_path
 from tests.serving.router.test_proxy import Script, Stub, run
-from tests.serving.router.waiting import close_all, end, until
+from tests.serving.router.waiting import end, until
 
 DEEP = b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
 
@@ -80,13 +80,7 @@ class Watched:
         for replica in self.replicas:
             replica.close()
         for stub in self.stubs:
-            stub.server.close()
-            for writer in stub.writers:
-                writer.transport.abort()
-        await close_all()
-        for replica in self.replicas:  # What was being asked may have come back meanwhile
-            replica.server.lose("the test is over")
-        await close_all()
+            await stub.close()
 
     def says(self, number: int, **scripts: Script) -> None:
         """Let a replica answer otherwise."""

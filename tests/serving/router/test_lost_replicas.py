@@ -74,7 +74,7 @@ def test_who_drains_behind_a_closed_door_ends_its_answers(monkeypatch: pytest.Mo
             await until(lambda: replica.state == "ready")
             asking = asyncio.ensure_future(fleet.ask())
             await until(lambda: len(asked) == 1)
-            stub.server.close()
+            await stub.stop_listening()
             for writer in {*stub.writers} - {*asked}:
                 writer.transport.abort()
             await until(lambda: replica.state == "lost")
@@ -136,7 +136,7 @@ def test_a_request_that_ends_servers_is_not_sent_to_all_on_kept_connections() ->
 
     def ends(stub: Stub) -> Script:
         async def script(_: asyncio.StreamWriter) -> None:
-            stub.server.close()
+            await stub.stop_listening()
             for each in stub.writers:
                 each.transport.abort()
 

@@ -86,6 +86,23 @@ class Stub:
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return int(self.server.sockets[0].getsockname()[1])
 
+    async def stop_listening(self) -> None:
+        """Accept no more, and let what has been accepted become connections before the server is closed.
+
+        Of a server that is closed in between, asyncio leaves such a connection open for good.
+        """
+        for listener in self.server.sockets:
+            asyncio.get_running_loop().remove_reader(listener)
+        await close_all()
+        self.server.close()
+
+    async def close(self) -> None:
+        """End with all connections."""
+        await self.stop_listening()
+        for writer in self.writers:
+            writer.transport.abort()
+        await close_all()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.writers.append(writer)
         answering: asyncio.Task[None] | None = None
@@ -152,10 +169,7 @@ class Fleet:
         for replica in self.replicas:
             replica.server.lose("the test is over")
         for stub in filter(None, self.stubs):
-            stub.server.close()
-            for writer in stub.writers:
-                writer.transport.abort()
-        await close_all()
+            await stub.close()
 
     async def ask(
         self,
