@@ -139,7 +139,7 @@ KINDS = [
     pytest.param(
         *(("cpu", "fused"), Bench, 4, {"page_size": 256, "int8_pages": True}),
         id="int8 by token in C++",
-        marks=COMPILED,
+        marks=[COMPILED, pytest.mark.slow],
     ),
     pytest.param(
         *(("cpu", "fused"), ChannelBench, 2, {"page_size": 64, "int8_pages": True}),

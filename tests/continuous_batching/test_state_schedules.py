@@ -231,6 +231,7 @@ def test_each_step_goes_on_from_the_state_of_its_tokens_whatever_happens(
     assert min(counts.values()) >= 3
 
 
+@pytest.mark.slow
 def test_so_it_does_from_states_that_a_tier_has_found() -> None:
     """Two engines, one after the other, share a tier whose lookups may end late, or early."""
     fetched = 0

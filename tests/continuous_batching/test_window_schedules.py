@@ -28,7 +28,7 @@ from tests.continuous_batching.test_machine import SpoilingRunner
 from tests.continuous_batching.test_slot_lifecycle import run_out
 from tests.continuous_batching.windows import least_pages, window_groups
 from tests.knowing import Knowing
-from tests.thorough import cases
+from tests.thorough import cases, first_quick
 
 LARGEST, NUM_REQUESTS = 60, 20
 STORY = np.random.default_rng(5).integers(0, VOCAB_SIZE, LARGEST)
@@ -107,8 +107,9 @@ def storm(seed: int) -> list[WindowGroup]:
     return groups
 
 
-def test_requests_get_the_tokens_of_each_alone_whatever_happens_to_the_pages_of_windows() -> None:
-    groups = [group for seed in range(cases(20, 400)) for group in storm(seed)]
+@pytest.mark.parametrize("seeds", first_quick(1, [range(8), range(8, cases(20, 400))]), ids=str)
+def test_requests_get_the_tokens_of_each_alone_whatever_happens_to_the_pages_of_windows(seeds: range) -> None:
+    groups = [group for seed in seeds for group in storm(seed)]
     counted = {name: sum(getattr(group.counts, name) > 0 for group in groups) for name in COUNTS}
     print(counted)
     assert min(counted.values()) >= 3

@@ -196,6 +196,7 @@ def test_so_they_are_on_a_virtual_npu(tmp_path: Path) -> None:
     check(serve(engine, asked := prompts_of(2)), asked, models)
 
 
+@pytest.mark.slow
 def test_int8_weights_take_adapters(tmp_path: Path) -> None:
     """Nothing else adds to products in int8: alone, beside others, and of a place, tokens are the same."""
     model, path = llama(tmp_path)

@@ -35,6 +35,7 @@ NUM_GENERATED = cases(2, NUM_REQUESTS)  # transformers itself generates so many,
 BY_LENGTH = ("dynamic", "longrope")  # ropes that turn the same token otherwise once a request is longer
 FAST = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen3_layer_types", "gpt_oss", "gemma2")
 FAST += ("mixtral_window", "deepseek_v2", "deepseek_v3")
+QUICK = ("llama_dynamic", "qwen3_layer_types", "gpt_oss", "gemma2", "deepseek_v3")
 # Plain attention meets the same steps, and has every checkpoint's log-probabilities in test_decoder.py
 IN_PLAIN_TORCH = ("llama_dynamic", "mistral_window", "gpt_oss", "deepseek_v3")
 ALL = {each.name: each for each in VARIANTS}
@@ -152,7 +153,7 @@ def wide_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
-        pytest.param(name, way, marks=() if name in FAST and way == "fused" else pytest.mark.slow)
+        pytest.param(name, way, marks=() if name in QUICK and way == "fused" else pytest.mark.slow)
         for name in NAMES
         for way in (get_args(Way) if name in IN_PLAIN_TORCH or THOROUGH else ("fused",))
     ],

@@ -106,7 +106,7 @@ ON_NPU: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
         GRAPHS | {"model.dtype": "bfloat16"},
     ),
 }
-QUICK = ("cpu-tied", "cpu-w8a8", "cpu-latents_in_panels")
+QUICK = ("cpu-tied", "cpu-w8a8")
 CASES = [
     pytest.param(
         name,

@@ -113,7 +113,7 @@ EVEN: dict[str, Any] = {"moe_intermediate_size": 32}  # 16 pieces of whose input
 @pytest.mark.parametrize(
     ("name", "types", "more"),
     first_quick(
-        13,
+        9,
         [
             *((name, everywhere("W8A8_DYNAMIC"), {}) for name in ("qwen3", "llama_biased", "qwen3_moe")),
             ("qwen3", everywhere("W8A8"), {}),
@@ -357,6 +357,7 @@ def test_an_npu_takes_an_int8_cache_by_scales_of_channels_alone(
 
 @pytest.mark.npu
 @stand_in_alone
+@pytest.mark.slow
 def test_a_draft_model_keeps_its_own_keys_where_it_has_no_scales(tmp_path: Path) -> None:
     """Beside the model's own, which are in int8: the tokens are those of the model alone."""
     more: dict[str, Any] = {"is_wide": True, "form": {"has_cache_scales": True}}

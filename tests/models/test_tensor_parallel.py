@@ -41,6 +41,7 @@ from tests.models.tensor_rank import built, collectives, first_logits_of, greedy
 from tests.models.test_quantization import stored_in_int8
 from tests.patience import PATIENCE_S
 from tests.serving.warm import start_session
+from tests.thorough import first_quick
 
 # Each family, and together: biases, norms of heads, windows, a tied head, a vocabulary that no number of
 # ranks divides, and fewer key-value heads than ranks
@@ -90,6 +91,12 @@ AMONG_FOUR = (
     *("qwen2_yarn", "phi3_part", "olmo3_full", "deepseek_v3_spread", "deepseek_v3_divided"),
     *("int8_at_load", "int8_rows", "gpt_oss_rows"),
 )
+# What is divided in these as in others of the table; they are left to the tests marked slow
+FURTHER = (
+    *("mixtral_window", "glm4_moe", "glm4", "gpt_oss_half", "gemma3_layer_types", "phi3_long"),
+    *("internlm3_biased", "minimax_m2", "hunyuan_moe", "ernie4_5_moe", "hy_v3", "qwen3_layer_types"),
+    *("gpt_oss_spread", "minimax_m2_spread", "qwen2_moe_rows", "gemma2_rows"),
+)
 AT_LOAD, STORED, BFLOAT16, FUSED = "int8_at_load", "int8_stored", "bfloat16", "fused"
 INT8_MODEL, INT8_ROWS = "llama_biased", "int8_rows"
 # Every rank holds these whole, beside all norms: routers, first steps of latents, biases that are added once
@@ -102,15 +109,17 @@ REPLICATED = (
 KEYS_AND_VALUES = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
 OF_WHOLE_ROWS = ("o_proj.weight", "down_proj.weight")  # which are read for the scales of these
 Cases = dict[str, dict[str, Any]]
-Found = dict[str, list[dict[str, Any]]]
+Ranks = list[dict[str, Any]]
+Found = dict[str, Ranks]
 SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
 def each_of(names: Iterable[str], among_four: Iterable[str] = AMONG_FOUR) -> pytest.MarkDecorator:
     """Parametrised by the number of ranks and the name of a case; four ranks compute some, else all."""
-    names = [*names]
-    of_four = [pytest.param(4, name, marks=pytest.mark.slow) for name in names if name in among_four]
-    return pytest.mark.parametrize(("size", "name"), [*((2, name) for name in names), *of_four])
+    names, slow = [*names], pytest.mark.slow
+    of_two = [pytest.param(2, name, marks=[slow] * (name in FURTHER)) for name in names]
+    of_four = [pytest.param(4, name, marks=slow) for name in names if name in among_four]
+    return pytest.mark.parametrize(("size", "name"), [*of_two, *of_four])
 
 
 def checkpoints(folder: Path) -> Cases:
@@ -165,16 +174,24 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
 
 
 @pytest.fixture(scope="module")
-def found(cases: Cases, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Found]:
-    """By case, what each of so many ranks computed."""
+def found(cases: Cases, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Ranks]:
+    """What each of so many ranks computed in a case; those of one set of cases are computed together."""
 
     @cache
-    def of(size: int) -> Found:
-        some = {name: cases[name] for name in (cases if size == 2 else AMONG_FOUR)}
-        some[BY_ALL] = some[BY_ALL] | {"contexts": size}
+    def of(size: int, is_further: bool) -> Found:
+        some = {name: cases[name] for name in names_of(size, is_further, cases)}
+        if BY_ALL in some:
+            some[BY_ALL] = some[BY_ALL] | {"contexts": size}
         return run_ranks("gloo", size, tmp_path_factory.mktemp("ranks"), some)
 
-    return of
+    return lambda size, name: of(size, size == 2 and name in FURTHER)[name]
+
+
+def names_of(size: int, is_further: bool, cases: Iterable[str]) -> tuple[str, ...]:
+    """Return the cases that so many ranks compute together."""
+    if size == 4:
+        return AMONG_FOUR
+    return FURTHER if is_further else tuple(name for name in cases if name not in FURTHER)
 
 
 def check_collectives(ranks: list[dict[str, Tensor]]) -> None:
@@ -227,8 +244,8 @@ def alone_of(path: str, way: Way | None = None) -> tuple[Tensor, Tensor, Tensor]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_rank_gets_what_all_brought(size: int, found: Callable[[int], Found]) -> None:
-    check_collectives(found(size)["collectives"])
+def test_every_rank_gets_what_all_brought(size: int, found: Callable[[int, str], Ranks]) -> None:
+    check_collectives(found(size, "collectives"))
 
 
 def test_a_group_waits_as_long_as_it_was_told() -> None:
@@ -312,10 +329,10 @@ def test_what_one_engine_has_told_hccl_the_next_one_changes(
 
 @each_of([*MODELS, *SPREAD, *DIVIDED, *ROWS, FUSED])
 def test_ranks_compute_what_one_computes(
-    size: int, name: str, cases: Cases, found: Callable[[int], Found]
+    size: int, name: str, cases: Cases, found: Callable[[int, str], Ranks]
 ) -> None:
     expected, _, _ = alone_of(cases[name]["path"], cases[name].get("way"))
-    first, *others = (rank["logits"] for rank in found(size)[name])
+    first, *others = (rank["logits"] for rank in found(size, name))
     torch.testing.assert_close(first, expected, rtol=0, atol=1e-4)
     assert torch.equal(first.argmax(-1), expected.argmax(-1))
     assert all(torch.equal(first, other) for other in others), "ranks have the same logits, to the bit"
@@ -323,9 +340,9 @@ def test_ranks_compute_what_one_computes(
 
 @each_of([AT_LOAD, STORED])
 def test_ranks_hold_the_int8_weights_of_one(
-    size: int, name: str, cases: Cases, found: Callable[[int], Found]
+    size: int, name: str, cases: Cases, found: Callable[[int, str], Ranks]
 ) -> None:
-    whole, parts = held(alone(cases[name])), [rank["held"] for rank in found(size)[name]]
+    whole, parts = held(alone(cases[name])), [rank["held"] for rank in found(size, name)]
     for layer in range(3):
         for linear in (f"layers.{layer}.attention.output", f"layers.{layer}.mlp.down"):
             weight, scale, _ = whole[linear]
@@ -344,14 +361,14 @@ def test_ranks_hold_the_int8_weights_of_one(
 
 @each_of([AT_LOAD, STORED, INT8_ROWS])
 def test_ranks_in_int8_compute_what_one_computes(
-    size: int, name: str, cases: Cases, found: Callable[[int], Found]
+    size: int, name: str, cases: Cases, found: Callable[[int, str], Ranks]
 ) -> None:
     decoder = alone(cases[name])
     whole = first_logits_of(decoder)
     for layer in decoder.layers:
         layer.attention.output.ops = layer.mlp.ops = InParts(size)
     expected = first_logits_of(decoder)
-    first, *others = (rank["logits"] for rank in found(size)[name])
+    first, *others = (rank["logits"] for rank in found(size, name))
     # A sum in another order may round an activation to the next of its 255 steps, here and there
     assert (first - expected).norm() <= 1e-2 * expected.norm()
     assert (first - whole).norm() <= 5e-2 * whole.norm()
@@ -359,37 +376,39 @@ def test_ranks_in_int8_compute_what_one_computes(
 
 
 def test_ranks_in_bfloat16_are_as_near_to_float32_as_one_is(
-    cases: Cases, found: Callable[[int], Found]
+    cases: Cases, found: Callable[[int, str], Ranks]
 ) -> None:
     exact = first_logits_of(alone(cases[BFLOAT16] | {"dtype": "float32"}))
     whole = first_logits_of(alone(cases[BFLOAT16]))
-    assert (found(2)[BFLOAT16][0]["logits"] - exact).norm() <= 1.5 * (whole - exact).norm()
+    assert (found(2, BFLOAT16)[0]["logits"] - exact).norm() <= 1.5 * (whole - exact).norm()
 
 
 @each_of(CHOOSE)
 def test_ranks_draw_the_tokens_that_one_draws(
-    size: int, name: str, cases: Cases, found: Callable[[int], Found]
+    size: int, name: str, cases: Cases, found: Callable[[int, str], Ranks]
 ) -> None:
     _, expected, _ = alone_of(cases[name]["path"], cases[name].get("way"))
-    first, *others = (rank["tokens"] for rank in found(size)[name])
+    first, *others = (rank["tokens"] for rank in found(size, name))
     assert first.tolist() == expected.tolist()
     assert not any(other.numel() for other in others), "the leader alone chooses"
 
 
 @each_of(CHOOSE)
 def test_all_ranks_choose_the_best_tokens_of_one_without_joining_logits(
-    size: int, name: str, cases: Cases, found: Callable[[int], Found]
+    size: int, name: str, cases: Cases, found: Callable[[int, str], Ranks]
 ) -> None:
     _, _, expected = alone_of(cases[name]["path"], cases[name].get("way"))
-    ranks = found(size)[name]
+    ranks = found(size, name)
     assert [rank["greedy"].tolist() for rank in ranks] == [expected.tolist()] * size
     assert {rank["gathered"] for rank in ranks} == {0}
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_no_rank_reads_what_another_holds(size: int, cases: Cases, found: Callable[[int], Found]) -> None:
-    for name in found(size).keys() & cases.keys():
-        ranks, path = found(size)[name], Path(cases[name]["path"])
+@pytest.mark.parametrize(("size", "is_further"), first_quick(1, [(2, False), (2, True), (4, False)]))
+def test_no_rank_reads_what_another_holds(
+    size: int, is_further: bool, cases: Cases, found: Callable[[int, str], Ranks]
+) -> None:
+    for name in names_of(size, is_further, cases):
+        ranks, path = found(size, name), Path(cases[name]["path"])
         with safe_open(path / SINGLE, "pt") as file:
             bytes_of = {each: file.get_tensor(each).nbytes for each in [*file.keys()]}
         heads = json.loads((path / "config.json").read_text())["num_key_value_heads"]

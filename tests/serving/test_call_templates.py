@@ -398,7 +398,7 @@ def test_the_parser_finds_valid_calls_in_what_the_grammar_takes(form: str) -> No
     assert num_taken > 0
 
 
-@pytest.mark.parametrize("form", first_quick(6, TOOL_FORMATS))
+@pytest.mark.parametrize("form", first_quick(3, TOOL_FORMATS))
 def test_no_way_to_cut_a_damaged_answer_changes_what_it_says(form: str) -> None:
     """Text, calls, and calls that are spoilt or of what is no tool, one behind the other."""
     rng, parts = random.Random(f"{form} damaged"), TOOL_FORMATS[form]

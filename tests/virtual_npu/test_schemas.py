@@ -53,6 +53,7 @@ def test_only_these_have_no_meta_kernel() -> None:
     }
 
 
+@pytest.mark.slow
 def test_references_return_what_the_wheels_meta_kernels_say() -> None:
     for each in filter(has_meta_kernel, OPERATORS):
         for seed in range(2):
