@@ -510,6 +510,7 @@ def _with_kept_states(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> M
             value=asked,
             limit=least,
         )
+    _check_state_fraction(recipe.cache)
     if asked is None and not recipe.cache.prefix_sharing:
         return sizing
     budget = _cache_bytes(recipe, sizing, num_devices)
@@ -532,6 +533,18 @@ def _check_state_keys(cache: CacheSection) -> None:
                 "leave it out",
                 value=value,
             )
+
+
+def _check_state_fraction(cache: CacheSection) -> None:
+    """Raise RecipeError for a share of the cache's memory where no memory is divided."""
+    numbers = [name for name in ("num_states", "num_pages") if getattr(cache, name) is not None]
+    if numbers and cache.state_fraction != CacheSection().state_fraction:
+        raise RecipeError(
+            ("cache.state_fraction", f"cache.{numbers[0]}"),
+            f"is not read where `cache.{numbers[0]}` says a number",
+            "leave one of them out",
+            value=cache.state_fraction,
+        )
 
 
 def _cache_bytes(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int | None:

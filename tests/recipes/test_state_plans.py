@@ -265,6 +265,18 @@ def test_keys_of_states_are_refused_where_there_are_none(name: str) -> None:
         plan_memory(recipe, model_config(recipe), GIB)
 
 
+@pytest.mark.parametrize("number", ["num_states=80", "num_pages=400"])
+def test_a_share_for_states_is_refused_beside_numbers(number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELS", "models")
+    share, memory = "cache.state_fraction=0.5", [] if "states" in number else ["cache.memory_gib=null"]
+    with pytest.raises(
+        RecipeError, match=rf"state_fraction.*`cache\.{number.split('=')[0]}`.*leave one"
+    ) as error:
+        of_qwen3_5(64 * GIB, f"cache.{number}", share, *memory)
+    assert error.value.value == 0.5
+    of_qwen3_5(64 * GIB, f"cache.{number}", *memory)
+
+
 def test_a_host_tier_with_states_stays_within_its_memory() -> None:
     """However few states it has: one for a request that is swapped out, and the null one, are the least."""
     config = decoder_config(QWEN3_NEXT_80B)
