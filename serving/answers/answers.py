@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,6 +80,34 @@ def collect(known: dict[int, AnswerDelta], deltas: Iterable[tuple[int, AnswerDel
             known[index].extend(delta)
         else:
             known[index] = delta
+
+
+class UnstreamedAnswer:
+    """The parts of one answer that is written whole, which `parse` reads.
+
+    They are parsed together at the end, which takes less time, unless they are `told_apart`: each is then
+    parsed as it comes, since what it says could not be told once it is joined to others.
+    """
+
+    def __init__(self, parse: Callable[[AnswerDelta], Iterable[object]], *, told_apart: bool) -> None:
+        self._parse, self._told_apart = parse, told_apart
+        self._taken: dict[int, AnswerDelta] = {}  # what is not parsed yet
+        self._last = AnswerDelta(0, "")
+
+    def take(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> None:
+        """Take new parts of the answer."""
+        for each in deltas:
+            collect(self._taken, [each])
+            if self._told_apart:
+                self.parsed()
+
+    def parsed(self) -> AnswerDelta:
+        """Parse what was taken, and return the last that was parsed."""
+        for delta in self._taken.values():
+            deque(self._parse(delta), maxlen=0)
+            self._last = delta
+        self._taken.clear()
+        return self._last
 
 
 class SampleAnswers:

@@ -17,7 +17,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from borders.refusal import BadRequest
-from serving.answers.answers import AnswerDelta, AnswerStream, collect
+from serving.answers.answers import AnswerDelta, AnswerStream, UnstreamedAnswer
 from serving.api.answer_parser import AnswerParser
 from serving.api.errors import anthropics_error, for_anthropic
 from serving.api.generation import EFFORT_HEADER, Generation, fields_as_sent
@@ -305,23 +305,16 @@ class MessageObject:
             "model": body.model,
         }
         self._has_begun = False
-        self._taken: dict[int, AnswerDelta] = {}  # what was taken of the answer, and is not parsed yet
-        self._last = AnswerDelta(0, "")  # what was parsed last
+        # Thoughts that no token ends are counted in parts of a token each
+        self._unstreamed = UnstreamedAnswer(self._grown, told_apart=parser.counts_by_token)
 
     def take(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> None:
-        """Take new parts of the answer, which is written whole.
-
-        They are parsed together at its end, which takes less time, unless its thoughts could not be counted.
-        """
-        for each in deltas:
-            collect(self._taken, [each])
-            if self._parser.counts_by_token:
-                self._parse()
+        """Take new parts of the answer, which is written whole."""
+        self._unstreamed.take(deltas)
 
     def whole(self) -> Iterator[bytes]:
         """Yield the whole message, made from its one answer."""
-        self._parse()
-        stop = self._stop(self._last)
+        stop = self._stop(self._unstreamed.parsed())
         yield from pieces_of(
             {**self._head, "content": self._blocks.written(), **stop, "usage": self._usage()}
         )
@@ -348,14 +341,6 @@ class MessageObject:
         """Return the last event of a message that cannot be completed."""
         error = anthropics_error(*for_anthropic(failure), self._request_id, failure.code)
         return b"event: error\ndata: " + error + b"\n\n"
-
-    def _parse(self) -> None:
-        """Parse what was taken."""
-        for delta in self._taken.values():
-            for _ in self._grown(delta):
-                pass
-            self._last = delta
-        self._taken.clear()
 
     def _grown(self, delta: AnswerDelta) -> Iterator[Json]:
         yield from self._blocks.push(self._parser.push(delta.index, delta))

@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from borders.refusal import BadRequest
 from continuous_batching.request import TokenLogprobs
-from serving.answers.answers import AnswerDelta, AnswerStream, collect
+from serving.answers.answers import AnswerDelta, AnswerStream, UnstreamedAnswer
 from serving.api.answer_parser import AnswerParser
 from serving.api.choices import as_content
 from serving.api.errors import whole
@@ -371,8 +371,9 @@ class ResponseObject:
         self._with_logprobs = _LOGPROBS in asked
         self._items = OutputItems(text, parser.call_id, answer.group, carries=_THOUGHTS in asked)
         self._num_events = 0
-        self._taken: dict[int, AnswerDelta] = {}  # what was taken of the answer, and is not parsed yet
-        self._last = AnswerDelta(0, "")  # what was parsed last
+        # Of joined parts it could not be told which tokens are whose, nor how many are of thoughts
+        told_apart = self._with_logprobs or parser.counts_by_token
+        self._unstreamed = UnstreamedAnswer(self._grown, told_apart=told_apart)
         params = answer.request.params
         self._head: Json = {
             "id": answer.group,
@@ -401,20 +402,12 @@ class ResponseObject:
         }
 
     def take(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> None:
-        """Take new parts of the answer, which is written whole.
-
-        They are parsed together at its end, which takes less time, unless it then could not be told which
-        tokens are whose, or how many are of thoughts.
-        """
-        for each in deltas:
-            collect(self._taken, [each])
-            if self._with_logprobs or self._parser.counts_by_token:
-                self._parse()
+        """Take new parts of the answer, which is written whole."""
+        self._unstreamed.take(deltas)
 
     def whole(self) -> Iterator[bytes]:
         """Yield the whole response, made from its one answer."""
-        self._parse()
-        yield from pieces_of(self._ended(self._last))
+        yield from pieces_of(self._ended(self._unstreamed.parsed()))
 
     def events(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> Iterator[bytes]:
         """Yield the events for new parts of the answer."""
@@ -446,14 +439,6 @@ class ResponseObject:
             pass
         response = self._response("failed", error=error, output=parts(self._items.written()))
         return b"".join(self._event({"type": "response.failed", "response": response}))
-
-    def _parse(self) -> None:
-        """Parse what was taken."""
-        for delta in self._taken.values():
-            for _ in self._grown(delta):
-                pass
-            self._last = delta
-        self._taken.clear()
 
     def _grown(self, delta: AnswerDelta) -> Iterator[Json]:
         said = self._parser.push(delta.index, delta)

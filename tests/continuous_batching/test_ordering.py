@@ -294,14 +294,20 @@ def test_who_outranks_takes_the_slot_of_the_lowest_and_nobody_loses_a_token() ->
     assert [requests[name].num_preemptions for name in requests] == [0, 1, 0, 0]
 
 
-def test_who_outranks_has_the_slot_also_where_the_tenant_that_gave_it_is_next() -> None:
-    engine = make(num_slots=2, weights={}, order=Aged(priority_s=100, length_s=0), outrank=True)
-    engine.add(ask("old", 6, 40, tenant="a"))
+def begun_behind_another_tenants(engine: Engine, num_tokens: int) -> Request:
+    """A request of tenant c in a slot that tenant b has left, which has had more than its share."""
     engine.add(ask("more", 12, 8, tenant="b"))
     while engine.scheduler.slots.find("more") is not None or len(engine.scheduler.waiting):
         engine.step()
-    engine.add(low := ask("low", 6, 20, tenant="c"))
+    engine.add(low := ask("low", 6, num_tokens, tenant="c"))
     engine.step()
+    return low
+
+
+def test_who_outranks_has_the_slot_also_where_the_tenant_that_gave_it_is_next() -> None:
+    engine = make(num_slots=2, weights={}, order=Aged(priority_s=100, length_s=0), outrank=True)
+    engine.add(ask("old", 6, 40, tenant="a"))
+    low = begun_behind_another_tenants(engine, 20)
     engine.add(high := ask("high", 6, 4, tenant="b", priority=1))
     engine.step()
     assert [engine.slots.find(name) is not None for name in ("low", "high")] == [False, True]
@@ -315,11 +321,7 @@ def test_who_outranks_keeps_the_pages_that_were_given_until_there_are_enough() -
     order = Aged(priority_s=100, length_s=0)
     engine = make(num_slots=2, num_pages=1 + 12, weights={}, order=order, outrank=True)
     engine.add(old := ask("old", 6, 30, tenant="a"))
-    engine.add(ask("more", 12, 8, tenant="b"))
-    while engine.scheduler.slots.find("more") is not None or len(engine.scheduler.waiting):
-        engine.step()
-    engine.add(low := ask("low", 6, 4, tenant="c"))
-    engine.step()
+    low = begun_behind_another_tenants(engine, 4)
     engine.add(high := ask("high", 38, 4, tenant="b", priority=1))
     engine.step()
     assert (engine.scheduler.held_back, low.num_preemptions) == ("pages", 1)
