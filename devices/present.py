@@ -23,6 +23,7 @@ SMI_LIMIT_S = 60
 # npu-smi calls a die of the 910C by this name alone; a 910 of the first generation is 910A, 910B or 910ProB.
 BARE_910C = "Ascend910"
 VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
+DEVICES = Path("/dev")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +50,20 @@ class Present:
     busy: str = ""  # words for devices with far less free than another has, and how to leave them out
 
 
-def present(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> Present:
+def present(environment: Mapping[str, str] = os.environ) -> Present:
     """Return the devices of this machine: its NPUs, else its CUDA devices, else its processor.
 
     Raises ValueError for an NPU of which npu-smi does not say what it is.
     """
-    if any(devices.glob("davinci[0-9]*")):
+    if num_npus():
         return npus(_npu_smi(), environment)
     return _cuda() or processor()
 
 
 def npus(printed: str, environment: Mapping[str, str]) -> Present:
     """Return the NPUs that `npu-smi info` shows and the environment leaves visible."""
-    chips = dict(enumerate(chips_of(printed)))
-    said = environment.get(VISIBLE_NPUS, "").split(",")
-    if all(each.strip().isdecimal() for each in said):
-        chips = {number: chip for number, chip in chips.items() if number in map(int, said)}
+    shown = chips_of(printed)
+    chips = {number: shown[number] for number in visible_npus(len(shown), environment)}
     fix = "say which one it is: device.kind=npu device.product=910B device.memory_gib=60, as it may be"
     if not chips:
         seen = environment.get(VISIBLE_NPUS)
@@ -86,6 +85,18 @@ def npus(printed: str, environment: Mapping[str, str]) -> Present:
             f" use, export {VISIBLE_NPUS}={idle}"
         )
     return Present("npu", name, product, len(chips), least * MIB, busy)
+
+
+def num_npus() -> int:
+    """Return how many NPUs the driver shows."""
+    return len(list(DEVICES.glob("davinci[0-9]*")))
+
+
+def visible_npus(count: int, environment: Mapping[str, str]) -> list[int]:
+    """Return those of so many NPUs that the environment leaves visible: all where it says no numbers."""
+    said = environment.get(VISIBLE_NPUS, "").split(",")
+    numbers = [int(each) for each in said if each.strip().isdecimal()]
+    return [each for each in range(count) if len(numbers) < len(said) or each in numbers]
 
 
 def product_of(chip: str) -> str | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from devices.ascend_limits import ATB_MOST_PAGE, ATB_PAGES, PRODUCTS, AscendProduct
-from devices.present import Present, present, processor
+from devices.present import Present, num_npus, present, processor, visible_npus
 from models.config import DecoderConfig
 from models.parallel.share import Share
 from recipes.assembly.families import share_of
@@ -280,9 +280,10 @@ def _asked(said: dict[str, Any], found: Present | None) -> Present:
     kind, product = "npu" if is_virtual or asked else said.get("device.kind"), asked or "910B"
     if kind == "cpu":
         return found if found is not None and found.kind == "cpu" else processor()
-    if kind == "npu" and (gib is not None or is_virtual):
+    # A product is taken for granted where no NPU is here that could say what it is
+    if kind == "npu" and (is_virtual or (gib is not None and (asked or not num_npus()))):
         name = f"a virtual {product}" if is_virtual else f"Ascend {product}"
-        count = VIRTUAL_DEVICES if is_virtual else len(list(Path("/dev").glob("davinci[0-9]*")))
+        count = VIRTUAL_DEVICES if is_virtual else len(visible_npus(num_npus(), os.environ))
         found = Present("npu", name, product, max(1, count), processor().memory_bytes)
     found = present() if found is None else found
     if kind is not None and kind != found.kind:

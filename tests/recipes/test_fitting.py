@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from borders.files import in_one_line
+from devices import present
 from devices.ascend_limits import PRODUCTS
 from devices.present import Present, npus
 from models.checkpoint.files import SINGLE, checkpoint_files
@@ -91,6 +92,24 @@ def test_an_npu_that_others_use_is_named_with_those_that_are_free(tmp_path: Path
     assert half.busy in fitting(folder(tmp_path / "small", LLAMA_8B), found=half).reasons
     assert npus(printed, {"ASCEND_RT_VISIBLE_DEVICES": "3,0"}).busy == ""
     assert "ASCEND_RT_VISIBLE_DEVICES=3" in npus(printed, {"ASCEND_RT_VISIBLE_DEVICES": "2,3"}).busy
+
+
+def test_memory_alone_changes_no_product_and_brings_no_hidden_npu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two NPUs of four are visible, of which npu-smi says that they are 310P."""
+    for number in range(4):
+        (tmp_path / f"davinci{number}").touch()
+    monkeypatch.setattr(present, "DEVICES", tmp_path)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1,3")
+    shown = 4 * SMI_OF_A_CHIP.format(name="310P3", used=3072, total=65536)
+    monkeypatch.setattr(present, "_npu_smi", lambda: shown)
+    model, kind, memory = folder(tmp_path / "model", LLAMA_70B), "device.kind=npu", "device.memory_gib=40"
+    chosen = fitting(folder(tmp_path / "small", LLAMA_8B), [kind, memory])
+    assert read(ROOT / chosen.recipe, chosen.overrides).recipe.device.product == "310P"
+    for product, name in ([], "310P3"), (["device.product=910B"], "Ascend 910B"):
+        with pytest.raises(RecipeError, match=f"2 x {name} cannot hold the model"):
+            fitting(model, [kind, memory, *product])
 
 
 @pytest.mark.parametrize("product", [each.name for each in PRODUCTS])
