@@ -555,8 +555,9 @@ class StateGroup(BesideGroup):
         self._spent.update(targets[spent].tolist())
         on_device = targets > 0
         sources, targets = sources[on_device], targets[on_device]
-        self._used[targets] = np.where(sources > 0, self._used[sources], self.returns.turn)
-        self._times[targets] = np.where(sources > 0, self._times[sources], UNKNOWN)
+        known = np.maximum(sources, NULL_PAGE)  # pages of the host have no entries, and may be more
+        self._used[targets] = np.where(sources > 0, self._used[known], self.returns.turn)
+        self._times[targets] = np.where(sources > 0, self._times[known], UNKNOWN)
 
     def _follow(self, sources: Index, targets: Index) -> None:
         super()._follow(sources, targets)

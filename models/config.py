@@ -846,6 +846,18 @@ class DecoderConfig:
         return rows * self._row_bytes(self.form("lm_head"), self.hidden_size)
 
     @property
+    def reach(self) -> int:
+        """The positions that the model reaches, with a rotary embedding that its configuration stretches."""
+        rope = self.rope
+        if rope.is_within:
+            return self.max_positions
+        if rope.kind == "yarn":
+            return max(self.max_positions, int(rope.original_max_positions * rope.factor))
+        if rope.kind in ("linear", "dynamic"):
+            return int(self.max_positions * rope.factor)
+        return self.max_positions
+
+    @property
     def max_shared_positions(self) -> int | None:
         """Number of positions whose keys depend on the tokens alone; None for all.
 

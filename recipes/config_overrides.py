@@ -45,14 +45,15 @@ def with_overrides(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     for name, value in overrides.items():
         _check(name, value, fields)
     replaced = {**fields, **overrides, **_replaced_rope(fields, overrides)}
-    return {**hf, "text_config": replaced} if fields is text else replaced
+    outer = {name: value for name, value in overrides.items() if name in hf}  # which counts, if both say it
+    return {**hf, **outer, "text_config": replaced} if fields is text else replaced
 
 
 def named_overrides(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each field that is replaced, with its value and the checkpoint's own."""
     text = hf.get("text_config")
     fields = text if isinstance(text, Mapping) else hf
-    said = {**fields, **_rope(fields)}
+    said = {**fields, **_rope(fields), **{name: hf[name] for name in overrides if hf.get(name) is not None}}
     for name, value in overrides.items():
         own = abbreviate(said[name]) if name in said else "nothing"
         yield f"{name} is {value!r}, where the checkpoint's config.json says {own}"

@@ -127,9 +127,7 @@ class ServedAdapters(KnownAdapters):
         if not name or len(name) > LONGEST_NAME or name in self._by_name:
             problem = "is loaded already; unload it first" if name in self._by_name else ""
             raise BadRequest("lora_name", problem, value=name, limit=f"of 1 to {LONGEST_NAME} characters")
-        taken = {each.number for each in self._by_name.values()} | {each.adapter for each in self._requests()}
-        free = [number for number in range(1, self.most + 1) if number not in taken]
-        if not free:
+        if self._free_place() is None:
             fix = "unload one, or raise adapters.most; its requests must have ended"
             raise BadRequest("lora_name", f"has no place: all {self.most} are taken", value=name, fix=fix)
         try:
@@ -137,12 +135,17 @@ class ServedAdapters(KnownAdapters):
         except (ValueError, OSError) as error:
             problem = self._hidden(in_one_line(error))
             raise BadRequest("lora_path", f"cannot be used: {problem}") from error
-        if name in self._by_name or any(each.number == free[0] for each in self.all):
+        place = self._free_place()  # another adapter, or a request on one that has gone, may be there now
+        if name in self._by_name or place is None:
             raise Unavailable("another adapter has taken the name or the place meanwhile", 0.0)
-        self._by_name[name] = adapter = NamedAdapter(name, free[0], files, is_there=False)
+        self._by_name[name] = adapter = NamedAdapter(name, place, files, is_there=False)
         self._waiting[name] = asyncio.get_running_loop().create_future()
         self._tell(adapter)
         await self._waiting[name]
+
+    def _free_place(self) -> int | None:
+        taken = {each.number for each in self.all} | {each.adapter for each in self._requests()}
+        return next((number for number in range(1, self.most + 1) if number not in taken), None)
 
     def unload(self, name: str) -> None:
         """Accept no more requests for an adapter; its place is free when its requests have ended.

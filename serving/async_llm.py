@@ -514,14 +514,14 @@ class AsyncLLM:
             answer.request,
             self.text,
             prompt=given.get("prompt"),
-            with_logprobs=params.logprobs is not None,
+            with_logprobs=params.shows_logprobs,
         )
         try:
             while deltas := await answer.next():
                 output.take(deltas)
                 yield output.output(
                     answer.prompt_logprobs,
-                    finished=not answer.is_open,
+                    finished=answer.is_read,
                     num_cached_tokens=answer.num_cached_tokens,
                 )
         finally:

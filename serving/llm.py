@@ -158,7 +158,7 @@ class LLM:
         scheduler.check(request)
         self._grammars.constrain(request)
         self._processors.give(request)
-        return Job(request, text_options(given, self.text), params.n, params.logprobs is not None)
+        return Job(request, text_options(given, self.text), params.n or 1, params.shows_logprobs)
 
     def _run(self, jobs: list[Job], use_tqdm: Progress) -> dict[str, list[AnswerDelta]]:
         """Run jobs to their end, and return the answers to each by its request's id."""

@@ -64,7 +64,7 @@ def read_jobs(
                 parse_request(fields, text, adapters=adapters, defaults=defaults),
                 text_options(fields, text),
                 num_answers=fields.get("n") or 1,
-                show_logprobs=fields.get("logprobs") is not None,
+                show_logprobs=fields.get("logprobs") is not None and fields["logprobs"] is not False,
                 fits_prompt=fields.get("truncate_prompt_tokens") == -1,
             )
             ids = [each.id for each in (job.request, *job.request.followers)]

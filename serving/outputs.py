@@ -43,6 +43,11 @@ class VllmSamplingParams:
         """Return the fields of a request with these values."""
         return {each.name: getattr(self, each.name) for each in taken_by("Python")}
 
+    @property
+    def shows_logprobs(self) -> bool:
+        """Whether log-probabilities are asked for; 0 asks for those of the chosen tokens."""
+        return self.logprobs is not None and self.logprobs is not False
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:

@@ -70,7 +70,7 @@ def plan_memory(
     """
     num_devices, ranks_here = tensor * stages, ranks_here or recipe.parallel.ranks_of_a_machine
     both = _decoders(recipe, config, share)
-    most_tokens = min(recipe.scheduler.max_request_tokens or 2**31, max_positions(config))
+    most_tokens = min(recipe.scheduler.max_request_tokens or 2**31, config.reach)
     sizing = MemoryPlan(
         num_parameters=both[0].num_parameters,
         weight_bytes=_weight_bytes(recipe, both, share, tiles_weights),
@@ -192,11 +192,11 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
         widths += max(8 * config.hidden_size, of_choices) + 8 * config.mixture.num_experts
     is_latent, is_npu = config.latent is not None, recipe.device.kind == "npu"
     is_plain = recipe.device.attention == "reference" or (is_latent and not is_npu)
-    seen = min(num_tokens, max_positions(config))
+    seen = min(num_tokens, config.reach)
     if is_plain:  # a span may attend to more of its request's keys and values than it computes
         seen = max(seen, _longest_cached(recipe, config))
     index = None if config.latent is None else config.latent.index
-    most_read = max_positions(config) if index is None else index.top_k  # tokens that one token may read
+    most_read = config.reach if index is None else index.top_k  # tokens that one token may read
     seen = min(seen, most_read)
     scores = config.num_heads * min(num_tokens, SCORED_ROWS) * seen * (8 + config.dtype_bytes)
     if index is not None:
@@ -276,25 +276,10 @@ def step_tokens(recipe: Recipe, config: DecoderConfig) -> int:
 
 def _longest_cached(recipe: Recipe, config: DecoderConfig) -> int:
     """Return the most tokens of a request, as far as they are known before the cache is planned."""
-    longest_tokens = recipe.scheduler.max_request_tokens or max_positions(config)
+    longest_tokens = recipe.scheduler.max_request_tokens or config.reach
     if recipe.cache.num_pages is None:
         return longest_tokens
     return min(longest_tokens, (recipe.cache.num_pages - 1) * recipe.cache.page_size + 1)
-
-
-def max_positions(config: DecoderConfig) -> int:
-    """Return the positions that a model reaches.
-
-    Its rotary embedding is scaled as its configuration says.
-    """
-    rope = config.rope
-    if rope.is_within:
-        return config.max_positions
-    if rope.kind == "yarn":
-        return max(config.max_positions, int(rope.original_max_positions * rope.factor))
-    if rope.kind in ("linear", "dynamic"):
-        return int(config.max_positions * rope.factor)
-    return config.max_positions
 
 
 def _weight_bytes(recipe: Recipe, both: list[DecoderConfig], share: Share, tiles_weights: bool | None) -> int:
@@ -411,7 +396,7 @@ def _estimate(recipe: Recipe, decoders: list[DecoderConfig], vocab_size: int) ->
 
 def _check_positions(recipe: Recipe, decoders: list[DecoderConfig], longest_tokens: int) -> None:
     """Raise RecipeError where requests are longer than a draft model's positions."""
-    most = min(max_positions(each) for each in decoders)
+    most = min(each.reach for each in decoders)
     if longest_tokens > most:  # the model's own positions have already bounded the requests
         raise RecipeError(
             ("speculation.draft_path", "scheduler.max_request_tokens"),
@@ -649,7 +634,7 @@ def _longest(recipe: Recipe, decoders: list[DecoderConfig], cache_tokens: int) -
 
 
 def _longest_of_model(recipe: Recipe, config: DecoderConfig, cache_tokens: int) -> tuple[int, str]:
-    asked, positions = recipe.scheduler.max_request_tokens, max_positions(config)
+    asked, positions = recipe.scheduler.max_request_tokens, config.reach
     if asked is None:
         policy = recipe.scheduler.policy
         limits = ((positions, "the model's positions"), (cache_tokens, "what the cache holds"))

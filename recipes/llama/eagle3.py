@@ -35,7 +35,7 @@ def config(
         raise ValueError(
             f"the model has {num_layers} layers, and an EAGLE-3 head is for one of {LEAST_LAYERS} or more"
         )
-    plain = llama({**hf, "max_position_embeddings": target.max_positions})
+    plain = llama({**hf, "max_position_embeddings": target.reach})
     taps = (2, num_layers // 2, num_layers - 3)
     _check(hf, plain, target, taps)
     draft_vocab = plain.vocab_size

@@ -155,8 +155,11 @@ class SampleAnswers:
         if reason is None:
             return self._grow(sample, delta)
         ended_by = tokens[-1] if reason == "stop" else None
-        is_stop_token = ended_by in sample.request.params.stop_token_ids
-        return self._finish(sample, delta, reason, ended_by if is_stop_token else None)
+        params = sample.request.params
+        # The tokenizer's own end, of which a checkpoint's ids say nothing, was added to those asked for
+        own = () if self._text is None or params.ignore_eos else self._text.further_end_ids
+        is_asked = ended_by in params.stop_token_ids and ended_by not in own
+        return self._finish(sample, delta, reason, ended_by if is_asked else None)
 
     def end(self, index: int, reason: str, hypotheses: Sequence[Found] = ()) -> list[AnswerDelta]:
         """End a sample without another token, and return the new parts of answers.
@@ -256,7 +259,7 @@ class AnswerStream(SampleAnswers):
         self.is_of_batch = False  # it answers a line of a batch
         self.is_accepted = False  # the request is, or was, in the engine's queue
         self.decided = asyncio.Event()  # set once it is accepted, or has failed before
-        self._max_unread_tokens = max_unread_tokens
+        self._most_unread_tokens = num_answers * max_unread_tokens
         self._unread: list[AnswerDelta] = []
         self._num_unread = 0
         self._reader: asyncio.Future[None] | None = None  # done once there is news for who waits in `next`
@@ -365,10 +368,10 @@ class AnswerStream(SampleAnswers):
             self._unread.append(delta)
             self._num_unread += len(delta.tokens)
         self._wake()
-        if self._num_unread > self._max_unread_tokens and self.is_open:
+        if self._num_unread > self._most_unread_tokens and self.is_open:
             self.fail(
                 CutOff(
-                    f"{self._num_unread} tokens were not read; a client may leave {self._max_unread_tokens}"
+                    f"{self._num_unread} tokens were not read; a client may leave {self._most_unread_tokens}"
                     " unread (server.max_unread_tokens): read faster, or ask for fewer at once",
                     "slow_reader",
                 )

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from email.message import Message
 from functools import partial
@@ -48,7 +49,8 @@ def _parsed(header: str, value: str) -> Message:
 def read_form(content_type: str, body: bytes) -> Mapping[str, FormField]:
     """Return the fields by name; raises BadRequest."""
     kind = _parsed("content-type", content_type)
-    boundary = kind.get_boundary()
+    with _refused_if_undecodable():
+        boundary = kind.get_boundary()
     if kind.get_content_type() != "multipart/form-data" or not boundary:
         raise BadRequest(None, _NO_FORM)
     # A boundary stands at the beginning of a line. A line break before the body makes that true of the first
@@ -61,13 +63,23 @@ def read_form(content_type: str, body: bytes) -> Mapping[str, FormField]:
     fields: dict[str, FormField] = {}
     for part in parts[:-1]:
         head, is_whole, content = part.removeprefix(b"\r\n").partition(b"\r\n\r\n")
-        name, filename = _names(head) if is_whole and len(head) <= _LONGEST_HEAD else (None, None)
+        with _refused_if_undecodable():
+            name, filename = _names(head) if is_whole and len(head) <= _LONGEST_HEAD else (None, None)
         if name is None:
             raise BadRequest(None, "a field of the form has no name; give it one in Content-Disposition")
         if name in fields:
             raise BadRequest(name, "appears twice in the form; send it once")
         fields[name] = FormField(content, filename)
     return fields
+
+
+@contextmanager
+def _refused_if_undecodable() -> Iterator[None]:
+    """Raise BadRequest where a header names a charset that does not decode it."""
+    try:
+        yield
+    except ValueError as error:
+        raise BadRequest(None, "a header of the form cannot be decoded; write it in UTF-8") from error
 
 
 def _names(head: bytes) -> tuple[str | None, str | None]:

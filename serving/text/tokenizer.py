@@ -356,8 +356,8 @@ class Detokenizer:
     The text ends before a stop string, or after it with `include_stop`; `stopped` then names it, and
     `num_tokens` is the number of tokens that it took. Of several stop strings, the one that is complete first
     counts (of those, the longest), as if the text came character by character, however it was cut into
-    tokens. Stop strings are searched only after the first `min_tokens` tokens. `start` is that of
-    Text.decode.
+    tokens. A stop string must end after the first `min_tokens` tokens, and may begin among them. `start` is
+    that of Text.decode.
     """
 
     def __init__(
@@ -383,6 +383,7 @@ class Detokenizer:
         self._spaces_to_drop = text.num_lead_spaces if start else 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""  # text that may be the beginning of a stop string
+        self._num_early = 0  # characters of it that no stop string may end in
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Return the text that is certain with these tokens; empty once a stop string has been found."""
@@ -425,16 +426,22 @@ class Detokenizer:
         return data
 
     def _advance(self, text: str) -> str:
-        if self.num_tokens <= self._min_tokens:
-            return text
         self._held += text
-        ends = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        ends = []
+        if self.num_tokens <= self._min_tokens:
+            self._num_early = len(self._held)
+        else:
+            for stop in self._stop:
+                at = self._held.find(stop, max(0, self._num_early + 1 - len(stop)))
+                if at >= 0:
+                    ends.append((at + len(stop), at, stop))
         if ends:
             end, at, self.stopped = min(ends)
             shown, self._held = self._held[: end if self._include_stop else at], ""
             return shown
         keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
         cut = len(self._held) - keep
+        self._num_early = max(0, self._num_early - cut)
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown
 

@@ -95,6 +95,9 @@ def end_tokens_of_model(folder: Path) -> list[Any] | None:
     found: list[Any] | None = None
     for name in ("config.json", "generation_config.json"):
         said = optional_json_object(folder / name)
+        text = said.get("text_config")
+        if said.get("eos_token_id") is None and isinstance(text, dict) and "eos_token_id" in text:
+            said = text
         if (ends := said.get("eos_token_id")) is not None:
             found = ends if isinstance(ends, list) else [ends]
         elif found is None and "eos_token_id" in said:

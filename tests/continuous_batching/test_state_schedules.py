@@ -526,6 +526,13 @@ def resumed_beside_its_own_answer(seed: int) -> bool:
     return True
 
 
+def test_states_come_back_from_a_host_that_holds_more_than_the_device() -> None:
+    group, keys = StateGroup(1, 64, 2, PagePool(4), PagePool(10), 20, 20), np.arange(1, 9)
+    assert group.take_in(keys, np.arange(8))[1].tolist() == [*range(1, 9)]
+    (copy,) = group.resume(0, keys)
+    assert (copy.way, copy.sources.tolist(), copy.targets.tolist()) == ("from_host", [8], [1])
+
+
 def test_a_state_on_trial_makes_room_for_a_row() -> None:
     """So does one that is kept where a chunk ends, in an answer that goes on from its first."""
     group, first, second = StateGroup(1, 64, 2, PagePool(3), None, 16, 0), np.array([0]), np.array([1])

@@ -9,7 +9,6 @@ import torch
 
 from models.config import DecoderConfig
 from recipes.assembly.families import decoder_config
-from recipes.assembly.sizing import max_positions
 from tests.each_of import each_of
 from tests.lazy import transformers
 from tests.models.families import CLASSES
@@ -74,7 +73,7 @@ def said(ours: DecoderConfig) -> dict[str, Any]:
         "local": local and (local.kind, local.theta),
         "caps": (ours.score_cap, ours.logit_cap),
         "scale": ours.scale,
-        "positions": max_positions(ours),
+        "positions": ours.reach,
     }
 
 

@@ -307,6 +307,14 @@ def test_a_rope_of_each_layer_type_keeps_both_bases_or_refuses() -> None:
         assert full == local == {"rope_theta": 5.0}
 
 
+def test_a_field_of_a_text_model_counts_although_the_whole_says_it() -> None:
+    """As published: the end tokens of generation_config.json stand beside `text_config`."""
+    hf = {"eos_token_id": [1, 106], "text_config": {"eos_token_id": 1}}
+    replaced = with_overrides(hf, {"eos_token_id": [50]})
+    assert replaced["eos_token_id"] == replaced["text_config"]["eos_token_id"] == [50]
+    assert next(named_overrides(hf, {"eos_token_id": [50]})).endswith("says [1, 106]")
+
+
 def test_what_is_said_twice_of_a_rope_is_refused() -> None:
     for given in (
         {"rope_scaling": YARN | {"rope_theta": 1.0}, "rope_theta": 2.0},

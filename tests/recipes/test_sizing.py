@@ -23,7 +23,7 @@ from models.quantization import Quantization
 from models.step.warm_up import _process_bytes
 from recipes.assembly.families import model_config
 from recipes.assembly.memory_plan import GIB, report
-from recipes.assembly.sizing import estimate, max_positions, plan_memory
+from recipes.assembly.sizing import estimate, plan_memory
 from recipes.machine import start
 from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.reader import load
@@ -178,7 +178,7 @@ def test_the_longest_request_is_what_every_limit_allows():
     ],
 )
 def test_a_stretched_rope_reaches_further(rope, positions):
-    assert max_positions(model_config(made({"rope_scaling": rope}))) == positions
+    assert model_config(made({"rope_scaling": rope})).reach == positions
 
 
 def test_what_cannot_fit_is_refused_with_the_fix():

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from continuous_batching.request import Request
 from kv_cache.page_keys import page_salt
 from recipes.schema.adapters_section import AdaptersSection
 from recipes.schema.recipe import ROOT
+from serving import adapters as of_adapters
 from serving.adapters import AdapterPut, PutAdapter, ServedAdapters
 from serving.continuation import PATH, encode
 from serving.failures import Unavailable
@@ -244,6 +246,52 @@ def test_an_adapter_is_not_asked_for_before_a_new_engine_has_it(folders: Path) -
             ask()
     adapters.hear(AdapterPut(1, sent[0].digest, "the file is gone"))
     assert not adapters.knows("one")
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_place_that_has_been_taken_while_files_were_read_is_not_given_to_another(
+    most: int, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter comes there meanwhile and goes, and a request on it goes on."""
+    sent: list[PutAdapter] = []
+    running: list[Request] = []
+    section = AdaptersSection(most=most, rank=8, root=folders)
+    adapters = ServedAdapters(section, sent.append, lambda: iter(running))
+    may_read, look_at = threading.Event(), of_adapters.look_at
+
+    def slow(folder: Path, rank: int) -> Any:
+        if folder.name == "two":
+            assert may_read.wait(PATIENCE_S)
+        return look_at(folder, rank)
+
+    async def put(name: str) -> None:
+        loading = asyncio.ensure_future(adapters.load(name, name))
+        number = len(sent)
+        while len(sent) == number and not loading.done():
+            await asyncio.sleep(0.01)
+        if len(sent) > number:
+            adapters.hear(AdapterPut(sent[-1].number, sent[-1].digest, ""))
+        await loading
+
+    async def load() -> None:
+        late = asyncio.ensure_future(adapters.load("two", "two"))
+        await asyncio.sleep(0)
+        await put("one")
+        running.append(Request("runs", [1], adapter=adapters.find("one").number))
+        adapters.unload("one")
+        may_read.set()
+        if most == 1:
+            with pytest.raises(Unavailable, match="has taken"):
+                await late
+            return
+        while len(sent) == 1:
+            await asyncio.sleep(0.01)
+        assert [each.number for each in sent] == [1, 2]
+        adapters.hear(AdapterPut(2, sent[1].digest, ""))
+        await late
+
+    monkeypatch.setattr(of_adapters, "look_at", slow)
+    asyncio.run(load())
 
 
 def complete(served: Server, name: str, **fields: Any) -> httpx.Response:

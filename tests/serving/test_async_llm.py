@@ -16,6 +16,7 @@ from continuous_batching.request import SamplingParams as EngineParams
 from serving.answers.answers import AnswerStream
 from serving.async_llm import AsyncLLM
 from serving.engine.messages import Add, Finish, SampleEnd, ToEngine
+from serving.failures import EngineEnded
 from serving.llm import LLM, RequestOutput, SamplingParams
 from serving.text.tokenizer import TextOptions
 from tests.patience import PATIENCE_S
@@ -71,6 +72,28 @@ def test_answers_grow_to_those_of_a_program_by_itself_and_are_found_by_their_ids
             for each, grew in zip(before.outputs, after.outputs):
                 assert grew.text.startswith(each.text)
                 assert grew.token_ids[: len(each.token_ids)] == each.token_ids
+
+
+def test_an_answer_that_fails_is_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not read before is yielded, and then the failure raised."""
+    llm = AsyncLLM(RECIPE, *SMALL)
+    request = Request("a", np.array([301]), EngineParams(max_tokens=9))
+    answer = AnswerStream(request, llm.text, TextOptions(), num_answers=1, max_unread_tokens=1000)
+
+    async def ask(*_: Any, **__: Any) -> list[AnswerStream]:
+        return [answer]
+
+    async def work() -> None:
+        stream = llm.generate("a", SamplingParams(max_tokens=9), "a")
+        answer.take(0, 302, None, None)
+        answer.fail(EngineEnded("the engine ended"))
+        output = await anext(stream)
+        assert (output.finished, output.outputs[0].token_ids) == (False, [302])
+        with pytest.raises(EngineEnded):
+            await anext(stream)
+
+    monkeypatch.setattr(llm, "ask", ask)
+    asyncio.run(work())
 
 
 def test_log_probabilities_of_an_answer_that_grows_are_converted_once(

@@ -110,6 +110,18 @@ def test_too_much_is_refused_and_what_is_released_can_be_had_again() -> None:
     assert limits.reserve(asked, {}, 1000) == [100]
 
 
+def test_each_answer_to_a_prompt_may_have_so_many_unread_tokens() -> None:
+    request, *request.followers = requests(3)
+    answer = AnswerStream(request, None, TextOptions(), num_answers=3, max_unread_tokens=4)
+    for at in range(4):
+        for index in range(3):
+            answer.take(index, at, None, None)
+    assert answer.is_open
+    answer.take(0, 4, None, None)
+    assert answer.failure is not None
+    assert "leave 12 unread" in str(answer.failure)
+
+
 def test_a_refused_prompt_keeps_its_places_until_its_siblings_have_ended(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

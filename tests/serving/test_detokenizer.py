@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -139,6 +141,24 @@ def test_stop_strings_count_only_after_min_tokens(texts: dict[str, Text]) -> Non
         detokenizer = Detokenizer(text, (",",), min_tokens=min_tokens)
         shown = "".join(detokenizer.push([token]) for token in ids) + detokenizer.flush()
         assert shown == expected, min_tokens
+
+
+def test_a_stop_string_may_begin_among_min_tokens_and_ends_after_them(texts: dict[str, Text]) -> None:
+    text, random = texts["byte_level"], Random(5)
+    id_of = {each: text.encode(each)[0] for each in "abc"}
+    for _ in range(cases(300, 30_000)):
+        whole = "".join(random.choices("abc", k=8))
+        stops = tuple("".join(random.choices("abc", k=random.randint(1, 3))) for _ in range(2))
+        min_tokens = random.randint(0, 5)
+        found = (
+            (whole[: end - len(stop)], stop)
+            for end in range(min_tokens + 1, len(whole) + 1)
+            for stop in sorted(stops, key=len, reverse=True)
+            if whole[:end].endswith(stop)
+        )
+        detokenizer = Detokenizer(text, stops, min_tokens=min_tokens)
+        shown = "".join(detokenizer.push([id_of[each]]) for each in whole) + detokenizer.flush()
+        assert (shown, detokenizer.stopped) == next(found, (whole, None)), (whole, stops, min_tokens)
 
 
 def test_a_token_costs_no_more_late_than_early(texts: dict[str, Text]) -> None:

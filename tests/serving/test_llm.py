@@ -29,6 +29,29 @@ def llm() -> LLM:
     return LLM(RECIPE, *SMALL)
 
 
+def test_what_is_none_or_false_asks_for_nothing(llm: LLM) -> None:
+    asked = [SamplingParams(max_tokens=2, n=None, logprobs=each) for each in (None, False, 0)]
+    answers = [each.outputs[0] for each in llm.generate(["One"] * 3, asked, use_tqdm=False)]
+    assert [each.logprobs is None for each in answers] == [True, True, False]
+    assert [each.cumulative_logprob is None for each in answers] == [True, True, False]
+    assert not llm.engine.has_work
+
+
+def test_the_tokenizers_own_end_is_no_stop_token_that_was_asked_for(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert llm.text is not None
+    params = {"temperature": 0, "max_tokens": 8}
+    (whole,) = llm.generate(["348+275="], SamplingParams(**params), use_tqdm=False)
+    second, third = whole.outputs[0].token_ids[1:3]
+    monkeypatch.setattr(llm.text, "further_end_ids", (third,))
+    for asked, expected in (([], (third, None)), ([second], (second, second))):
+        stops = SamplingParams(**params, stop_token_ids=asked)
+        (answer,) = llm.generate(["348+275="], stops, use_tqdm=False)
+        (found,) = answer.outputs
+        assert (found.token_ids[-1], found.stop_reason, found.finish_reason) == (*expected, "stop")
+
+
 def test_answers_are_those_of_a_file(llm: LLM) -> None:
     outputs = llm.generate(PROMPTS, [SamplingParams(**each) for each in PARAMS], use_tqdm=False)
     lines = [

@@ -34,3 +34,14 @@ def test_a_form_that_is_none_is_refused(body: bytes) -> None:
         read_form("multipart/form-data; boundary=b", body.replace(b"--b", b""))
     with pytest.raises(BadRequest):
         read_form("multipart/form-data", body)
+
+
+@pytest.mark.parametrize("value", ["idna''%ff", "undefined''x", "punycode''%ff", "\x00''ab"])
+def test_a_header_in_a_charset_that_does_not_decode_it_is_refused(value: str) -> None:
+    head = f"content-disposition: form-data; name=file; filename*={value}"
+    for kind, body in (
+        ("multipart/form-data; boundary=b", f"--b\r\n{head}\r\n\r\nx\r\n--b--\r\n"),
+        (f"multipart/form-data; boundary*={value}", "--b--"),
+    ):
+        with pytest.raises(BadRequest):
+            read_form(kind, body.encode())

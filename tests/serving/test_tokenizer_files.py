@@ -537,6 +537,8 @@ def test_conversations_with_tools_take_the_template_of_tools(
         ({"eos_token_id": [1, 2]}, False),
         ({"eos_token_id": None}, True),
         ({}, False),
+        ({"text_config": {"eos_token_id": 1}}, True),
+        ({"text_config": {"eos_token_id": 1}, "eos_token_id": 2}, False),
     ],
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
