@@ -140,3 +140,11 @@ def test_a_model_of_few_layers_has_no_head(pair: tuple[Path, Path]) -> None:
 def test_requests_may_be_longer_than_the_heads_positions(pair: tuple[Path, Path]) -> None:
     assert json.loads((pair[1] / "config.json").read_text())["max_position_embeddings"] == 32
     assert build(recipe_of(*pair)).memory.longest_tokens > 400
+
+
+def test_requests_may_be_as_long_as_a_stretched_model_reaches(pair: tuple[Path, Path]) -> None:
+    most = json.loads((pair[0] / "config.json").read_text())["max_position_embeddings"]
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": most}
+    stretched = f"model.config_overrides.rope_scaling={json.dumps(yarn)}"
+    sizes = [f"scheduler.max_request_tokens={3 * most}", f"cache.num_pages={1 + 3 * most // 16}"]
+    assert build(recipe_of(*pair, stretched, *sizes)).memory.longest_tokens == 3 * most
