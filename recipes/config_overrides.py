@@ -53,7 +53,7 @@ def named_overrides(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> Iter
     """Yield a line for each field that is replaced, with its value and the checkpoint's own."""
     text = hf.get("text_config")
     fields = text if isinstance(text, Mapping) else hf
-    said = {**fields, **_rope(fields), **{name: hf[name] for name in overrides if hf.get(name) is not None}}
+    said = {**fields, **{name: hf[name] for name in overrides if hf.get(name) is not None}, **_rope(fields)}
     for name, value in overrides.items():
         own = abbreviate(said[name]) if name in said else "nothing"
         yield f"{name} is {value!r}, where the checkpoint's config.json says {own}"

@@ -260,13 +260,16 @@ def _recorded(params: SamplingParams) -> SamplingParams:
     """Shorten parameters for the recording: most allowed tokens and the grammar are left out.
 
     They may be long, and a replay chooses no tokens. That they exist is kept, because tensor-parallel ranks
-    gather all logits for a request with masks.
+    gather all logits for a request with masks. Those of a beam search are kept: it is refused where it is
+    added if they are fewer than its beams.
     """
     allowed, grammar = params.allowed_token_ids, params.grammar
     if allowed is None and grammar is None:
         return params
+    if allowed is not None and not params.beam_width:
+        allowed = allowed[:4]  # the first int32
     return replace(
         params,
-        allowed_token_ids=None if allowed is None else allowed[:4],  # the first int32
+        allowed_token_ids=allowed,
         grammar=None if grammar is None else "",
     )

@@ -64,7 +64,7 @@ def of_layers(path: Path, name: str) -> tuple[Layers, dict[str, Any]]:
 
 
 def _is_numbers(value: object) -> bool:
-    return isinstance(value, list) and all(integers(0, 2**31).read(each) is not None for each in value)
+    return isinstance(value, list) and all(integers(0, 2**63 - 1).read(each) is not None for each in value)
 
 
 def read(path: Path, config: DecoderConfig) -> Layers:

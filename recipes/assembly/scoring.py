@@ -70,8 +70,8 @@ def check(path: Path, lines: Sequence[Sequence[int]]) -> None:
     longest = max(map(len, lines), default=0)
     if longest < 2:
         raise ValueError("the text has no line of two tokens; name another")
-    if longest > config.max_positions:
-        raise ValueError(f"a line has {longest} tokens; the model reaches {config.max_positions}: break it")
+    if longest > config.reach:
+        raise ValueError(f"a line has {longest} tokens; the model reaches {config.reach}: break it")
     for token in {token for line in lines for token in line}:
         if not 0 <= token < config.vocab_size:
             raise ValueError(

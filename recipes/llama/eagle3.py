@@ -6,7 +6,7 @@ Its config.json is a Llama's with `draft_vocab_size`; see models/drafting/eagle.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from borders.refusal import abbreviate
@@ -35,7 +35,8 @@ def config(
         raise ValueError(
             f"the model has {num_layers} layers, and an EAGLE-3 head is for one of {LEAST_LAYERS} or more"
         )
-    plain = llama({**hf, "max_position_embeddings": target.reach})
+    plain = llama({**hf, "max_position_embeddings": target.max_positions})
+    plain = replace(plain, max_positions=target.reach)
     taps = (2, num_layers // 2, num_layers - 3)
     _check(hf, plain, target, taps)
     draft_vocab = plain.vocab_size

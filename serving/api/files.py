@@ -49,7 +49,7 @@ def _parsed(header: str, value: str) -> Message:
 def read_form(content_type: str, body: bytes) -> Mapping[str, FormField]:
     """Return the fields by name; raises BadRequest."""
     kind = _parsed("content-type", content_type)
-    with _refused_if_undecodable():
+    with _refused_if_unreadable():
         boundary = kind.get_boundary()
     if kind.get_content_type() != "multipart/form-data" or not boundary:
         raise BadRequest(None, _NO_FORM)
@@ -63,7 +63,7 @@ def read_form(content_type: str, body: bytes) -> Mapping[str, FormField]:
     fields: dict[str, FormField] = {}
     for part in parts[:-1]:
         head, is_whole, content = part.removeprefix(b"\r\n").partition(b"\r\n\r\n")
-        with _refused_if_undecodable():
+        with _refused_if_unreadable():
             name, filename = _names(head) if is_whole and len(head) <= _LONGEST_HEAD else (None, None)
         if name is None:
             raise BadRequest(None, "a field of the form has no name; give it one in Content-Disposition")
@@ -74,12 +74,12 @@ def read_form(content_type: str, body: bytes) -> Mapping[str, FormField]:
 
 
 @contextmanager
-def _refused_if_undecodable() -> Iterator[None]:
-    """Raise BadRequest where a header names a charset that does not decode it."""
+def _refused_if_unreadable() -> Iterator[None]:
+    """Raise BadRequest for a header that the standard library fails to read: its charset, or its parts."""
     try:
         yield
-    except ValueError as error:
-        raise BadRequest(None, "a header of the form cannot be decoded; write it in UTF-8") from error
+    except (TypeError, ValueError) as error:
+        raise BadRequest(None, "a header of the form cannot be read; write it in UTF-8") from error
 
 
 def _names(head: bytes) -> tuple[str | None, str | None]:

@@ -199,6 +199,20 @@ def test_a_rank_hears_that_tokens_are_masked_and_not_how(masks: dict[str, Any], 
     assert file.path.stat().st_size < 500
 
 
+def test_a_beam_search_among_few_tokens_is_accepted_by_who_hears_of_it(tmp_path: Path) -> None:
+    file = RecordingFile(tmp_path / "recording")
+    recorder = Recorder(FACTS, file)
+    allowed = packed_ids(range(3, 9))
+    params = SamplingParams(max_tokens=2, temperature=0, beam_width=2, allowed_token_ids=allowed)
+    plain_scheduler().add(request := Request("a", np.arange(4), params))
+    recorder.added(request)
+    recorder.close()
+    with open(file.path, "rb") as opened:
+        (added,) = (each for each in read_entries(opened) if isinstance(each, Added))
+    plain_scheduler().add(heard := request_of(added))
+    assert heard.params.allowed_token_ids == allowed
+
+
 def test_a_resize_is_told_before_ranks_wait_for_each_other_in_it() -> None:
     noted: list[str] = []
 

@@ -68,7 +68,8 @@ def counted(path: Path, counts: list[list[int]], **more: Any) -> Path:
 def test_it_prints_the_load_and_writes_what_a_recipe_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    layers = [[], [8 * (1 + each % 2) + (each < 16) * 20 for each in range(32)], [5] * 32]
+    days = 2**40  # of an engine that has served for long
+    layers = [[], [days * (8 * (1 + each % 2) + (each < 16) * 20) for each in range(32)], [5 * days] * 32]
     counts = counted(tmp_path / "counts", layers, steps=1, num_chosen=1)
     main([str(counts), "--ranks", "2", "--output", str(tmp_path / "placed")])
     said = capsys.readouterr().out.splitlines()

@@ -36,12 +36,22 @@ def test_a_form_that_is_none_is_refused(body: bytes) -> None:
         read_form("multipart/form-data", body)
 
 
-@pytest.mark.parametrize("value", ["idna''%ff", "undefined''x", "punycode''%ff", "\x00''ab"])
-def test_a_header_in_a_charset_that_does_not_decode_it_is_refused(value: str) -> None:
-    head = f"content-disposition: form-data; name=file; filename*={value}"
+_UNREADABLE = [
+    "idna''%ff",
+    "undefined''x",
+    "punycode''%ff",
+    "\x00''ab",
+    "utf-8''b; {}*0=a",
+    "utf-8''b; {}*0*=''a",
+]
+
+
+@pytest.mark.parametrize("value", _UNREADABLE)
+def test_a_header_that_the_standard_library_fails_to_read_is_refused(value: str) -> None:
+    head = f"content-disposition: form-data; name=file; filename*={value.format('filename')}"
     for kind, body in (
         ("multipart/form-data; boundary=b", f"--b\r\n{head}\r\n\r\nx\r\n--b--\r\n"),
-        (f"multipart/form-data; boundary*={value}", "--b--"),
+        (f"multipart/form-data; boundary*={value.format('boundary')}", "--b--"),
     ):
-        with pytest.raises(BadRequest):
+        with pytest.raises(BadRequest, match="cannot be read"):
             read_form(kind, body.encode())
