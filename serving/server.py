@@ -10,7 +10,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,11 @@ class ServerOptions:
     def rights_of(self) -> dict[str, Rights]:
         """Return the keys and their rights; raises ValueError for a key that no client could send.
 
-        The environment's key is the operator's, and may ask for any priority.
+        The environment's key is the operator's, and may ask for any priority, whatever its line says.
         """
         rights_of = {} if self.api_keys is None else ApiKeys.read(self.api_keys)
         if key := key_of_environment():
-            rights_of.setdefault(key, Rights())
+            rights_of[key] = replace(rights_of.get(key, Rights()), max_priority=None)
         return rights_of
 
 

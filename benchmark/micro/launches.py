@@ -130,6 +130,9 @@ def _narrow(recipe: Recipe) -> Recipe:
     gates_apart = config.mixture is not None and not fuses_gate(config.mixture.inner_size // sharing)
     if config.quantization is not None and gates_apart:
         hf["moe_intermediate_size" if "moe_intermediate_size" in hf else "intermediate_size"] = UNFUSED_EXPERT
+    # More dense layers than one would leave too few of experts among the layers that are kept.
+    dense = ("first_k_dense_replace", "moe_layer_start_index")
+    hf |= {key: 1 for key in dense if (hf.get(key) or 0) > 1}
     if config.latent is None:
         hf["head_dim"] = config.head_dim
     else:

@@ -14,6 +14,7 @@ import json
 import math
 import re
 import resource
+import secrets
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -148,7 +149,10 @@ async def _watch_loop(lags_s: list[float]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """The plan of one measure. `request_rate` None keeps the trace's own times."""
+    """The plan of one measure. `request_rate` None keeps the trace's own times.
+
+    A `salt` is no setting: it is sent as `cache_salt` so that this measure alone finds what it computed.
+    """
 
     base_url: str
     asks: Sequence[TraceRequest]
@@ -161,6 +165,7 @@ class ServePlan:
     num_warmups: int = 1
     seed: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
+    salt: str = ""
     objectives: figures.Objectives | None = None
     request_timeout_s: float = 600.0
     ready_timeout_s: float = 0.0
@@ -172,6 +177,11 @@ class ServePlan:
         if self.request_rate is not None:
             return at_rate(asks, self.request_rate, self.seed), None
         return asks, clients(asks)
+
+    @property
+    def sent(self) -> Mapping[str, Any]:
+        """The fields that are sent with each request."""
+        return {**self.extra, "cache_salt": self.salt} if self.salt else self.extra
 
     def settings(self) -> dict[str, object]:
         """Return the settings that make two results comparable; the model only where it was named."""
@@ -210,7 +220,7 @@ async def _measure(plan: ServePlan) -> dict[str, Any]:
         pages = {name: await _stated(session, plan.base_url + name) for name in ("/v1/models", "/version")}
         described = {name: said for name, said in pages.items() if said is not None}
         model = plan.model or _model(described, plan.base_url)
-        server = StreamingClient(session, plan.base_url, plan.endpoint, model, plan.seed, plan.extra)
+        server = StreamingClient(session, plan.base_url, plan.endpoint, model, plan.seed, plan.sent)
         await _warm_up(server, plan)
         info = _without_keys(await _stated(session, f"{plan.base_url}/server_info"))
         watch = figures.MetricsReadings(session, f"{plan.base_url}/metrics")
@@ -264,7 +274,7 @@ def _model(described: Mapping[str, Any], base_url: str) -> str:
 
 async def _answer(server: StreamingClient, plan: ServePlan, ask: TraceRequest) -> ClientAnswer:
     answer = ClientAnswer(ask)
-    await server.ask(answer, ask.body(server.model, plan.seed, plan.extra))
+    await server.ask(answer, ask.body(server.model, plan.seed, plan.sent))
     return answer
 
 
@@ -409,12 +419,14 @@ def run_sweep(options: argparse.Namespace) -> None:
 def sweep(plan: ServePlan, options: argparse.Namespace) -> Iterator[tuple[float, dict[str, Any]]]:
     """Yield the result at each rate."""
     for rate in options.request_rates:
-        salted = {"cache_salt": f"rate {rate:g}", **plan.extra}  # no rate finds what one before computed
-        point = replace(plan, request_rate=rate, extra=salted)
+        # Each measure begins with no prompt of it cached, but its settings are those of the one it continues
+        own = {} if "cache_salt" in plan.extra else {"cache_salt": f"rate {rate:g}"}
+        point = replace(plan, request_rate=rate, extra={**own, **plan.extra})
         path = options.result_dir / f"rate-{rate:g}.json"
         result = finished(path, point.settings())
         if result is None:
-            result = measure(point)
+            salt = f"{own['cache_salt']}, {secrets.token_hex(8)}" if own else ""
+            result = measure(replace(point, salt=salt))
             save(path, result)
         yield rate, result
 

@@ -20,7 +20,7 @@ from continuous_batching.step_time import UNKNOWN, StepCosts
 from devices.rates import DeviceRates
 from models.config import DecoderConfig
 from models.cost import ModelPart
-from models.parallel.share import check_ranks
+from models.parallel.share import check_contexts, check_ranks
 from recipes.assembly.families import model_config
 from recipes.assembly.memory_plan import GIB, MemoryPlan
 from recipes.assembly.scheduler import SchedulerLimits, costs_on, scheduler_of
@@ -43,7 +43,10 @@ SIMULATED = "not measured: the real scheduler against a cost model"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A recipe on `tensor` devices that share each layer, in `pipeline` stages of layers."""
+    """A recipe on `tensor` devices that share each layer, in `pipeline` stages of layers.
+
+    Devices divide each page of the cache as the recipe says, which `place` clears for other numbers of them.
+    """
 
     recipe: Recipe
     config: DecoderConfig
@@ -88,8 +91,7 @@ class Placement:
 
     def _roofline(self, stage: ModelPart | None, *, hides_host: bool) -> Roofline:
         graphs, parallel = self.recipe.device.graphs, self.recipe.parallel
-        contexts = parallel.context if self.tensor == parallel.tensor else 1
-        of_ranks = contexts, parallel.least_divided_tokens
+        of_ranks = parallel.context, parallel.least_divided_tokens
         return Roofline(self.config, self.device, self.tensor, graphs, hides_host, stage, *of_ranks)
 
     def send_hidden_s(self, num_tokens: int) -> float:
@@ -102,7 +104,8 @@ class Placement:
 
         Each device sends its part.
         """
-        return self.device.send_s(num_tokens * self.config.kv_bytes_per_token(self.tensor))
+        num_bytes = num_tokens * self.config.kv_bytes_per_token(self.tensor)
+        return self.device.send_s(num_bytes / self.recipe.parallel.context)
 
     def facts(self, num_joined: int = 0) -> dict[str, object]:
         """Return what a result states about the machine, as the gate requires.
@@ -136,10 +139,15 @@ def place(
     """Place the recipe on a profile's device, or on its own; raises ValueError if it cannot run there."""
     config = model_config(recipe)
     name = device_name(recipe, device)
+    if tensor != recipe.parallel.tensor:  # only as many ranks as the recipe has divide pages as it says
+        recipe = replace(recipe, parallel=replace(recipe.parallel, context=1))
     try:
+        option = "--tp"
         check_ranks(config, tensor)
+        option = "parallel.context"
+        check_contexts(config, tensor, recipe.parallel.context)
     except ValueError as error:
-        raise ValueError(f"--tp: {error}") from error
+        raise ValueError(f"{option}: {error}") from error
     if pipeline < 1 or config.num_layers % pipeline:
         raise ValueError(f"--pp is {pipeline}; it must divide the model's {config.num_layers} layers")
     found = DeviceRates.load(name)

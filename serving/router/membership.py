@@ -50,14 +50,31 @@ class FleetMembers:
         self._trust = trust
         self._routing = routing
         self._headers, self._learned = headers, learned
+        self._given = {each.url for each in self.replicas}  # these stay, whatever names resolve to
         self._named: dict[str, set[str]] = {}  # the addresses that each name last resolved to
 
     def find(self, url: str) -> FleetReplica | None:
         """Return the replica with this address, or None."""
+        url = url.rstrip("/")
         return next((each for each in self.replicas if each.url == url and each.state != "gone"), None)
 
     def add(self, url: str) -> FleetReplica:
-        """Add a replica, which gets requests once it is ready; raises ValueError for what is no address."""
+        """Add a replica, which gets requests once it is ready; raises ValueError for what is no address.
+
+        It stays until it is removed, whatever the names that are followed resolve to.
+        """
+        replica = self._come(url)
+        self._given.add(replica.url)
+        return replica
+
+    def remove(self, url: str) -> FleetReplica | None:
+        """Send a replica no new requests, and forget it when its last one has ended."""
+        replica = self._leave(url)
+        if replica is not None:
+            self._given.discard(replica.url)
+        return replica
+
+    def _come(self, url: str) -> FleetReplica:
         if (known := self.find(url)) is not None:
             known.leave(False)
             return known
@@ -69,15 +86,14 @@ class FleetMembers:
             number, url, server, self._routing, self._headers, self._learned, self.models, self._trust
         )
         self.replicas[number : number + 1] = [replica]
-        log.info("%s has come", url)
+        log.info("%s has come", replica.url)
         return replica
 
-    def remove(self, url: str) -> FleetReplica | None:
-        """Send a replica no new requests, and forget it when its last one has ended."""
+    def _leave(self, url: str) -> FleetReplica | None:
         replica = self.find(url)
         if replica is not None and not replica.leaves:
             replica.leave(True)
-            log.info("%s leaves when its %d requests have ended", url, replica.num_open)
+            log.info("%s leaves when its %d requests have ended", replica.url, replica.num_open)
         return replica
 
     async def watch(self, page_size: int) -> None:
@@ -105,6 +121,7 @@ class FleetMembers:
     async def follow(self, url: str) -> None:
         """Keep every address of the name in http://NAME:PORT, or https://, as a replica, for ever.
 
+        An address that leaves the name stays where it was given itself, or is one of another name.
         Where the name cannot be resolved, the replicas stay: a name server that is unreachable has ended
         none.
         """
@@ -125,10 +142,10 @@ class FleetMembers:
     def _become(self, name: str, urls: set[str]) -> None:
         before = self._named.get(name, set())
         for url in sorted(urls - before):
-            self.add(url)
-        for url in sorted(before - urls):
-            self.remove(url)
+            self._come(url)
         self._named[name] = urls
+        for url in sorted(before - self._given.union(*self._named.values())):
+            self._leave(url)
 
 
 def _url(kind: str, address: str, port: int) -> str:

@@ -220,7 +220,8 @@ class FleetReplica:
         models: FleetModels | None = None,
         trust: ReplicaTrust = NO_PROOFS,
     ) -> None:
-        self.number, self.url, self.server = number, url, server
+        self.number, self.server = number, server
+        self.url = url.rstrip("/")  # The same server whether or not its address ends in a slash
         self.state: State = "unknown"
         self.trouble = ""
         self.is_drained = False  # an operator drains it: it gets no new requests
@@ -524,7 +525,7 @@ def replicas_of(
     trust: ReplicaTrust = NO_PROOFS,
 ) -> list[FleetReplica]:
     """Return the replicas at these addresses; raises ValueError for one that is no address."""
-    if len({*urls}) < len(urls):
+    if len({each.rstrip("/") for each in urls}) < len(urls):
         raise ValueError("an address appears twice among --replica; name each once")
     return [
         FleetReplica(number, url, upstream_of(url, trust), routing, headers, learned, models, trust)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from starlette.types import Message, Send
 
-from serving.api.errors import error_body
+from serving.api.errors import anthropics_error, error_body
 from serving.api.streamed import COMMENT, EVENTS, Pace
 from serving.failures import EngineEnded
 from serving.router.upstream import HeaderLines
@@ -33,7 +33,6 @@ STREAM_HEAD: HeaderLines = [
 _ENDS = (b"\r\n\r\n", b"\n\n", b"\r\r")  # how an event ends
 _END = re.compile(b"|".join(_ENDS))
 _MOST_FIRST = 2**16  # bytes after which an event is taken to be part of an answer before its end
-_ANTHROPICS = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
 # How the two other APIs name what REFUSED names by status
 _OVERLOADED = ("overloaded_error", "rate_limit_error")
 _AGAIN = (*REFUSED, EngineEnded.code, "rate_limit_exceeded")
@@ -128,8 +127,7 @@ def own_error(
     """Return the JSON of an error of the router's own, in the form of the API that the path belongs to."""
     if not path.startswith(MESSAGES):
         return error_body(status, message, param, code)
-    kind = _ANTHROPICS.get(status, "overloaded_error" if status == 503 else "api_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+    return anthropics_error(status, message, None, code)
 
 
 def error_event(path: str, error: bytes) -> bytes:

@@ -143,7 +143,7 @@ class FleetApplication:
                 replica.drain(order == "drain")
         return JSONResponse(
             {
-                "replica": url,
+                "replica": replica.url,
                 "state": replica.state,
                 "drained": replica.is_drained,
                 "leaves": replica.leaves,

@@ -152,6 +152,18 @@ def test_devices_beyond_the_heads_hold_them_again() -> None:
     assert one.memory.page_bytes == recipe.cache.page_size * one.config.kv_bytes_per_token()
 
 
+def test_pages_are_divided_only_between_as_many_devices_as_the_recipe_says() -> None:
+    path = "recipes/bench/qwen3_8b_cuda.yaml"  # of 8 heads of keys and values
+    whole, divided = (load(path, ["parallel.tensor=16", f"parallel.context={count}"]) for count in (1, 2))
+    for tensor, count in ((8, 1), (16, 2)):
+        one, other = (place(each, "h200", tensor) for each in (whole, divided))
+        assert one.memory.page_bytes == count * other.memory.page_bytes
+        assert one.send_cached_s(10**8) == pytest.approx(count * other.send_cached_s(10**8), rel=0.01)
+        assert other.recipe.parallel.context == count, "costs are of this number"
+    with pytest.raises(ValueError, match=r"^parallel\.context: 4 ranks cannot divide a page"):
+        place(load(path, ["parallel.tensor=16", "parallel.context=4"]), "h200", 16)
+
+
 def test_devices_beyond_those_that_links_join_are_told_of() -> None:
     """The network between machines is slower, and no profile has a rate of it."""
     recipe = load(RECIPE[0], RECIPE[1:])

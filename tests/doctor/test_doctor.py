@@ -204,6 +204,8 @@ def test_a_sound_environment_has_no_finding() -> None:
     assert diagnose(replace(FIT, num_devices=1, **runtime)) == {}
     for said in ("0-1", "void", "npu-Ascend910-0"):
         assert diagnose(replace(FIT, **shell(ASCEND_VISIBLE_DEVICES=said))) == {}
+    for mode in ("AIV_ONLY", "CCU_MS", "CCU_SCHED"):  # of the 950
+        assert diagnose(replace(FIT, **shell(HCCL_OP_EXPANSION_MODE=mode))) == {}
 
 
 def test_one_folder_by_several_names_is_one(tmp_path: Path) -> None:

@@ -34,6 +34,17 @@ def test_a_key_is_one_word_however_it_came_into_the_environment(monkeypatch: pyt
             options.rights_of()
 
 
+@pytest.mark.parametrize("line", ["abc team", "abc team max_priority=-2"])
+def test_the_key_of_the_environment_is_the_operators_in_a_file_too(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"other\n{line}\n")
+    monkeypatch.setenv("API_KEY", "abc")
+    rights_of = ServerOptions(TINY, api_keys=str(path)).rights_of()
+    assert rights_of == {"other": Rights("", 0), "abc": Rights("team", None)}
+
+
 def test_a_file_of_keys_may_be_marked_and_commented(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     found = {"first": "", "second": "b", "fo#rth": ""}

@@ -15,7 +15,7 @@ from serving.api.api_keys import ANYBODY, ApiKeys, Rights
 from serving.router.server import FleetApplication
 from tests.serving.router.test_fleet_models import CHAT, READY, Routed
 from tests.serving.router.test_proxy import run
-from tests.serving.router.waiting import until
+from tests.serving.router.waiting import end, until
 
 
 class Held:
@@ -142,6 +142,57 @@ def test_the_addresses_of_a_name_are_replicas(monkeypatch: pytest.MonkeyPatch) -
         gone = {"http://10.0.0.1:8000": True, "http://10.0.0.2:8000": False}
         assert await there() == both | gone
         following.cancel()
+
+    run(test)
+
+
+def test_an_address_stays_while_anything_still_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What leaves one name may be in another, or given by itself; what an operator removes is neither."""
+    found = {name: [f"10.0.0.{number}" for number in range(5)] for name in ("one", "two")}
+    looks = dict.fromkeys(found, 0)
+
+    async def getaddrinfo(name: str, port: int, **options: Any) -> Any:
+        looks[name] += 1
+        return [(0, 0, 0, "", (address, port)) for address in found[name]]
+
+    async def test() -> None:
+        fleet = Routed()
+        urls = [f"http://10.0.0.{number}:8000" for number in range(5)]
+        fleet.join(*urls[:2])
+        monkeypatch.setattr("serving.router.membership._RESOLVES_S", 0.001)
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+        following = [asyncio.ensure_future(fleet.members.follow(f"http://{name}:8000")) for name in found]
+
+        async def leaving() -> list[bool]:
+            since = dict(looks)
+            await until(lambda: all(looks[name] >= since[name] + 2 for name in looks))
+            return [each.leaves for each in fleet.members.replicas]
+
+        assert await leaving() == [False] * 5
+        fleet.members.remove(urls[1])
+        fleet.members.add(urls[2])
+        fleet.members.remove(urls[4])
+        found["one"] = []
+        assert await leaving() == [False, True, False, False, True]
+        found["two"] = []
+        assert await leaving() == [False, True, False, True, True]
+        for each in following:
+            await end(each)
+
+    run(test)
+
+
+def test_an_address_is_the_same_with_a_slash_at_its_end() -> None:
+    async def test() -> None:
+        fleet, url = Routed(), "http://127.0.0.1:9"
+        with pytest.raises(ValueError, match="appears twice"):
+            fleet.join(url, f"{url}/")
+        fleet.join(f"{url}/")
+        for order, leaves in (("add", False), ("remove", True), ("add", False)):
+            for each in (url, f"{url}/"):
+                status, said = await fleet.ask(f"/fleet/{order}?{each}")
+                assert (status, said["replica"], said["leaves"]) == (200, url, leaves)
+        assert [each.url for each in fleet.members.replicas] == [url]
 
     run(test)
 

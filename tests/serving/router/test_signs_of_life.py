@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
 from serving.api.streamed import COMMENT
-from serving.router.reply import begun_with, has_event, refuses
+from serving.router.reply import begun_with, has_event, own_error, refuses
 from tests.serving.router.test_proxy import (
     EVENTS,
     WHOLE,
@@ -110,6 +111,25 @@ def test_a_refusal_behind_a_head_is_an_event(path: str, begins: bytes) -> None:
             assert "status 500" in error_of((await fleet.ask(path))[1])["message"]
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (400, None, "invalid_request_error"),
+        (413, None, "request_too_large"),
+        (499, "aborted", "invalid_request_error"),
+        (502, "replica_lost", "api_error"),
+        (503, None, "overloaded_error"),
+    ],
+)
+def test_an_error_of_the_routers_own_is_told_as_a_server_tells_it(
+    status: int, code: str | None, kind: str
+) -> None:
+    """Anthropic's form has no code: it stands in the details."""
+    error = json.loads(own_error(MESSAGES, status, "why", code=code))["error"]
+    details = {} if code is None else {"details": {"error_code": code}}
+    assert error == {"type": kind, "message": "why"} | details
 
 
 @pytest.mark.parametrize(("path", "sign"), [(CHAT, COMMENT), (RESPONSES, COMMENT), (MESSAGES, PING)])
