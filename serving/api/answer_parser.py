@@ -76,13 +76,15 @@ class AnswerParser:
             return self._with_calls(index, delta.text, delta.finish_reason)
         thoughts, text = self._after_thoughts(index, delta, is_last)
         is_open = self._thoughts[index].is_open and not is_last
-        parsed = self._in_thoughts(index, thoughts, is_open=is_open)
+        # The model has ended the thoughts by their mark, even where the answer is cut behind them.
+        is_ended = self._thoughts[index].has_ended or delta.finish_reason == "stop"
+        parsed = self._in_thoughts(index, thoughts, is_open=is_open, is_ended=is_ended)
         if not is_open:
             answer = self._with_calls(index, text, delta.finish_reason)
             parsed.extend(self._thoughts[index].without_mark(answer, is_last=is_last))
         return parsed
 
-    def _in_thoughts(self, index: int, thoughts: str, *, is_open: bool) -> Parsed:
+    def _in_thoughts(self, index: int, thoughts: str, *, is_open: bool, is_ended: bool) -> Parsed:
         """Return reasoning, and the calls in it: a model may call before it ends its reasoning."""
         if self._form is None or not self._names or not self._has_calls_in_thoughts:
             found = Parsed([thoughts] if thoughts else [])
@@ -98,7 +100,7 @@ class AnswerParser:
             parser = self._tools_in_thoughts[index]
             found = parser.push(thoughts)
             if not is_open:
-                found.extend(parser.finish())
+                found.extend(parser.finish(is_ended=is_ended))
         return Parsed([Thought(each) if isinstance(each, str) else each for each in found.parts])
 
     def _by_channels(self, form: ChannelFormat, index: int, delta: AnswerDelta) -> Parsed:

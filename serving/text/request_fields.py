@@ -293,6 +293,8 @@ def _after_thoughts(
     if budget is not None and (text is None or len(text.think_marks) != 2):
         problem = "is not supported: the recipe has no server.reasoning whose marks are tokens of the model"
         raise BadRequest(BUDGET, problem, fix="leave it out")
+    if budget is not None and "messages" not in values:
+        raise BadRequest(BUDGET, "needs messages; a prompt goes through no chat template")
     if text is None or "messages" not in values or (grammar is None and budget is None):
         return grammar
     thinking = text.thinking(prompt, budget)

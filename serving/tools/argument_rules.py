@@ -285,7 +285,9 @@ class _PairRules(_Writer):
         if is_mixed:
             others = [one for each in others for one in _by_kind(each)]
         unlike = _unlike(others) if is_mixed else []
-        ways = [self._tagged(pairs.value, each) for each in self._texts(texts, unlike, place, is_mixed)]
+        # The parser reads a word as a value of another type only where the schema has that type.
+        types = frozenset(kind for each in found for kind in each["type"]) if is_mixed else None
+        ways = [self._tagged(pairs.value, each) for each in self._texts(texts, unlike, place, types)]
         for each in others:
             written = self._scalars(each) if is_mixed else None
             value = written or f"{self._json(_few_types(each))} {self._spelt(self._close)}"
@@ -293,15 +295,18 @@ class _PairRules(_Writer):
         return f"({' | '.join(dict.fromkeys(ways))})"
 
     def _texts(
-        self, schemas: list[Alternative], unlike: list[str], place: str, is_mixed: bool
+        self, schemas: list[Alternative], unlike: list[str], place: str, types: frozenset[str] | None
     ) -> Iterator[str]:
-        """Yield how texts are written, which are `unlike` the values of other types that may stand there."""
+        """Yield how texts are written, which are `unlike` the values of other types that may stand there.
+
+        `types` are those and the texts' own; None if the parser reads everything as text.
+        """
         for each in schemas:
             if "enum" not in each:
                 yield self._text(each, unlike, place)
                 continue
             words = [word for word in each["enum"] if isinstance(word, str)]
-            words = [word for word in words if not is_mixed or _stays_text(word)]
+            words = [word for word in words if types is None or _stays_text(word, types)]
             if words:
                 yield f"({' | '.join(self._spelt(word + self._close) for word in words)})"
 
@@ -338,9 +343,6 @@ class _PairRules(_Writer):
             is_empty = not begin and not schema.get("minLength") and not _patterns(schema)
             return f"{word}{'?' if is_empty else ''} {self._spelt(close.removeprefix(begin))}"
         parts.append(f"~/(?s:.*){end}(?s:.+)/")
-        if self._pairs.is_by_line:  # there, the parser would find the next pair
-            line = slashed(f"\n{self._pairs.key}")
-            parts.append(f"~/(?s:.*){line}(?s:.*)/")
         self._rules.append(f"{word}: {' & '.join(parts)}")
         return word
 
@@ -399,8 +401,8 @@ def _unlike(schemas: list[Alternative]) -> list[str]:
     return found + ([rf"\s*(?:{'|'.join(begins)}).*"] if begins else [])
 
 
-def _stays_text(word: str) -> bool:
-    return as_json(word, frozenset(TYPES)) == json.dumps(word, ensure_ascii=False)
+def _stays_text(word: str, types: frozenset[str]) -> bool:
+    return as_json(word, types) == json.dumps(word, ensure_ascii=False)
 
 
 class _BareRules(_Writer):

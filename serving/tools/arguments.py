@@ -47,10 +47,13 @@ class Reader(Protocol):
         """Return what else is certain when no more text comes; whether the model has ended the answer."""
 
 
-def reader_of(form: ToolFormat, schema: Any) -> Reader:
-    """Return the reader of a call of a function whose arguments have this schema."""
+def reader_of(form: ToolFormat, schema: Any, *, is_held: bool = False) -> Reader:
+    """Return the reader of a call of a function whose arguments have this schema.
+
+    A call that `is_held` to a grammar has every closing tag.
+    """
     if form.pairs is not None:
-        return PairReader(form, schema)
+        return PairReader(form, schema, is_held=is_held)
     return BareReader(form.quote, form.end_mark)
 
 
@@ -65,10 +68,11 @@ class PairReader:
     hold whatever else would follow, other calls included.
     """
 
-    def __init__(self, form: ToolFormat, schema: Any) -> None:
+    def __init__(self, form: ToolFormat, schema: Any, *, is_held: bool = False) -> None:
         assert form.pairs is not None, "a format of pairs says how they are written"
         self.is_complete = False
         self._pairs: Pairs = form.pairs
+        self._is_by_line = form.pairs.is_by_line and not is_held
         text = frozenset({"string"}) if self._pairs.json_value else None
         # What may stand before a value, and the types that it has then, if that says them
         said = {
@@ -110,12 +114,13 @@ class PairReader:
         last = next((at for at, end in self._ends(held, start) if end == MAYBE), len(held))
         if is_ended and (end := self._unless_more(held, last)) >= 0:
             return self._ended(held, start, last, end)[1] + "}"
-        if self._is_silent:
-            return ""
         at, is_closed = self._last(held, start)
+        brace = "}" if is_ended and is_closed else ""
+        if self._is_silent:
+            return brace
         if self._is_text:
-            return self._opened() + _escaped(held[start:at]) + ('"' if is_closed else "")
-        return self._written(held[start:at]) if is_closed else ""
+            return self._opened() + _escaped(held[start:at]) + ('"' if is_closed else "") + brace
+        return self._written(held[start:at]) + brace if is_closed else ""
 
     @property
     def _is_text(self) -> bool:
@@ -188,7 +193,7 @@ class PairReader:
             end = _ahead(pairs.close, held, at)
             if end >= 0:
                 end = self._followed(held, end)
-            elif pairs.is_by_line and held[at] == "\n":
+            elif self._is_by_line and held[at] == "\n":
                 end = self._forgotten(held, at)
             if end == NO and not is_over and self._unless_more(held, at) != NO:
                 end = MAYBE

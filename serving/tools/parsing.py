@@ -313,6 +313,7 @@ class ToolParser:
         self._names = names
         self._schemas = schemas or {}
         self._in_thoughts = in_thoughts
+        self._has_grammar = is_held and not in_thoughts  # whether a grammar writes the calls
         self._held = ""
         self._place = self._in_content
         self._is_blank = True  # only white space has come since the start, or since the last call
@@ -582,7 +583,7 @@ class ToolParser:
         if self._form.arguments == "json":
             self._place = self._in_json
         else:
-            self._reader = reader_of(self._form, self._schemas.get(lead.name))
+            self._reader = reader_of(self._form, self._schemas.get(lead.name), is_held=self._has_grammar)
             self._place = self._in_reader
 
     def _in_unknown(self, parsed: Parsed) -> bool:

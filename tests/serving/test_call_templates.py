@@ -75,7 +75,7 @@ class Read:
     calls: list[list[Any]]  # each has name, arguments and id
 
 
-def parser_of(form: str, *, is_open: bool = False) -> AnswerParser:
+def parser_of(form: str, *, is_open: bool = False, is_held: bool = False) -> AnswerParser:
     """The product's parser of answers to a request with the tools, without a tokenizer."""
     is_harmony = form == "harmony"
     text = SimpleNamespace(
@@ -88,13 +88,16 @@ def parser_of(form: str, *, is_open: bool = False) -> AnswerParser:
         since_mark=lambda prompt, mark: "<|start|>assistant",
         control_tokens=lambda names: {},
     )
-    request = SimpleNamespace(id="chatcmpl-1", params=SimpleNamespace(grammar=None), prompt=None)
+    grammar = json.dumps(["tools", "lark", ""]) if is_held else None
+    request = SimpleNamespace(id="chatcmpl-1", params=SimpleNamespace(grammar=grammar), prompt=None)
     return AnswerParser(cast(Text, text), cast(Request, request), tool_use({"tools": TOOLS}))
 
 
-def read(form: str, pieces: list[str], *, is_open: bool = False, reason: str = "stop") -> Read:
+def read(
+    form: str, pieces: list[str], *, is_open: bool = False, is_held: bool = False, reason: str = "stop"
+) -> Read:
     """The sum of what the parser gives for these pieces, which end for this reason."""
-    parser, found = parser_of(form, is_open=is_open), Read("", "", [])
+    parser, found = parser_of(form, is_open=is_open, is_held=is_held), Read("", "", [])
     for number, piece in enumerate(pieces):
         is_last = number == len(pieces) - 1
         parsed = parser.push(0, AnswerDelta(0, piece, finish_reason=reason if is_last else None))
@@ -127,11 +130,11 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-def agree(form: str, answer: str, rng: random.Random, *, is_open: bool = False, reason: str = "stop") -> Read:
+def agree(form: str, answer: str, rng: random.Random, **how: Any) -> Read:
     """What the whole answer says, which it says in pieces, too."""
-    whole = read(form, [answer], is_open=is_open, reason=reason)
+    whole = read(form, [answer], **how)
     for pieces in cuts(answer, rng):
-        assert read(form, pieces, is_open=is_open, reason=reason) == whole, answer
+        assert read(form, pieces, **how) == whole, answer
     return whole
 
 
@@ -330,6 +333,21 @@ def test_a_call_that_breaks_off_in_thoughts_is_given_once(form: str) -> None:
         assert found.thoughts.startswith("x")
 
 
+@pytest.mark.parametrize("form", PAIRS)
+def test_a_call_whose_end_is_missing_is_whole_where_the_thoughts_end(form: str) -> None:
+    """They end by their mark, however the answer goes on, or by the model's own stop."""
+    name, pairs = next(iter(SCHEMAS)), TOOL_FORMATS[form].pairs
+    assert pairs is not None
+    said = Turn(None, "", [{"name": name, "arguments": {"city": "x"}}])
+    call = render(form, said).rpartition(pairs.close)[0] + pairs.close
+    end = THOUGHTS[REASONING.get(form, "think")][1]
+    for answer, reason in ((f"{call}\n{end}It", "length"), (f"{call}\n{end}It", "stop"), (call, "stop")):
+        found = agree(form, f"Hm.\n{answer}", random.Random(form), is_open=True, reason=reason)
+        assert (called(found), found.thoughts.strip()) == (said.calls, "Hm."), answer
+    ((_, arguments, _),) = agree(form, call, random.Random(form), is_open=True, reason="length").calls
+    assert arguments == '{"city": "x"', "an answer that is cut has no end"
+
+
 STRICT = [
     {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
     for name, schema in SCHEMAS.items()
@@ -390,7 +408,7 @@ def test_the_parser_finds_valid_calls_in_what_the_grammar_takes(form: str) -> No
         answer = spoilt(render(form, said), rng)
         if accepts(form, answer, must_call=True):
             num_taken += 1
-            found = agree(form, answer, rng)
+            found = agree(form, answer, rng, is_held=True)
             assert found.content.strip() == "", answer
             assert found.calls, answer
             for each in called(found):

@@ -212,6 +212,8 @@ def test_a_budget_is_refused_where_no_thoughts_are_known() -> None:
         parse_request(fields | {"thinking_token_budget": 3}, text)
     with pytest.raises(BadRequest, match=r"thinking_token_budget.* from 0 to"):
         parse_request(fields | {"thinking_token_budget": -1}, text_with_marks())
+    with pytest.raises(BadRequest, match=r"thinking_token_budget needs messages"):
+        parse_request({"id": "0", "prompt": "1<think>", "thinking_token_budget": 3}, text_with_marks())
     plain = parse_request({"id": "0", "prompt": "1", "guided_json": FORM}, text_with_marks())
     assert json.loads(plain.params.grammar or "")[1] == "json", "a prompt of one's own has no turns"
 

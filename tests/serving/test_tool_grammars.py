@@ -161,7 +161,7 @@ TEXTS = [*PAIRS, "gemma4"]  # formats in which a text is not JSON
 
 def read_by(name: str, schema: Any, answer: str) -> Any:
     """The arguments of the call in an answer, read by a schema as a client sent it."""
-    calls = ToolParser(TOOL_FORMATS[name], ["f"], schemas={"f": schema}).push(answer).calls
+    calls = ToolParser(TOOL_FORMATS[name], ["f"], schemas={"f": schema}, is_held=True).push(answer).calls
     return json.loads("".join(each.arguments for each in calls))
 
 
@@ -380,6 +380,9 @@ MIXED: list[tuple[Any, list[Any], list[Any]]] = [
     ),
     ({"anyOf": [{"enum": ["a", "b", 1]}, TEXT]}, ["a", "ab", 1], [2]),
     ({"enum": ["a", 5, None, [1]]}, [5, "a", None, [1]], [1, "b"]),
+    ({"anyOf": [{"type": "string", "enum": ["1", "2"]}, {"type": "null"}]}, ["1", "2", None], ["3"]),
+    ({"enum": ["5", "true", "x", None]}, ["5", "true", "x", None], ["6"]),
+    ({"anyOf": [{"const": "true"}, {"const": "auto"}, {"type": "integer"}]}, ["true", "auto", 5], ["x"]),
 ]
 
 
@@ -388,3 +391,13 @@ MIXED: list[tuple[Any, list[Any], list[Any]]] = [
 def test_text_and_other_types_stand_beside_each_other(name: str, value: Any, right: Any, wrong: Any) -> None:
     use = one_tool(having(value))
     check_taken(name, use, [{"v": each} for each in right], [{"v": each} for each in wrong])
+
+
+@each_of("name", [name for name in PAIRS if (pairs := TOOL_FORMATS[name].pairs) and pairs.is_by_line])
+def test_no_line_of_a_text_ends_a_value_that_a_grammar_closes(name: str) -> None:
+    """Elsewhere, the parser takes it for the end of a value without a closing tag."""
+    form, pairs = TOOL_FORMATS[name], TOOL_FORMATS[name].pairs
+    assert pairs is not None
+    ends = (form.tail + form.closing, form.tail + form.between + form.head, f"{pairs.key}w{pairs.value}")
+    schema = {"properties": {"v": TEXT, "w": TEXT}, "required": ["v"]}
+    check_taken(name, one_tool(schema), [{"v": f"x\n{end}y", "w": "z"} for end in ends], [])

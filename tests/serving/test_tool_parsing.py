@@ -523,6 +523,22 @@ def test_the_last_call_may_lack_an_end_where_the_model_ends(name: str, value: An
         assert whole(arguments) == (calls[1][1] if is_certain else None), "a cut answer is cut visibly"
 
 
+@each_of("name", PAIRS)
+@each_of("value", [5, "5", ""])
+def test_a_call_may_end_behind_its_last_value_where_the_model_ends(name: str, value: Any) -> None:
+    """As where its end is a text at which the client lets the answer stop."""
+    kind = "integer" if value == 5 else "string"
+    schemas = {"add": {"type": "object", "properties": {key: {"type": kind} for key in ("x", "y")}}}
+    close, calls = PAIRS[name].close, [("add", {"x": value}), ("add", {"x": value, "y": value})]
+    answer = written(name, calls)
+    closed = answer[: answer.rindex(close) + len(close)]
+    twice = closed + closed[closed.rindex(PAIRS[name].key) :]  # the last value is passed over
+    for ended in (closed, f"{closed}\n", closed + answer[len(closed) :].rstrip()[:3], twice):
+        content, found = read(name, ended, schemas, is_ended=True)
+        assert (content, [(each, whole(arguments)) for each, arguments in found]) == ("", calls), ended
+        assert whole(read(name, ended, schemas)[1][1][1]) is None, "a cut answer is cut visibly"
+
+
 @each_of("name", ["glm45", "hy_v3", "qwen3_coder", "minimax_m2"])
 def test_a_value_with_ends_in_it_has_no_further_one_by_the_answer_s_end(name: str) -> None:
     """It may as well be several calls that lack their ends."""
