@@ -19,6 +19,7 @@ Of a layer that keeps a recurrent state, one page is sent: the state behind the 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +83,11 @@ class Fetch:
 
 
 class PageFetches:
-    """Fetches pages from `sources` (by endpoint), and waits for each prompt at most `most_wait_s`."""
+    """Fetches pages from `sources` (by endpoint), and waits for each prompt at most `most_wait_s`.
+
+    Where requests may wait only for `max_queue_wait_s` from their arrival to their admission, a prompt is
+    waited for no longer than half of it, and a quarter is left for the admission.
+    """
 
     def __init__(
         self,
@@ -91,11 +96,13 @@ class PageFetches:
         sources: Mapping[str, PromptSource],
         most_wait_s: float,
         wake: Wake,
+        max_queue_wait_s: float = math.inf,
     ) -> None:
         self._engine, self._cache = engine, cache
         self._sources = sources
         self._turns = deque(sources.values())  # the first source's message is handled next
-        self._most_wait_s, self._wake = most_wait_s, wake
+        self._most_wait_s, self._wake = min(most_wait_s, max_queue_wait_s / 2), wake
+        self._oldest_s = max_queue_wait_s * 3 / 4  # the age at which a request is waited for no longer
         self._layer_bytes, self._are_states = cache.layer_bytes, cache.are_states
         self._fetches: dict[tuple[Connection, int], Fetch] = {}
         self._ready: list[Fetch] = []
@@ -131,12 +138,17 @@ class PageFetches:
         assert bool(leader.adapter) == bool(adapter_of(leader.cache_salt)), "a salt names its adapter"
         engine = self._engine
         engine.scheduler.check(leader)
+        # What a request has waited since it arrived, such as for its grammar, counts
+        age_s = engine.clock() - leader.arrival_s
+        timeout_s = math.inf if leader.timeout_s is None else leader.timeout_s
+        wait_s = min(self._most_wait_s, self._oldest_s - age_s, timeout_s - age_s)
+        if wait_s <= 0:
+            return False
         expected = engine.expect_pages(leader)
         if expected is None:
             return False
         arrival, copies = expected
         self._cache.apply(copies)
-        wait_s = self._most_wait_s if leader.timeout_s is None else min(self._most_wait_s, leader.timeout_s)
         asked = source.want(
             arrival.tokens.astype("<i4").tobytes(),
             leader.cache_salt,
@@ -192,7 +204,7 @@ class PageFetches:
             unwanted(fetch.connection, fetch.number)
             self._miss(fetch, "it is late")
             is_heard = fetch.source.came.empty()  # otherwise its pages may lie in our own queue, unread
-            # The request's own timeout was shorter.
+            # The request itself had less time, by its timeout or its age.
             is_own_limit = time.monotonic() - fetch.asked_s < self._most_wait_s
             if is_heard and not is_own_limit:
                 fetch.source.was_late(fetch.asked_s)
@@ -624,7 +636,8 @@ def exchange_of(recipe: Recipe, built: BuiltEngine) -> PageExchange | None:
             )
             for endpoint in asked.prompt_replicas
         }
-        fetches = PageFetches(built.engine, cache, sources, asked.page_wait_s, wake)
+        max_queue_wait_s = recipe.scheduler.max_queue_wait_s or math.inf
+        fetches = PageFetches(built.engine, cache, sources, asked.page_wait_s, wake, max_queue_wait_s)
     return PageExchange(wake, sends, fetches)
 
 

@@ -185,8 +185,7 @@ class Worker:
         scheduler = engine.scheduler
         self._grammars = GrammarQueue(Grammars(load_text, scheduler.vocab_size, scheduler.eos_token_ids))
         self._questions = questions
-        leave = _ignore if pages is None else pages.leave_adapter
-        self._adapters = None if questions is None else AdapterLoads(questions, leave)
+        self._adapters = None if questions is None else AdapterLoads(questions, self._leave_adapter)
         self._pages, self._profiler, self._learned = pages, profiler, learned
         begun = self._num_begun, lambda: self._grammars.has_wanted
         self._fence = Fence(engine, questions, live, self._send, *begun, self._settle)
@@ -249,6 +248,15 @@ class Worker:
             step = self._engine.step()
             assert step is not None, "a step that has landed is returned"
             self._after(step)
+
+    def _leave_adapter(self, number: int) -> None:
+        """Let go of the adapter in this place, once what was begun with it has been computed with it.
+
+        The last of several stages computes a step only when its result is asked for.
+        """
+        self._settle()
+        if self._pages is not None:
+            self._pages.leave_adapter(number)
 
     def _num_begun(self) -> int:
         """Return the number of samples that have begun, or another sample of whose request has."""
@@ -507,10 +515,6 @@ class Worker:
 
     def _send(self, message: FromEngine) -> None:
         self._socket.send(encode_whole(message))
-
-
-def _ignore(number: int) -> None:
-    """Ignore that an adapter goes: no other engine asks for its pages."""
 
 
 def _between(since_s: float | None, until_s: float | None) -> float | None:

@@ -323,8 +323,7 @@ class ToolParser:
         self._name = self._lead = ""  # the name and the head of a call whose keywords are not complete
         self._keywords: list[str] = []  # its keywords so far
         self._num_keywords = 0  # their characters
-        self._scan = _Scan()
-        self._tail = form.tail  # the tail of the call that has begun
+        self._scan, self._tail = _Scan(), form.tail  # the tail of the call that has begun
         self._brace = self._scanned = 0  # An object in what is held begins here, and is read so far.
         self._refused_at = NO  # where one begins in what is held that is no call
         self._reader: Reader | None = None

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from borders.refusal import BadRequest
+from continuous_batching.queueing import QueueLimits
 from kv_cache.exchange import prompt_source
+from kv_cache.exchange.connection import Connection, Wake
 from kv_cache.exchange.messages import PageIdentity
 from kv_cache.exchange.page_server import PageLink
 from kv_cache.exchange.transports import Bytes, Tcp
@@ -25,10 +29,11 @@ from recipes.schema.recipe_error import RecipeError
 from serving.engine import page_exchange
 from serving.engine.facts import facts_of
 from serving.engine.messages import EngineFacts
-from serving.engine.page_exchange import PageSends
+from serving.engine.page_exchange import PageFetches, PageSends
 from tests.kv_cache import device
 from tests.patience import PATIENCE_S
 from tests.serving.page_pair import HERE, Link, Pair, alone, cache_of, prompts
+from tests.serving.server import TINY
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
@@ -305,6 +310,82 @@ def test_an_engine_of_prompts_that_stands_still_is_not_waited_for() -> None:
     pair.settle()
     assert pair.prompts.scheduler.counters.sent_pages == 0
     pair.close()
+
+
+@pytest.mark.parametrize(
+    ("most_queue_s", "timeout_s", "age_s", "wait_s"),
+    [
+        (math.inf, None, 3600.0, 10.0),
+        (math.inf, 5.0, 4.0, 1.0),
+        (math.inf, 5.0, 5.0, None),
+        (8.0, None, 2.0, 4.0),
+        (8.0, None, 5.0, 1.0),
+        (8.0, None, 6.0, None),
+        (8.0, 3.0, 2.0, 1.0),
+        (60.0, None, 1.0, 10.0),
+    ],
+)
+def test_a_prompt_is_waited_for_within_its_requests_own_time(
+    most_queue_s: float,
+    timeout_s: float | None,
+    age_s: float,
+    wait_s: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, (request,), leases = Pair(), prompts(1), list[float]()
+    request.arrival_s, request.timeout_s = 1e4 - age_s, timeout_s
+    pair.answers.clock = lambda: 1e4
+    cache, sources = cache_of(pair.answers), {HERE: pair.source}
+    fetches = PageFetches(pair.answers, cache, sources, 10.0, Wake(), most_queue_s)
+
+    def want(tokens: bytes, cache_salt: str, first_page: int, lease_s: float, *_: object) -> None:
+        leases.append(lease_s)
+
+    monkeypatch.setattr(pair.source, "want", want)
+    assert not fetches.begin(0, request)
+    assert leases == ([] if wait_s is None else [wait_s])
+    assert not len(pair.answers.scheduler.lifecycle.held.pages)
+    pair.close()
+
+
+@pytest.mark.parametrize("age_s", [0.0, 5.0])
+def test_who_may_not_queue_for_long_is_served_after_a_miss(
+    age_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source that a new request waited for in vain is left alone, as if `page_wait_s` were over."""
+    pair, requests = Pair(limits=QueueLimits(max_queue_wait_s=8.0)), prompts(1)
+    late: list[float] = []
+    monkeypatch.setattr(pair.source, "was_late", late.append)
+    asked = Connection(lambda _: None, lambda _: None), 1  # which brings nothing
+    monkeypatch.setattr(pair.source, "want", lambda *_: asked)
+    now_s, cache, sources = 100.0, cache_of(pair.answers), {HERE: pair.source}
+    pair.answers.clock = lambda: now_s
+    monkeypatch.setattr(page_exchange, "time", SimpleNamespace(monotonic=lambda: now_s))
+    fetches = PageFetches(pair.answers, cache, sources, 10.0, Wake(), 8.0)
+    requests[0].arrival_s = now_s - age_s
+    assert fetches.begin(0, requests[0])
+    now_s += 4.0 if age_s == 0.0 else 1.0
+    fetches.take()
+    for fetch in fetches.take_ready():
+        pair.answers.add(fetch.leader)
+    while pair.answers.has_work:
+        pair.answers.step()
+    assert requests[0].finish_reason == "length"
+    assert pair.answers.scheduler.counters.missed_pages
+    assert len(late) == (age_s == 0.0)
+    pair.settle()
+    pair.close()
+
+
+def test_a_recipes_longest_wait_in_the_queue_bounds_the_one_for_pages() -> None:
+    settings = ["server.prompt_replicas=[tcp://127.0.0.1:1]", "scheduler.max_queue_wait_s=3"]
+    recipe = load(TINY, settings)
+    built = build(recipe)
+    exchange = page_exchange.exchange_of(recipe, built)
+    assert exchange is not None
+    assert exchange._fetches is not None
+    assert exchange._fetches._most_wait_s == 1.5
+    built.engine.close()
 
 
 def test_of_a_link_that_takes_no_more_one_prompt_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:

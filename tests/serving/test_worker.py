@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,13 @@ import numpy as np
 import pytest
 
 from borders.refusal import BadRequest
+from continuous_batching.engine import Engine
 from continuous_batching.inspection import Recount
+from continuous_batching.recording.agreement import LEADER, Agreement, RankAnswer, RankQuestions, Settled
 from continuous_batching.request import Request, SamplingParams
 from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.reader import load
+from serving.adapters import PutAdapter
 from serving.engine.facts import facts_of
 from serving.engine.messages import (
     BEGIN,
@@ -207,6 +211,46 @@ def test_what_waits_for_its_grammar_is_told(monkeypatch: pytest.MonkeyPatch, soc
     may_end.set()
     (found,) = (each.gauges for each in told)
     assert (found.waiting_requests, found.queued_tokens) == (2, 20)
+
+
+class Settling(RankQuestions):
+    """Settles each question before the next step, and notes what is in flight when it is decided."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(Agreement([LEADER]), {}, engine.observer)
+        self._engine = engine
+        self.in_flight: list[int] = []
+
+    def ask(self, topic: str, name: str, body: bytes, wait_s: float, then: Callable[[Settled], None]) -> None:
+        self.expect(topic, name, wait_s, then)
+        self.answer(RankAnswer(topic, name, 1))
+
+    def decide(self, topic: str, name: str, *, is_agreed: bool) -> None:
+        self.in_flight.append(len(self._engine.scheduler.in_flight))
+
+
+def test_what_is_in_flight_is_computed_with_the_adapter_that_goes(sockets: Sockets) -> None:
+    """The last of several stages computes a step when its result is asked for; no token is lost by it."""
+    built = build(load(TINY, ["scheduler.num_slots=2", "scheduler.overlap=true"]))
+    engine, (ours, theirs) = built.engine, sockets
+    engine.questions = questions = Settling(engine)
+    worker = Worker(engine, ours, facts_of(built, prefix_sharing=True), questions=questions)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    prompt = np.arange(300, 308, dtype=np.int32).tobytes()
+    worker._handle(Add(0, ["one"], prompt, b"", params, [None], "", "", 0, None, 0.0))
+    for number in range(20):
+        if number == 3:
+            assert len(engine.scheduler.in_flight)
+            worker._handle(PutAdapter(1, "folder", "digest"))
+        step = engine.step()
+        if step is not None:
+            worker._after(step)
+    assert questions.in_flight == [0]
+    told = []
+    while theirs.poll(0):
+        told.append(decode_from_engine(theirs.recv()))
+    assert sum(len(each.tokens) for each in told if isinstance(each, Stepped)) == 9
+    assert not worker._has_work
 
 
 def num_kept() -> int:
