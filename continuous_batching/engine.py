@@ -335,13 +335,31 @@ class Engine:
         expired = self.scheduler.expire(now_s)
         for request in expired:
             self.observer.ended(request.id, "timeout", now_s)
-        if self.tier is not None:
-            self._take_in(self.tier)
+        self.take_in()
         self._fill(now_s)
         if not self._started:
             return Step(NO_BATCH, _NONE, NO_TOKENS, expired, now_s, now_s) if expired else None
         step = self._land(self._started.popleft())
         return replace(step, finished=expired + step.finished) if expired else step
+
+    def take_in(self) -> bool:
+        """Release the requests whose lookup in the tier has ended, and return whether others still wait.
+
+        Each step does so, too.
+        """
+        if self.tier is None:
+            return False
+        awaited, self._awaited = self._awaited, []
+        for request, lookup in awaited:
+            if not self.tier.is_over(lookup):
+                self._awaited.append((request, lookup))
+            # The request has not been aborted meanwhile
+            elif self.scheduler.waiting.find(request.id) is request:
+                found = lookup.found()
+                taken = self.scheduler.lifecycle.matching.arrive(request, found)
+                self.observer.fetched(request.id, found)
+                self.tier.hand_over([lookup.contents[page] for page in taken])
+        return bool(self._awaited)
 
     def _fill(self, now_s: float) -> None:
         """Start as many steps as the device may have in flight before its next answer is known."""
@@ -365,19 +383,6 @@ class Engine:
         if lookup is not None:
             request.awaits_pages = True
             self._awaited.append((request, lookup))
-
-    def _take_in(self, tier: Tier) -> None:
-        """Release the requests whose lookup has ended."""
-        awaited, self._awaited = self._awaited, []
-        for request, lookup in awaited:
-            if not tier.is_over(lookup):
-                self._awaited.append((request, lookup))
-            # The request has not been aborted meanwhile
-            elif self.scheduler.waiting.find(request.id) is request:
-                found = lookup.found()
-                taken = self.scheduler.lifecycle.matching.arrive(request, found)
-                self.observer.fetched(request.id, found)
-                tier.hand_over([lookup.contents[page] for page in taken])
 
     def _start(self, now_s: float) -> Started | None:
         late, flight = _NONE, self.scheduler.in_flight

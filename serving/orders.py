@@ -131,8 +131,7 @@ class Orders:
                 raise BadRequest("path", "is no folder", value=path)
             files = sorted(file for pattern in _READ for file in folder.glob(pattern))
             root.check_links(files, path, "path")
-            model = replace(self._recipe.model, path=folder, config=None, weights="checkpoint")
-            recipe = replace(self._recipe, model=model)
+            recipe = self._with_folder(folder)
             name = version or fingerprint.of_weights(recipe)
             return folder, ServedWeights(name, fingerprint.of(recipe, VERSION))
 
@@ -187,6 +186,11 @@ class Orders:
                 " weights while they serve",
                 fix="leave cache.tier out, or start the server again",
             )
+
+    def _with_folder(self, folder: Path) -> Recipe:
+        """Return the recipe with a checkpoint in place of its own weights."""
+        model = replace(self._recipe.model, path=folder, config=None, weights="checkpoint")
+        return replace(self._recipe, model=model)
 
     async def _alone(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Do what an order asks for unless another is being carried out, to its end even if nobody waits."""
@@ -271,11 +275,9 @@ class Orders:
         try:
             async with self._lock:
                 if self._source is not None:
-                    done = await self._ask(self._source)
-                    done = done if done.problem else await self._ask(PutWeights())
-                    self.missing = done.problem
-                    if done.problem:
-                        log.error("weights: %s cannot be read again: %s", self.weights.version, done.problem)
+                    self.missing = await self._put_again(self._source)
+                    if self.missing:
+                        log.error("weights: %s cannot be read again: %s", self.weights.version, self.missing)
                 if self.is_asleep:
                     await self._ask(Sleep())
                 if self.is_paused:
@@ -283,3 +285,21 @@ class Orders:
         except Unavailable:
             return  # another engine follows, for which this begins again
         self._is_restoring = False
+
+    async def _put_again(self, source: ReadWeights) -> str:
+        """Have the engine take the weights that were ordered, and return why it cannot."""
+        read = await self._ask(source)
+        if read.problem:
+            return read.problem
+        # What is read of a segment has the digest that was ordered, but a folder may be written to again
+        if not source.segment and await asyncio.to_thread(self._is_other, Path(source.folder)):
+            self._engine.send(DropWeights())
+            return "the folder holds other weights by now"
+        return (await self._ask(PutWeights())).problem
+
+    def _is_other(self, folder: Path) -> bool:
+        """Whether a folder holds other weights than those that were ordered."""
+        try:
+            return fingerprint.of(self._with_folder(folder), VERSION) != self.weights.fingerprint
+        except OSError:
+            return True

@@ -114,7 +114,7 @@ class Fence:
 
     def advance(self) -> list[Held]:
         """Do what is due between two steps, and return the messages that wait no longer."""
-        if self._awaiting is not None and not (self.may_step and self._has_open()):
+        if self._awaiting is not None and not self._waits():
             order, self._awaiting = self._awaiting, None
             if count := self._num_begun():
                 self._drop()
@@ -125,9 +125,15 @@ class Fence:
                 self._carry_out(order)
         return [] if self._is_closed else self._released()
 
-    def _has_open(self) -> bool:
-        """Whether any request that came before is still to end."""
-        return self._engine.scheduler.has_work or self._has_coming()
+    def _waits(self) -> bool:
+        """Whether an order waits: until the requests that came before have ended, while steps end them.
+
+        While no step does, it waits for lookups in a tier, which end by themselves: a request that waits for
+        one counts as begun, since the pages that it finds are those of the old weights.
+        """
+        if self.may_step:
+            return self._engine.scheduler.has_work or self._has_coming()
+        return not self._is_asleep and self._engine.take_in()
 
     @property
     def _is_closed(self) -> bool:

@@ -278,6 +278,41 @@ def test_an_order_waits_for_no_grammar_whose_request_it_does_not_wait_for(
     assert driven.engine.scheduler.num_waiting == (0 if what == "aborted" else 2)
 
 
+@pytest.mark.parametrize("order", [Sleep(), PutWeights()], ids=["sleep", "weights"])
+def test_an_order_to_a_halted_engine_waits_for_lookups_in_the_tier(
+    sockets: Sockets, new: Path, tmp_path: Path, order: Sleep | PutWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = f"cache.tier={{kind: disk, gib: 0.1, path: {tmp_path}, wait_s: 60}}"
+    small = "device.threads=1", "cache.page_size=8", "cache.host_gib=0.01"
+    driven = Driven(build(load(TINY, [*small, tier])), *sockets)
+    before, after = right(driven, new)
+    driven.read(TINY_WEIGHTS)
+    driven.tell(PutWeights())
+    driven.until_idle()
+    fetched: list[str] = []
+    monkeypatch.setattr(driven.engine.observer, "fetched", lambda name, found: fetched.append(name))
+    driven.tell(Halt(True))
+    assert driven.heard() == [OrderDone("")]
+    waits = driven.add()
+    driven.read(new)
+    assert driven.engine.tier is not None
+    with monkeypatch.context() as slow:
+        slow.setattr(driven.engine.tier, "is_over", lambda lookup: False)
+        driven.tell(order)
+        assert not driven.turn()
+    (done,) = driven.answer()
+    assert isinstance(done, OrderDone)
+    assert not done.problem
+    assert fetched == [str(waits)]
+    if order == Sleep():
+        driven.tell(WakeUp())
+        driven.answer()
+    driven.tell(Halt(False))
+    driven.until_idle()
+    assert driven.tokens[waits] == (before if order == Sleep() else after)
+    driven.engine.close()
+
+
 def test_no_step_begins_before_all_ranks_have_changed(driven: Driven, new: Path) -> None:
     """Here the one rank's own word that it has changed is late; one that never comes ends the engine."""
     before, after = right(driven, new)

@@ -5,6 +5,7 @@ Each answer is wholly that of the weights which its usage names. What is wrong c
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -15,13 +16,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
+from recipes.schema.reader import load
+from serving.engine.messages import DropWeights, OrderDone, PutWeights, ReadWeights, ToEngine
+from serving.engine.supervisor import Supervisor
 from serving.llm import LLM
+from serving.orders import Orders
 from serving.outputs import VllmSamplingParams as SamplingParams
 from tests.models.test_live_memory import SINGLE, TINY_WEIGHTS, changed, segment
 from tests.patience import PATIENCE_S
@@ -286,6 +291,53 @@ def test_an_engine_that_is_lost_is_followed_by_one_with_the_same_weights(
     assert http.post("/wake").status_code == 200
     assert http.post("/resume").status_code == 200
     assert texts(http) == right["new"]
+
+
+class Obedient:
+    """An engine that does at once what it is told."""
+
+    facts = object()
+
+    def __init__(self) -> None:
+        self.orders: Orders | None = None
+        self.told: list[type[ToEngine]] = []
+
+    def send(self, message: ToEngine) -> None:
+        self.told.append(type(message))
+        if not isinstance(message, DropWeights):
+            assert self.orders is not None
+            self.orders.hear(OrderDone(""))
+
+
+@pytest.mark.parametrize(
+    ("becomes", "told"),
+    [
+        ("same", [ReadWeights, PutWeights]),
+        ("other", [ReadWeights, DropWeights]),
+        ("gone", [ReadWeights, DropWeights]),
+    ],
+)
+def test_a_folder_that_holds_other_weights_by_now_is_not_put_again(
+    root: Path, tmp_path: Path, becomes: str, told: list[type[ToEngine]]
+) -> None:
+    latest = Path(shutil.copytree(root / "new", tmp_path / "latest"))
+    engine = Obedient()
+    recipe = load(TINY, [f"server.weights_root={tmp_path}"])
+    orders = engine.orders = Orders(recipe, cast(Supervisor, engine), list, lambda answer, failure: None)
+
+    async def lost() -> None:
+        await orders.update_from_folder("latest", "v1", "wait")
+        engine.told.clear()
+        shutil.rmtree(latest)
+        if becomes != "gone":
+            shutil.copytree(root / ("new" if becomes == "same" else "old"), latest)
+        orders.begin()
+        while "is given" in orders.why_not:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(lost())
+    assert engine.told == told
+    assert ("the folder holds other weights by now" in orders.why_not) == (becomes != "same")
 
 
 def kill(server: Server, ready: int = 200) -> None:
