@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -161,12 +161,18 @@ class ServedAdapters(KnownAdapters):
             raise BadRequest("lora_name", problem, value=name, fix="take it out of adapters.folders")
         del self._by_name[name]
 
-    def begin(self) -> None:
-        """Load the adapters again into a new engine, which holds only those of the recipe."""
+    def begin(self, at_start: Sequence[str]) -> None:
+        """Load the adapters again into a new engine, which holds only those of the recipe.
+
+        `at_start` are the digests of these as the engine has read them: their files may have changed since,
+        and the pages that are computed with them are found by their digests.
+        """
         for each in self.all:
             if each.number > self._at_start:
                 each.is_there = False
                 self._tell(each)
+            else:
+                each.files = replace(each.files, digest=at_start[each.number - 1])
 
     def hear(self, message: AdapterPut) -> None:
         """Handle the engine's report about an adapter."""

@@ -611,7 +611,7 @@ class AsyncLLM:
                 self._step(message)
             case Ready(facts):
                 self.stats.ready(facts, self.engine.start_s, self.engine.starting.stages_s)
-                self.adapters.begin()
+                self.adapters.begin(facts.adapters)
                 self.orders.begin()
             case OrderDone():
                 self.orders.hear(message)

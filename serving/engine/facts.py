@@ -44,6 +44,7 @@ def facts_of(built: BuiltEngine, *, prefix_sharing: bool) -> EngineFacts:
         expected_step_s=max(shortest_s, built.largest_step_s),
         hidden_size=config.hidden_size,
         long_factors=needs_long_factors(config.rope, engine.slots.max_tokens),
+        adapters=() if built.adapters is None else tuple(built.adapters.digests.values()),
     )
 
 

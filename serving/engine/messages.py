@@ -159,6 +159,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     hidden_size: int  # length of an embedding
     further_page_bytes: tuple[int, ...] = ()  # bytes of a page of each window, and of a state
     long_factors: bool = False  # whether "longrope" rotates by its long factors (`needs_long_factors`)
+    adapters: tuple[str, ...] = ()  # digests of the recipe's adapters, as this engine has read them
 
 
 class Starting(Message, frozen=True):

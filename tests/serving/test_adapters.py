@@ -239,13 +239,27 @@ def test_an_adapter_is_not_asked_for_before_a_new_engine_has_it(folders: Path) -
     asyncio.run(load())
     request = Request("one", [1], adapter=1, cache_salt=page_salt("", adapters.find("one").files.digest))
     adapters.check(request)
-    adapters.begin()  # another engine's
+    adapters.begin(())  # another engine's
     assert sent[1] == sent[0]
     for ask in (lambda: adapters.find("one"), lambda: adapters.check(request)):
         with pytest.raises(Unavailable):
             ask()
     adapters.hear(AdapterPut(1, sent[0].digest, "the file is gone"))
     assert not adapters.knows("one")
+
+
+def test_pages_of_a_recipes_adapter_are_found_by_what_the_engine_has_read(folders: Path) -> None:
+    """Its files may have changed before another engine starts; who asked before is refused then."""
+    section = AdaptersSection(most=2, rank=8, folders={"one": str(folders / "one")})
+    adapters = ServedAdapters(section, lambda _: None, lambda: ())
+    before = adapters.find("one").files.digest
+    asked = Request("one", [1], adapter=1, cache_salt=page_salt("", before))
+    adapters.begin([before])
+    adapters.check(asked)
+    adapters.begin(["0" * len(before)])
+    assert adapters.find("one").files.digest == "0" * len(before)
+    with pytest.raises(Unavailable):
+        adapters.check(asked)
 
 
 @pytest.mark.parametrize("most", [1, 3])
