@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +57,13 @@ def beside(recipe: Recipe, server_version: str, sha256: str) -> str:
     return f"fp_{digest.hexdigest()[:16]}"
 
 
+def of_tensors(folder: Path) -> str:
+    """Return a digest of a checkpoint's tensors alone, whatever else is written beside them."""
+    digest = hashlib.sha256()
+    _add_files(digest, folder, ("*.safetensors",))
+    return digest.hexdigest()
+
+
 def of_pages(recipe: Recipe) -> str:
     """Return the fingerprint of what a page of keys and values depends on, besides its tokens and its layout.
 
@@ -101,11 +108,11 @@ def of_continuations(recipe: Recipe, server_version: str) -> dict[bool, str]:
     return {False: f"go_{short.hexdigest()[:16]}", True: f"go_{long.hexdigest()[:16]}"}
 
 
-def _add_files(digest: hashlib._Hash, folder: Path | None) -> None:
+def _add_files(digest: hashlib._Hash, folder: Path | None, patterns: Sequence[str] = _FILES) -> None:
     """Add the files of a checkpoint; there are none where the recipe defines the model itself."""
     if folder is None:
         return
-    for file in sorted({file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()}):
+    for file in sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}):
         digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
         for piece in _pieces(file):
             digest.update(piece)

@@ -65,6 +65,7 @@ class Orders:
         self.missing = ""  # why the engine has not the weights that were ordered; empty: it has
         self._recipe, self._engine, self._requests, self._abort = recipe, engine, requests, abort
         self._source: ReadWeights | None = None  # the weights' origin; None: the recipe
+        self._tensors = ""  # digest of the tensors in its folder, if it is one
         self._is_closing = False  # requests are refused, although the engine does not sleep yet
         self._is_restoring = False
         self._is_given = False  # an operator's order is being carried out
@@ -125,7 +126,7 @@ class Orders:
         assert self.root is not None, "there is no route without a root"
         root = self.root
 
-        def look() -> tuple[Path, ServedWeights]:
+        def look() -> tuple[Path, ServedWeights, str]:
             folder = root.within(path, "path")
             if not folder.is_dir():
                 raise BadRequest("path", "is no folder", value=path)
@@ -133,14 +134,15 @@ class Orders:
             root.check_links(files, path, "path")
             recipe = self._with_folder(folder)
             name = version or fingerprint.of_weights(recipe)
-            return folder, ServedWeights(name, fingerprint.of(recipe, VERSION))
+            weights = ServedWeights(name, fingerprint.of(recipe, VERSION))
+            return folder, weights, fingerprint.of_tensors(folder)
 
         try:
-            folder, weights = await asyncio.to_thread(look)
+            folder, weights, tensors = await asyncio.to_thread(look)
         except OSError as error:
             raise BadRequest("path", f"cannot be read: {root.hidden(str(error))}", value=path) from error
         source = ReadWeights(str(folder), "", "")
-        await self._alone(self._update(source, weights, running, "path"))
+        await self._alone(self._update(source, weights, running, "path", tensors))
         return weights
 
     async def update_from_segment(
@@ -240,10 +242,11 @@ class Orders:
             self._is_closing = False
 
     async def _update(
-        self, source: ReadWeights, weights: ServedWeights, running: Running, field: str
+        self, source: ReadWeights, weights: ServedWeights, running: Running, field: str, tensors: str = ""
     ) -> None:
         def put() -> None:
             self.weights, self._source, self.missing = weights, source, ""
+            self._tensors = tensors
             self.num_updates += 1
             log.info("weights: %s", weights.version)
 
@@ -300,6 +303,6 @@ class Orders:
     def _is_other(self, folder: Path) -> bool:
         """Whether a folder holds other weights than those that were ordered."""
         try:
-            return fingerprint.of(self._with_folder(folder), VERSION) != self.weights.fingerprint
+            return fingerprint.of_tensors(folder) != self._tensors
         except OSError:
             return True

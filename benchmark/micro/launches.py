@@ -141,6 +141,9 @@ def _narrow(recipe: Recipe) -> Recipe:
         hf |= {"first_k_dense_replace": 1, "num_attention_heads": num_heads, "num_key_value_heads": num_heads}
     if isinstance(hf.get("layer_types"), list):
         hf["layer_types"] = hf["layer_types"][:LAYERS]
+    if isinstance(kinds := hf.get("mlp_layer_types"), list):
+        others = ["sparse"] * (LAYERS - 1) if "sparse" in kinds else kinds[1:LAYERS]
+        hf["mlp_layer_types"] = [*kinds[:1], *others]
     model = replace(recipe.model, path=None, config=hf, weights="random")
     device = replace(recipe.device, virtual=True, graphs=0)
     cache = replace(recipe.cache, num_pages=8, memory_gib=None, memory_fraction=None, host_gib=None)

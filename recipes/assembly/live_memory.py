@@ -174,9 +174,11 @@ class LiveMemory:
         if device.type == "cpu":
             return
         memory = torch.get_device_module(device)
-        # What torch's allocator holds unused, as of a copy that was dropped, is not free to the driver
+        # What torch's allocator holds unused, as of a copy that was dropped, is not free to the driver; but
+        # steps, and those that are captured, need their part of it while the new weights wait
         unused = memory.memory_reserved(device) - memory.memory_allocated(device)
-        if memory.mem_get_info(device)[0] + unused < needed:
+        spare = max(0, unused - self._memory.activation_bytes)
+        if memory.mem_get_info(device)[0] + spare < needed:
             raise ValueError(_no_room(needed))
 
     @contextmanager

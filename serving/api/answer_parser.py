@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter, defaultdict
 
 from continuous_batching.request import Request
 from serving.answers.answers import AnswerDelta
 from serving.grammars.structured_output import begins_behind_thoughts, form_of
+from serving.grammars.thinking import KIND
 from serving.text.tokenizer import Text
 from serving.tools.channels import ChannelFormat, ChannelParser
 from serving.tools.definitions import ToolUse
@@ -59,6 +61,7 @@ class AnswerParser:
             self._end_marks = frozenset(text.control_tokens(self._channels.ends).values())
         self._num_tokens = Counter[int]()  # number of tokens of each answer
         self._num_thought = Counter[int]()  # number of reasoning tokens of each answer, marks included
+        self._most_thought = None if grammar is None else _most_thought(grammar)
 
     def push(self, index: int, delta: AnswerDelta) -> Parsed:
         """Return the parsed form of a new part of an answer."""
@@ -76,8 +79,9 @@ class AnswerParser:
             return self._with_calls(index, delta.text, delta.finish_reason)
         thoughts, text = self._after_thoughts(index, delta, is_last)
         is_open = self._thoughts[index].is_open and not is_last
-        # The model has ended the thoughts by their mark, even where the answer is cut behind them.
-        is_ended = self._thoughts[index].has_ended or delta.finish_reason == "stop"
+        # Thoughts are ended by the model, by its mark or with the answer, or cut by their budget.
+        is_cut = self._most_thought is not None and self._num_thought[index] > self._most_thought
+        is_ended = not is_cut if self._thoughts[index].has_ended else delta.finish_reason == "stop"
         parsed = self._in_thoughts(index, thoughts, is_open=is_open, is_ended=is_ended)
         if not is_open:
             answer = self._with_calls(index, text, delta.finish_reason)
@@ -184,3 +188,11 @@ class AnswerParser:
         if reason is not None:
             parsed.extend(parser.finish(is_ended=reason == "stop"))
         return parsed
+
+
+def _most_thought(grammar: str) -> int | None:
+    """Return the most reasoning tokens, marks included, of which a model has ended the last by itself."""
+    _, kind, asked = json.loads(grammar)
+    if kind != KIND or asked["budget"] is None:
+        return None
+    return int(asked["budget"]) + (0 if asked["is_open"] else 1)

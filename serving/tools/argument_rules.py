@@ -342,7 +342,8 @@ class _PairRules(_Writer):
             self._rules.append(f"{word}: {' & '.join(parts)}")
             is_empty = not begin and not schema.get("minLength") and not _patterns(schema)
             return f"{word}{'?' if is_empty else ''} {self._spelt(close.removeprefix(begin))}"
-        parts.append(f"~/(?s:.*){end}(?s:.+)/")
+        # The parser ends a text at the tag, whether or not a line break stands before it
+        parts.append(f"~/(?s:.*){slashed(self._pairs.close)}(?s:.+)/")
         self._rules.append(f"{word}: {' & '.join(parts)}")
         return word
 

@@ -112,10 +112,11 @@ class PairReader:
             return ""
         start = self._begin(held)
         last = next((at for at, end in self._ends(held, start) if end == MAYBE), len(held))
+        is_certain = is_ended and not self._is_doubtful  # said before the search, which may come to doubt
         if is_ended and (end := self._unless_more(held, last)) >= 0:
             return self._ended(held, start, last, end)[1] + "}"
         at, is_closed = self._last(held, start)
-        brace = "}" if is_ended and is_closed else ""
+        brace = "}" if is_certain and is_closed else ""
         if self._is_silent:
             return brace
         if self._is_text:

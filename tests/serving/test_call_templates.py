@@ -75,7 +75,9 @@ class Read:
     calls: list[list[Any]]  # each has name, arguments and id
 
 
-def parser_of(form: str, *, is_open: bool = False, is_held: bool = False) -> AnswerParser:
+def parser_of(
+    form: str, *, is_open: bool = False, is_held: bool = False, grammar: str | None = None
+) -> AnswerParser:
     """The product's parser of answers to a request with the tools, without a tokenizer."""
     is_harmony = form == "harmony"
     text = SimpleNamespace(
@@ -88,7 +90,7 @@ def parser_of(form: str, *, is_open: bool = False, is_held: bool = False) -> Ans
         since_mark=lambda prompt, mark: "<|start|>assistant",
         control_tokens=lambda names: {},
     )
-    grammar = json.dumps(["tools", "lark", ""]) if is_held else None
+    grammar = json.dumps(["tools", "lark", ""]) if is_held else grammar
     request = SimpleNamespace(id="chatcmpl-1", params=SimpleNamespace(grammar=grammar), prompt=None)
     return AnswerParser(cast(Text, text), cast(Request, request), tool_use({"tools": TOOLS}))
 
@@ -346,6 +348,21 @@ def test_a_call_whose_end_is_missing_is_whole_where_the_thoughts_end(form: str) 
         assert (called(found), found.thoughts.strip()) == (said.calls, "Hm."), answer
     ((_, arguments, _),) = agree(form, call, random.Random(form), is_open=True, reason="length").calls
     assert arguments == '{"city": "x"', "an answer that is cut has no end"
+
+
+@pytest.mark.parametrize("form", first_quick(2, PAIRS))
+def test_a_call_is_cut_visibly_where_a_budget_ends_the_thoughts(form: str) -> None:
+    name, pairs = next(iter(SCHEMAS)), TOOL_FORMATS[form].pairs
+    assert pairs is not None
+    call = render(form, Turn(None, "", [{"name": name, "arguments": {"city": "x"}}]))
+    answer = f"{call.rpartition(pairs.close)[0]}{pairs.close}\n{THOUGHTS[REASONING.get(form, 'think')][1]}It"
+    for is_open, mark in ((True, []), (False, [1])):
+        budget = {"begin": 1, "end": 2, "is_open": is_open, "budget": 3, "then": None}
+        grammar = json.dumps(["thinking_token_budget", "thinking", budget])
+        for thoughts, expected in (([5, 5, 5], '{"city": "x"'), ([5, 5], '{"city": "x"}')):
+            parser = parser_of(form, is_open=True, grammar=grammar)
+            found = parser.push(0, AnswerDelta(0, answer, [*mark, *thoughts, 2, 5], finish_reason="stop"))
+            assert "".join(each.arguments for each in found.calls) == expected
 
 
 STRICT = [

@@ -401,3 +401,7 @@ def test_no_line_of_a_text_ends_a_value_that_a_grammar_closes(name: str) -> None
     ends = (form.tail + form.closing, form.tail + form.between + form.head, f"{pairs.key}w{pairs.value}")
     schema = {"properties": {"v": TEXT, "w": TEXT}, "required": ["v"]}
     check_taken(name, one_tool(schema), [{"v": f"x\n{end}y", "w": "z"} for end in ends], [])
+    answer = written(name, [("f", {"v": "x", "w": "y"})])
+    assert takes(one_tool(schema), name, answer)
+    early = answer.replace(pairs.margin + pairs.close, pairs.close, 1)
+    assert takes(one_tool(schema), name, early) == (not pairs.margin), "the parser ends the text there"

@@ -548,6 +548,9 @@ def test_a_value_with_ends_in_it_has_no_further_one_by_the_answer_s_end(name: st
     _, [(_, arguments)] = read(name, answer.replace(end, ""), is_ended=True)
     assert whole(arguments) is None
     assert read(name, answer.replace(end, ""), is_ended=False)[1] == [("add", arguments)]
+    for calls in (answer, answer[: answer.rindex(pairs.close) + len(pairs.close)]):
+        _, [*_, (_, arguments)] = read(name, calls.replace(form.tail.split()[0], ""), is_ended=True)
+        assert whole(arguments) is None
 
 
 def test_gemmas_texts_in_double_quotes_leave_as_they_come() -> None:
