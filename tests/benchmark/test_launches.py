@@ -222,12 +222,15 @@ def test_a_host_that_is_ahead_asks_for_one_copy_more_where_tokens_are_drawn_outs
     [
         ("glm4_moe/glm4.5_air_910b_tp8", published.GLM_4_5_AIR, "first_k_dense_replace"),
         ("ernie4_5/ernie4.5_21b_a3b_910b", published.ERNIE_4_5_21B_A3B, "moe_layer_start_index"),
+        ("hy_v3/hy3_910b_tp16", published.HY3, "mlp_layer_types"),
     ],
 )
 def test_experts_behind_several_dense_layers_are_counted(recipe: str, hf: dict[str, Any], key: str) -> None:
     num_layers = hf["num_hidden_layers"]
-    few = {"n_routed_experts" if recipe.startswith("glm") else "moe_num_experts": 16}
-    step = steps_of(recipe, chosen_of(written(hf | few | {key: 3})))["captured, greedy"]
+    few = {name: 16 for name in ("n_routed_experts", "moe_num_experts", "num_experts")}
+    by_layer = ["dense"] * 3 + ["sparse"] * (num_layers - 3)
+    said = {key: by_layer if key == "mlp_layer_types" else 3}
+    step = steps_of(recipe, chosen_of(written(hf | few | said)))["captured, greedy"]
     dense, sparse, rest = (
         sum(step["operators"][each].values())
         for each in ("first layer", "each further layer", "rest of the graph")
