@@ -45,7 +45,8 @@ def with_overrides(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     for name, value in overrides.items():
         _check(name, value, fields)
     replaced = {**fields, **overrides, **_replaced_rope(fields, overrides)}
-    outer = {name: value for name, value in overrides.items() if name in hf}  # which counts, if both say it
+    # The whole's field counts where both say it
+    outer = {name: value for name, value in overrides.items() if name in hf}
     return {**hf, **outer, "text_config": replaced} if fields is text else replaced
 
 

@@ -227,7 +227,7 @@ def test_a_host_that_is_ahead_asks_for_one_copy_more_where_tokens_are_drawn_outs
 )
 def test_experts_behind_several_dense_layers_are_counted(recipe: str, hf: dict[str, Any], key: str) -> None:
     num_layers = hf["num_hidden_layers"]
-    few = {name: 16 for name in ("n_routed_experts", "moe_num_experts", "num_experts")}
+    few = dict.fromkeys(("n_routed_experts", "moe_num_experts", "num_experts"), 16)
     by_layer = ["dense"] * 3 + ["sparse"] * (num_layers - 3)
     said = {key: by_layer if key == "mlp_layer_types" else 3}
     step = steps_of(recipe, chosen_of(written(hf | few | said)))["captured, greedy"]
