@@ -17,7 +17,7 @@ LEAST_EXEC_TIMEOUT_S = 68
 RUNTIME_VISIBLE = "ASCEND_VISIBLE_DEVICES"
 CLUSTER = "vllm-ascend, multi-node documents, Verify Multi-Node Communication Environment"
 YEAR = 2025  # no supported CANN is older
-EXPANSION_MODES = ("AIV", "AIV_ONLY", "AI_CPU", "CCU_MS", "CCU_SCHED", "HOST", "HOST_TS")  # those that any product has
+EXPANSION_MODES = ("AIV", "AIV_ONLY", "AI_CPU", "CCU_MS", "CCU_SCHED", "HOST", "HOST_TS")
 AFFINITY = "CPU_AFFINITY_CONF"
 VARIABLES = "Ascend Extension for PyTorch, environment variables"
 
