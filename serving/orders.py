@@ -277,12 +277,12 @@ class Orders:
         """
         try:
             async with self._lock:
+                if self.is_asleep:
+                    await self._ask(Sleep())
                 if self._source is not None:
                     self.missing = await self._put_again(self._source)
                     if self.missing:
                         log.error("weights: %s cannot be read again: %s", self.weights.version, self.missing)
-                if self.is_asleep:
-                    await self._ask(Sleep())
                 if self.is_paused:
                     await self._ask(Halt(True))
         except Unavailable:
@@ -291,9 +291,18 @@ class Orders:
 
     async def _put_again(self, source: ReadWeights) -> str:
         """Have the engine take the weights that were ordered, and return why it cannot."""
-        read = await self._ask(source)
-        if read.problem:
-            return read.problem
+        read, has_room = await self._ask(source), self.is_asleep
+        if read.problem and not has_room:
+            # They may fit only where the pages are, which an operator had given back for them
+            has_room = not (await self._ask(Sleep())).problem
+            read = await self._ask(source) if has_room else read
+        problem = read.problem or await self._put_read(source)
+        if has_room and not self.is_asleep:
+            self.is_asleep = bool((await self._ask(WakeUp())).problem)
+        return problem
+
+    async def _put_read(self, source: ReadWeights) -> str:
+        """Have the engine put what it has read, if that is what was ordered; return why it does not."""
         # What is read of a segment has the digest that was ordered, but a folder may be written to again
         if not source.segment and await asyncio.to_thread(self._is_other, Path(source.folder)):
             self._engine.send(DropWeights())

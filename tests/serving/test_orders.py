@@ -23,7 +23,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from recipes.schema.reader import load
-from serving.engine.messages import DropWeights, OrderDone, PutWeights, ReadWeights, ToEngine
+from serving.engine.messages import DropWeights, OrderDone, PutWeights, ReadWeights, Sleep, ToEngine, WakeUp
 from serving.engine.supervisor import Supervisor
 from serving.llm import LLM
 from serving.orders import Orders
@@ -301,12 +301,14 @@ class Obedient:
     def __init__(self) -> None:
         self.orders: Orders | None = None
         self.told: list[type[ToEngine]] = []
+        self.needs_room = False  # it has none for new weights beside its pages
 
     def send(self, message: ToEngine) -> None:
+        is_full = self.needs_room and Sleep not in self.told
         self.told.append(type(message))
         if not isinstance(message, DropWeights):
             assert self.orders is not None
-            self.orders.hear(OrderDone(""))
+            self.orders.hear(OrderDone("no room" * (is_full and isinstance(message, ReadWeights))))
 
 
 @pytest.mark.parametrize(
@@ -339,6 +341,31 @@ def test_a_folder_that_holds_other_weights_by_now_is_not_put_again(
     asyncio.run(lost())
     assert engine.told == told
     assert ("the folder holds other weights by now" in orders.why_not) == (becomes != "same")
+
+
+def test_weights_that_fit_only_where_the_pages_are_are_put_again(root: Path, tmp_path: Path) -> None:
+    """As after `/sleep`, the order and `/wake`; an engine that sleeps on has the room at once."""
+    shutil.copytree(root / "new", tmp_path / "latest")
+    engine = Obedient()
+    recipe = load(TINY, [f"server.weights_root={tmp_path}"])
+    orders = engine.orders = Orders(recipe, cast(Supervisor, engine), list, lambda answer, failure: None)
+
+    async def told_again() -> list[type[ToEngine]]:
+        engine.told.clear()
+        orders.begin()
+        while "is given" in orders.why_not:
+            await asyncio.sleep(0.001)
+        return [*engine.told]
+
+    async def lost() -> None:
+        await orders.update_from_folder("latest", "v1", "wait")
+        engine.needs_room = True
+        assert await told_again() == [ReadWeights, Sleep, ReadWeights, PutWeights, WakeUp]
+        assert (orders.why_not, orders.is_asleep) == ("", False)
+        orders.is_asleep = True
+        assert await told_again() == [Sleep, ReadWeights, PutWeights]
+
+    asyncio.run(lost())
 
 
 def kill(server: Server, ready: int = 200) -> None:
