@@ -132,7 +132,8 @@ class Orders:
                 raise BadRequest("path", "is no folder", value=path)
             files = sorted(file for pattern in _READ for file in folder.glob(pattern))
             root.check_links(files, path, "path")
-            recipe = self._with_folder(folder)
+            model = replace(self._recipe.model, path=folder, config=None, weights="checkpoint")
+            recipe = replace(self._recipe, model=model)
             name = version or fingerprint.of_weights(recipe)
             weights = ServedWeights(name, fingerprint.of(recipe, VERSION))
             return folder, weights, fingerprint.of_tensors(folder)
@@ -188,11 +189,6 @@ class Orders:
                 " weights while they serve",
                 fix="leave cache.tier out, or start the server again",
             )
-
-    def _with_folder(self, folder: Path) -> Recipe:
-        """Return the recipe with a checkpoint in place of its own weights."""
-        model = replace(self._recipe.model, path=folder, config=None, weights="checkpoint")
-        return replace(self._recipe, model=model)
 
     async def _alone(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Do what an order asks for unless another is being carried out, to its end even if nobody waits."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter, defaultdict
 
 from continuous_batching.request import Request
 from serving.answers.answers import AnswerDelta
-from serving.grammars.structured_output import begins_behind_thoughts, form_of
-from serving.grammars.thinking import KIND
+from serving.grammars.structured_output import begins_behind_thoughts, form_of, most_thought
 from serving.text.tokenizer import Text
 from serving.tools.channels import ChannelFormat, ChannelParser
 from serving.tools.definitions import ToolUse
@@ -61,7 +59,7 @@ class AnswerParser:
             self._end_marks = frozenset(text.control_tokens(self._channels.ends).values())
         self._num_tokens = Counter[int]()  # number of tokens of each answer
         self._num_thought = Counter[int]()  # number of reasoning tokens of each answer, marks included
-        self._most_thought = None if grammar is None else _most_thought(grammar)
+        self._most_thought = None if grammar is None else most_thought(grammar)
 
     def push(self, index: int, delta: AnswerDelta) -> Parsed:
         """Return the parsed form of a new part of an answer."""
@@ -188,11 +186,3 @@ class AnswerParser:
         if reason is not None:
             parsed.extend(parser.finish(is_ended=reason == "stop"))
         return parsed
-
-
-def _most_thought(grammar: str) -> int | None:
-    """Return the most reasoning tokens, marks included, of which a model has ended the last by itself."""
-    _, kind, asked = json.loads(grammar)
-    if kind != KIND or asked["budget"] is None:
-        return None
-    return int(asked["budget"]) + (0 if asked["is_open"] else 1)

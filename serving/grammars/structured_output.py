@@ -85,6 +85,17 @@ def begins_behind_thoughts(grammar: str) -> bool:
     return kind == THINKING and asked["then"] is not None
 
 
+def most_thought(grammar: str) -> int | None:
+    """Return how many tokens reasoning has at most, marks included, that a model has ended by itself.
+
+    More are cut by their budget; None if they have none.
+    """
+    _, kind, asked = json.loads(grammar)
+    if kind != THINKING or asked["budget"] is None:
+        return None
+    return int(asked["budget"]) + (not asked["is_open"])
+
+
 def form_notes(fields: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the constraints in the schema of an answer's form that are not enforced; raises BadRequest."""
     grammar_of(fields)
