@@ -28,8 +28,10 @@ MOST_GROUP = 2**24
 IN_A_WORD = 8  # numbers of 4 bits in a word
 WIDENED_ROWS = 256  # rows of a 4-bit weight that are converted to the model's type at once
 ORDERS = ("group", "weight", "static", "dynamic", None)  # values of compressed-tensors' actorder
-# What awq leaves unpacked, as transformers' should_convert_module reads it: a pattern for the beginning of a
-# name, up to a dot or its end; or the end of a name. So "gate" is the router of an MLP, and not its gate_proj
+# What awq leaves unpacked: the end of a name, or a pattern for whole parts of it. transformers' reader
+# (should_convert_module) lets a pattern begin with the name alone; AutoAWQ, which makes the files, finds it
+# anywhere, so "self_attn" is all of a layer's attention. "gate" is an MLP's router, and not its gate_proj
+BEGINNING = r"(?:.*\.)?"
 BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 FIX = "use another checkpoint of the model"
 
@@ -141,7 +143,7 @@ def _awq(said: Mapping[str, Any]) -> Packing:
         raise _refused("zero_point", said["zero_point"], "of awq it must be true")
     key = "modules_to_not_convert"
     left_out = ignored(said.get(key), key)
-    ignore = ignored([f"re:(?:{each}){BOUNDARY}" for each in left_out], key)
+    ignore = ignored([f"re:{BEGINNING}(?:{each}){BOUNDARY}" for each in left_out], key)
     size = _group_size(said.get("group_size", 128))
     return Packing("awq", 4, size, ignore=ignore, ignored_ends=left_out)
 
@@ -158,13 +160,16 @@ def _gptq(said: Mapping[str, Any]) -> Packing:
     if said.get("pack_dtype", "int32") != "int32":
         raise _refused("pack_dtype", said["pack_dtype"], "it must be int32")
     changed = said.get("dynamic") or {}
-    if not isinstance(changed, Mapping) or any(not str(name).startswith("-:") for name in changed):
+    # `-:` before a name leaves its linears out; those of another name take the numbers beside it, if any
+    if not isinstance(changed, Mapping) or any(
+        numbers for name, numbers in changed.items() if not str(name).startswith("-:")
+    ):
         raise _refused("dynamic", changed, "all layers must have the same bits and groups")
     desc_act = said.get("desc_act", False)
     if not isinstance(desc_act, bool):
         raise _refused("desc_act", desc_act, "it must be true or false")
     size = _group_size(said.get("group_size", 128))
-    ignore = ignored([f"re:{str(name)[2:]}" for name in changed], "dynamic")
+    ignore = ignored([f"re:{str(name)[2:]}" for name in changed if str(name).startswith("-:")], "dynamic")
     # A single group has no order
     has_order = desc_act and size is not None
     return Packing(
@@ -207,7 +212,7 @@ def _compressed(said: Mapping[str, Any]) -> Packing:
         int(weights["num_bits"]),
         _group_size(weights.get("group_size")) if is_grouped else None,
         has_zeros=weights.get("symmetric") is False,
-        has_order=is_grouped and weights.get("actorder") == "group",
+        has_order=is_grouped and weights.get("actorder") in ("group", "dynamic"),
         ignore=ignored(said.get("ignore"), "ignore"),
     )
 

@@ -342,6 +342,24 @@ def test_another_form_is_refused_by_its_name(said: dict[str, Any], words: str) -
     assert "\n" not in str(caught.value)
 
 
+def test_gptq_names_what_is_left_out_and_what_nothing_is_changed_of() -> None:
+    """As in Qwen's own checkpoints of Qwen3.5."""
+    dynamic = {"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {}, "-:.*mtp.*": {}}
+    found = packing({"quantization_config": GPTQ | {"dynamic": dynamic}})
+    assert found is not None
+    assert found.covers("model.layers.0.mlp.up_proj")
+    assert not found.covers("model.layers.0.self_attn.q_proj")
+
+
+def test_both_names_of_an_order_by_activation_say_that_inputs_are_moved() -> None:
+    orders = {name: compressed(4, "group", True, actorder=name) for name in ("group", "dynamic", "static")}
+    found = {name: packing({"quantization_config": said}) for name, said in orders.items()}
+    assert [name for name, each in found.items() if each is not None and each.has_order] == [
+        "group",
+        "dynamic",
+    ]
+
+
 def test_all_that_is_wrong_is_named(tmp_path: Path) -> None:
     _, path = stored("llama_biased", "gptq_by_activation", tmp_path)
     prefix, file = "model.layers.0.self_attn.", path / "model-0.safetensors"
@@ -407,17 +425,20 @@ def test_it_is_not_quantised_twice_on_disk(tmp_path: Path) -> None:
             ["model"],
             [""],
             ["model.layers.[01].mlp", "experts.1.up_proj"],
+            ["self_attn", "experts.1", "mlp.gate", "lm_head"],
         ),
     ],
 )
-def test_awq_leaves_out_what_transformers_leaves_out(left_out: list[str]) -> None:
+def test_awq_leaves_out_what_transformers_leaves_out_and_whole_parts_of_names(left_out: list[str]) -> None:
+    """AutoAWQ, which makes the files, finds an entry anywhere in a name."""
     theirs = transformers.quantizers.quantizers_utils
     roles = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate", "mlp.gate_proj", "mlp.down_proj"]
     roles += [f"mlp.experts.{number}.{name}_proj" for number in (1, 11) for name in ("gate", "up", "down")]
     found = packing({"quantization_config": AWQ | {"modules_to_not_convert": left_out}})
     assert found is not None
     for name in (f"model.layers.{layer}.{role}" for layer in (0, 1, 11) for role in roles):
-        assert found.covers(name) == theirs.should_convert_module(name, left_out), name
+        is_part = any(f".{each.strip('.')}." in name for each in left_out if each)
+        assert found.covers(name) == (theirs.should_convert_module(name, left_out) and not is_part), name
     assert not found.covers("lm_head"), "it is not in a layer"
 
 
