@@ -182,7 +182,7 @@ _POOLING = (
 _ANSWER = (
     RequestField("n", integer(1, MOST_SAMPLES), 1, _GENERATED + _PYTHON, "how many answers"),
     RequestField("best_of", integer(1, MOST_SAMPLES), "`n`", ("completions", "Python"),
-        "from how many samples the `n` answers are chosen, by their log-probability"),
+        "from how many samples the `n` answers are chosen, by their log-probability per token"),
     RequestField("response_format",
         FieldType(dict[str, Any], "an object with `type`: text, json_object, json_schema"), "any", _GENERATED,
         "the answer's form (docs/structured_output.md); an answer that is cut at `max_tokens` breaks off; "

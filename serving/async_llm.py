@@ -56,7 +56,7 @@ from serving.failures import CutOff, EngineEnded, Failure, Overloaded, RequestFa
 from serving.metrics.server_stats import ServerStats
 from serving.orders import Orders
 from serving.outputs import GrowingOutput, Prompt, RequestOutput, VllmSamplingParams, fields_of
-from serving.text.request_fields import check_length, is_short, parse_request, text_options
+from serving.text.request_fields import NO_DEFAULTS, check_length, is_short, parse_request, text_options
 from serving.text.sampling_defaults import sampling_defaults
 from serving.text.tokenizer import Text
 
@@ -386,6 +386,7 @@ class AsyncLLM:
         owner: str = "",
         seeds: bool = False,
         known: Continuation | None = None,
+        takes_defaults: bool = True,
     ) -> list[AnswerStream]:
         """Send requests to the engine, all or none; raises a Failure or BadRequest.
 
@@ -393,7 +394,8 @@ class AsyncLLM:
         as long as model and cache allow; with `shorten`, one with `max_tokens` also ends there. Clients know
         the requests by their `group`, and only `owner` may find them. A caller that has read an answer, or
         stops reading it, calls `limits.release`. With `seeds`, a request without a seed is given one here, so
-        that it is known. An answer that is `known` in part, whose request is alone, goes on from there.
+        that it is known. An answer that is `known` in part, whose request is alone, goes on from there. With
+        `takes_defaults`, the checkpoint's own defaults count where the fields leave something out.
         """
         self.check_ready()
         facts, alone = self.facts, len(requests) == 1
@@ -401,11 +403,12 @@ class AsyncLLM:
         assert alone or known is None, "several prompts have no answer that could go on"
         place = PLACE.get() or EntryPlace(self.limits)
         entered = PLACE.set(place)
+        parse = partial(self._parse, fill=fill, shorten=shorten, seeds=seeds, known=known)
         try:
             place.take(len(requests), len(self._streams))
             works = [
                 self.apart(
-                    partial(self._parse, each, facts, fill=fill, shorten=shorten, seeds=seeds, known=known),
+                    partial(parse, each, facts, takes_defaults=takes_defaults),
                     at_once=alone and is_short(each) and known is None,
                 )
                 for each in requests
@@ -469,6 +472,7 @@ class AsyncLLM:
         shorten: bool,
         seeds: bool = False,
         known: Continuation | None = None,
+        takes_defaults: bool = True,
     ) -> AnswerStream:
         """Return the answer to a request, which has the keys of its prompt's pages."""
         most, (asked, prompt_replica) = facts.max_tokens, parted(fields)
@@ -481,7 +485,7 @@ class AsyncLLM:
             shorten=shorten,
             limit=most,
             adapters=adapters,
-            defaults=self.sampling_defaults,
+            defaults=self.sampling_defaults if takes_defaults else NO_DEFAULTS,
             tokens=None if known is None else known.prompt,
         )
         if known is not None:
@@ -509,7 +513,7 @@ class AsyncLLM:
         """
         params, given = sampling_params, fields_of(prompt)
         fields = params.asked() | given | {"id": request_id}
-        (answer,) = await self.ask([fields], fill=params.max_tokens is None)
+        (answer,) = await self.ask([fields], fill=params.max_tokens is None, takes_defaults=False)
         output = GrowingOutput(
             answer.request,
             self.text,

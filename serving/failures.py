@@ -28,6 +28,10 @@ class Overloaded(Failure):
         self.retry_after_s = retry_after_s
 
 
+class PartlyOverloaded(Overloaded):
+    """Some prompts of the request waited too long for the engine, perhaps because of its other prompts."""
+
+
 class Unavailable(Failure):
     """The server is starting, draining, or without an engine."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from serving.outputs import (
     fields_of,
 )
 from serving.own_processors import KnownProcessors
-from serving.text.request_fields import parse_request, text_options
+from serving.text.request_fields import NO_DEFAULTS, parse_request, text_options
 from serving.text.sampling_defaults import sampling_defaults
 from serving.text.tokenizer import Text
 
@@ -68,6 +69,8 @@ class LLM:
     ) -> None:
         overrides = with_settings(overrides, settings)
         asked = load(*fitted(one_of(recipe, model), overrides, profile), profile)
+        # All prompts of a call come at once and wait for each other, which is no reason to end them
+        asked = replace(asked, scheduler=replace(asked.scheduler, max_queue_wait_s=None))
         self._adapters = KnownAdapters(asked.adapters)
         self.text = Text.of(asked)
         self._defaults = sampling_defaults(asked)
@@ -153,7 +156,7 @@ class LLM:
             longest=most,
             limit=most,
             adapters=self._adapters,
-            defaults=self._defaults,
+            defaults=NO_DEFAULTS if is_given else self._defaults,
         )
         scheduler.check(request)
         self._grammars.constrain(request)

@@ -300,9 +300,14 @@ class Orders:
     async def _put_read(self, source: ReadWeights) -> str:
         """Have the engine put what it has read, if that is what was ordered; return why it does not."""
         # What is read of a segment has the digest that was ordered, but a folder may be written to again
-        if not source.segment and await asyncio.to_thread(self._is_other, Path(source.folder)):
-            self._engine.send(DropWeights())
-            return "the folder holds other weights by now"
+        if not source.segment:
+            facts = self._engine.facts
+            is_other = await asyncio.to_thread(self._is_other, Path(source.folder))
+            if self._engine.facts is not facts:  # another engine, if any, which has read nothing yet
+                raise Unavailable(self._engine.why_not, self._engine.ready_in_s)
+            if is_other:
+                self._engine.send(DropWeights())
+                return "the folder holds other weights by now"
         return (await self._ask(PutWeights())).problem
 
     def _is_other(self, folder: Path) -> bool:

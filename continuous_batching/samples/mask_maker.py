@@ -24,7 +24,7 @@ from kv_cache.pages import Index
 _NONE: Index = np.empty(0, dtype=np.int64)
 PATIENCE_S = 0.05  # how long a step waits for masks that were quick so far
 _LOOK_S = 0.001  # how often a wait looks whether it is called away
-MOST_THREADS = 16  # each slow grammar occupies one thread
+MOST_THREADS = 16  # of the quick grammars, and of the slow ones, each of which occupies one
 
 
 class MaskPlace(NamedTuple):
@@ -48,6 +48,8 @@ class Made:
 class MaskMaker:
     """Makes masks in threads: one task for all quick constraints, and one for each that was slow before.
 
+    Those that were slow have threads of their own, so that no quick one waits in a queue behind them.
+
     A step waits `patience_s` for those that were quick before, and for any of them if no row of the step
     would get a token otherwise. The mask of an answer's first token is always waited for: it was made when
     the grammar was compiled, and other requests may share the pages of the prompt. With `waits`, a step waits
@@ -57,7 +59,8 @@ class MaskMaker:
 
     def __init__(self, patience_s: float = PATIENCE_S, *, waits: bool = False) -> None:
         self._patience_s, self._waits = patience_s, waits
-        self._threads = ThreadPoolExecutor(MOST_THREADS, "masks")
+        self._quick = ThreadPoolExecutor(MOST_THREADS, "masks")
+        self._slow = ThreadPoolExecutor(MOST_THREADS, "slow masks")
         self._made = threading.Condition()
 
     def begin(self, rows: Index, targets: Index, slots: SlotPool) -> None:
@@ -129,11 +132,11 @@ class MaskMaker:
             elif job.is_begun or not again:
                 continue
             if place.constraint.is_slow:
-                self._threads.submit(self._make, [job])
+                self._slow.submit(self._make, [job])
             else:
                 quick.append(job)
         if quick:
-            self._threads.submit(self._make, quick)
+            self._quick.submit(self._make, quick)
 
     def _make(self, jobs: Sequence[Making]) -> None:
         try:

@@ -79,6 +79,9 @@ class Suffix:
             else:
                 self._until_look = min(len(rows) // _ROWS_PER_VAIN_LOOK, _MOST_ASKED_IN_VAIN)
             self._store(rows, known)
+            if len(found):  # storing may have reused the chunks of their sources
+                is_same = self._is_same(rows[found], source[found], known[found], _SHORTEST)
+                source[found] = np.where(is_same, source[found], 0)
             lost = np.flatnonzero((source == 0) & (known >= _LONGEST))
             if len(lost):
                 source[lost] = self._look(rows[lost], known[lost])

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from recipes.cluster.cluster import Cluster
+from recipes.cluster.cluster import Cluster, ranks_here
 from recipes.cluster.rank_process import ALONE, RankProcess
 from recipes.cluster.ranks import devices_of, recipe_of_a_rank, stay_near
 from recipes.schema.recipe import Recipe
@@ -57,7 +57,8 @@ def hold(recipe: Recipe, cluster: Cluster) -> int:
     signals = _Signals(recipe.server.drain_s + _CLOSES_S)
     stay_near(cluster, recipe.parallel.interface)
     here = cluster.ranks_of(cluster.node, recipe.parallel.ranks)
-    own, leader = recipe_of_a_rank(recipe, len(here)), f"{cluster.leader}:{cluster.port}"
+    own = recipe_of_a_rank(recipe, ranks_here(recipe.parallel, cluster))
+    leader = f"{cluster.leader}:{cluster.port}"
     devices = devices_of(recipe, len(here))
     while signals.status == 0:
         log.info("ranks %d to %d of %d follow %s", here[0], here[-1], recipe.parallel.ranks, leader)

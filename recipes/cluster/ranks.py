@@ -97,6 +97,7 @@ class Ranks:
                 self.group = joined(recipe, store, 0, self.wait_s)
             self._listeners.inside = lambda: self.group.inside
         except BaseException:
+            self._is_building = False  # what waits for a lost rank has ended, so this process need not
             for process in self._processes:
                 process.end()
             raise
@@ -201,9 +202,14 @@ class Ranks:
             with watched(self._listeners):
                 yield
         except BaseException:
+            self._is_building = False  # what waits for a lost rank has ended, so this process need not
             self.close()
             raise
         self._is_building = False
+
+    def check(self) -> None:
+        """Raise RankLost if a rank is lost already."""
+        self._listeners.check()
 
     def watched(self, runner: Runner, largest_step_s: float) -> Runner:
         """Return the runner of the built engine with a limit on its steps, whose errors name a lost rank."""

@@ -114,8 +114,9 @@ class SampleAnswers:
     """The samples of one prompt, of which `num_answers` become answers.
 
     If all samples are wanted, each is an answer as it grows. If fewer are wanted, the answers are the samples
-    with the highest cumulative log-probability once all have ended; the earlier of two equal samples is
-    preferred, and a failed sample is chosen only if no other is left.
+    with the highest log-probability per token once all have ended; the earlier of two equal samples is
+    preferred. A sample that ended before it was whole is chosen only if no whole one is left, one without
+    tokens only after those, and a failed sample last.
     """
 
     def __init__(self, request: Request, text: Text | None, options: TextOptions, num_answers: int) -> None:
@@ -386,8 +387,11 @@ def _detokenizer(request: Request, text: Text | None, options: TextOptions) -> D
     return None if text is None or request.params.beam_width else options.detokenizer(text, request.params)
 
 
-def _rank(whole: AnswerDelta) -> tuple[bool, float]:
-    return whole.finish_reason == "error", -whole.cumulative_logprob
+def _rank(sample: AnswerDelta) -> tuple[bool, bool, bool, float]:
+    """Return a key by which the best of several samples is the least."""
+    is_whole = sample.finish_reason in ("stop", "length")
+    per_token = sample.cumulative_logprob / max(1, len(sample.tokens))
+    return sample.finish_reason == "error", not is_whole, not sample.tokens, -per_token
 
 
 def finite(value: float) -> float:

@@ -5,7 +5,8 @@ that came over HTTP. A line begins only while the engine has slots for its sampl
 with at most `server.batch_requests` samples at a time, and with a priority below all others; one that asks
 for more begins in what is free once no other line is in the engine, as it might wait for ever for more.
 Batches take turns. A line whose engine was lost, or for which the server has no room, is tried again; a line
-that was in the engine `MOST_ATTEMPTS` times when it was lost may be the cause, and is answered by its error.
+that was in the engine `MOST_ATTEMPTS` times when it was lost may be the cause, and is answered by its error;
+so is one whose own prompts may keep each other waiting longer than the engine's queue allows.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from serving.api.errors import DEFECT, error_body
 from serving.async_llm import IS_OF_BATCH, AsyncLLM
 from serving.batches.lines import LineCheck, WrongLine, answered, expired, num_samples, read_line, refused
 from serving.batches.store import BatchStore, StoredBatch
-from serving.failures import EngineEnded, Overloaded, Unavailable
+from serving.failures import EngineEnded, Overloaded, PartlyOverloaded, Unavailable
 
 log = logging.getLogger("batches")
 
 Value = TypeVar("Value")
 
 PRIORITY = -100  # priority of the lines of batches; a client's default is 0
-MOST_ATTEMPTS = 3  # attempts at a line that was in the engine when the engine was lost
+MOST_ATTEMPTS = 3  # attempts at a line that may be the cause of its failure itself
 _LOOK_S = 0.1  # interval between checks for free slots
 _AGAIN_S = 1.0  # delay before a line is tried again
 _PAUSE_S = 10.0  # delay before a failed write to the store is tried again
@@ -144,7 +145,14 @@ class Batches:
                 active.begin_again()
             if active.batch.status == "validating":
                 check = LineCheck(active.batch.endpoint, self._most_line_bytes)
-                await self._call(partial(BatchStore.begin, batch=active.batch, check=check))
+                try:
+                    await self._call(partial(BatchStore.begin, batch=active.batch, check=check))
+                except sqlite3.OperationalError:
+                    if not active.must_stop:
+                        raise
+                    # It has no room for what is said of its lines, and could not end before it has begun
+                    begin = partial(BatchStore.begin, batch=active.batch, check=lambda *_: None)
+                    await self._call(begin)
                 self.wake()
             elif not active.tasks and (active.is_over or active.must_stop):
                 await self._end(active)
@@ -263,7 +271,7 @@ class Batches:
             begun.is_asking = True
             status, body, failure = await asked(self.app, line.url, bytes(line.body), active.client, name)
             begun.is_asking = False
-            num_attempts += isinstance(failure, EngineEnded)
+            num_attempts += isinstance(failure, (EngineEnded, PartlyOverloaded))
             if status not in (Overloaded.status, Unavailable.status) or num_attempts == MOST_ATTEMPTS:
                 break
             if active.must_stop:

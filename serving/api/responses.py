@@ -331,7 +331,9 @@ class ResponsesBody(SamplingBody):
             "reasoning_effort": (self.reasoning or {}).get("effort"),
         }
         for name, value in (self.reasoning or {}).items():
-            if value is not None and name != "effort":
+            # Clients ask for the best summary that there is, which here are the thoughts themselves
+            is_best = (name, value) == ("summary", "auto")
+            if value is not None and name != "effort" and not is_best:
                 raise BadRequest("reasoning", "is not supported", fix="leave it out", place=f".{name}")
         for name in ("metadata", "text", "tool_choice"):  # the conversation's own fields are checked with it
             check_repeated(name, getattr(self, name))
@@ -411,11 +413,7 @@ class ResponseObject:
 
     def events(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> Iterator[bytes]:
         """Yield the events for new parts of the answer."""
-        if not self._num_events:
-            for kind in ("created", "in_progress"):
-                yield from self._event(
-                    {"type": f"response.{kind}", "response": self._response("in_progress")}
-                )
+        yield from self._opening()
         for _, delta in deltas:
             for event in self._grown(delta):
                 yield from self._event(event)
@@ -428,7 +426,7 @@ class ResponseObject:
         return b""
 
     def failed(self, failure: Failure | BadRequest) -> bytes:
-        """Return the last event of a response that cannot be completed."""
+        """Return what ends a response that cannot be completed."""
         status = 400 if isinstance(failure, BadRequest) else failure.status
         error = {
             "code": _CODES.get(status, "server_error"),
@@ -438,7 +436,15 @@ class ResponseObject:
         for _ in self._items.end("incomplete"):
             pass
         response = self._response("failed", error=error, output=parts(self._items.written()))
-        return b"".join(self._event({"type": "response.failed", "response": response}))
+        last = self._event({"type": "response.failed", "response": response})
+        return b"".join((*self._opening(), *last))
+
+    def _opening(self) -> Iterator[bytes]:
+        """Yield the events that come before all others, which clients' helpers rely on, unless they came."""
+        if self._num_events:
+            return
+        for kind in ("created", "in_progress"):
+            yield from self._event({"type": f"response.{kind}", "response": self._response("in_progress")})
 
     def _grown(self, delta: AnswerDelta) -> Iterator[Json]:
         said = self._parser.push(delta.index, delta)

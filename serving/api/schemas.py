@@ -61,6 +61,10 @@ def _notes(given: Any, _: Fields) -> bool:
     )
 
 
+def _object(given: Any, _: Fields) -> bool:
+    return isinstance(given, dict)
+
+
 def _unused(choice: str) -> Callable[[Any, Fields], bool]:
     """Accept a list of tools that may not be called."""
 
@@ -111,6 +115,7 @@ IN_RESPONSES: Ignored = {
     "access_programs": (_never, ""),
     "background": (_one_of(False), "false"),
     "background_options": (_never, ""),
+    "client_metadata": (_object, "an object"),  # Codex names its installation in it
     "context_management": (_never, ""),
     "conversation": (_never, ""),
     "image": (_never, ""),
@@ -128,10 +133,6 @@ def _edits(given: Any, _: Fields) -> bool:
     kept = {"type": "clear_thinking_20251015", "keep": "all"}
     edits = given.get("edits") or []
     return isinstance(edits, list) and all(each == kept for each in edits)
-
-
-def _object(given: Any, _: Fields) -> bool:
-    return isinstance(given, dict)
 
 
 IN_MESSAGES: Ignored = {

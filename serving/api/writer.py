@@ -22,8 +22,8 @@ from borders.refusal import BadRequest
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.pieces import PIECE_BYTES, Turns, gathered
 from serving.api.streamed import KeepAlive, StreamedResponse, gone
-from serving.async_llm import AsyncLLM
-from serving.failures import ClientGone, CutOff, Failure
+from serving.async_llm import RETRY_S, AsyncLLM
+from serving.failures import ClientGone, CutOff, Failure, Overloaded, PartlyOverloaded
 
 Value = TypeVar("Value")
 
@@ -110,6 +110,9 @@ class AnswerWriter:
     async def whole(self, request: Request, form: WholeForm) -> Response:
         """Return all answers as one JSON object, sent in parts if it is long."""
         num_characters = await self._unless_gone(request.receive, self._told(form))
+        if (overloaded := self._overloaded()) is not None:
+            self._end()
+            raise overloaded
         pieces, is_long = gathered(form.whole()), num_characters > LONG_TEXT
         try:
             first = await self._turns.next_of(pieces, is_long=is_long) or b""
@@ -163,6 +166,26 @@ class AnswerWriter:
             yield ready + form.end()
 
         return StreamedResponse(events(), self._end, self._cut_off, keep_alive=keep_alive)
+
+    def _overloaded(self) -> Overloaded | None:
+        """Return why a line of a batch has no whole answer, if a sample was only in the engine's queue.
+
+        A client is told so by its `finish_reason`. A line has a day for its answer, and is tried again.
+        """
+        first = self._answers[0]  # all have the same fields
+        if not first.is_of_batch or first.request.timeout_s is not None:
+            return None
+        has_waited = [
+            end is not None and end.reason == "timeout" and end.queue_s is None
+            for each in self._answers
+            for end in each.ends
+        ]
+        if all(has_waited):
+            return Overloaded("the request waited too long for the engine", RETRY_S)
+        if any(has_waited):
+            why = "a prompt waited too long for the engine (scheduler.max_queue_wait_s): send fewer at once"
+            return PartlyOverloaded(why, RETRY_S)
+        return None
 
     async def _accepted(self, most_s: float) -> None:
         """Wait for the engine's word on all prompts, at most `most_s`; raises the failure of a refused one.

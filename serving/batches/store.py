@@ -165,9 +165,13 @@ class BatchStore:
             raise
 
     @contextmanager
-    def _reserve_transaction(self) -> Iterator[None]:
-        """Write as `_transaction` does, also into the reserve."""
-        self._db.execute(f"PRAGMA max_page_count = {self._most_pages + self._reserve}")
+    def _reserve_transaction(self, *, has_answers: bool = False) -> Iterator[None]:
+        """Write as `_transaction` does, also into the reserve; answers leave a part of it.
+
+        Otherwise the answers of one batch could leave no room for another's end.
+        """
+        reserve = self._reserve * 15 // 16 if has_answers else self._reserve
+        self._db.execute(f"PRAGMA max_page_count = {self._most_pages + reserve}")
         try:
             with self._transaction():
                 yield
@@ -280,7 +284,7 @@ class BatchStore:
             total += 1
             if (answer := check(number, text)) is not None:
                 refused.append((batch.id, number, True, answer))
-        with self._reserve_transaction():
+        with self._reserve_transaction(has_answers=bool(refused)):
             begun = self._db.execute(
                 "UPDATE batches SET total = ?, failed = ?, begun_s = ?, status = 'in_progress'"
                 " WHERE id = ? AND status = 'validating'",
@@ -316,11 +320,11 @@ class BatchStore:
 
         `check` answers the lines without an answer; where it returns None, they stay without one.
         """
-        with self._reserve_transaction():
-            query = f"SELECT number, text {_UNANSWERED}"
-            rest = self._db.execute(query, (batch.input, 0, batch.id)).fetchall()
-            checked = ((batch.id, number, True, check(number, text)) for number, text in rest)
-            given = [each for each in checked if each[-1] is not None]
+        query = f"SELECT number, text {_UNANSWERED}"
+        rest = self._db.execute(query, (batch.input, 0, batch.id)).fetchall()
+        checked = ((batch.id, number, True, check(number, text)) for number, text in rest)
+        given = [each for each in checked if each[-1] is not None]
+        with self._reserve_transaction(has_answers=bool(given)):
             self._db.executemany("INSERT INTO answers VALUES (?, ?, ?, ?)", given)
             self._db.execute(
                 "UPDATE batches SET status = ?, ended_s = ?, failed = failed + ?, output = ?, errors = ?"

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from continuous_batching.engine import Engine
     from models.step.profiler import StepProfiler
     from recipes.cluster.rank_process import SpareRanks
+    from recipes.cluster.ranks import Ranks
     from recipes.schema.recipe import Recipe
+    from serving.engine.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -126,9 +128,7 @@ def main(argv: list[str]) -> int:
     gc.disable()  # What is imported stays: a collection would visit 300,000 objects and find no garbage
     from borders.files import in_one_line
     from borders.start_report import paced
-    from continuous_batching.recording.listeners import RankLost
     from recipes.assembly.engine import build
-    from recipes.cluster.ranks import LOST
     from recipes.schema.reader import load
     from serving.engine.facts import ExpertReadings, facts_of, tier_reading
     from serving.engine.messages import Starting, encode
@@ -171,13 +171,22 @@ def main(argv: list[str]) -> int:
         learned=built.learned,
         live=built.live,
     )
-    if built.ranks is not None:
-        built.ranks.ends_process = True  # an idle engine is then lost as well, and another can be started
+    _serve(worker, built.ranks)
+    return 0
+
+
+def _serve(worker: Worker, ranks: Ranks | None) -> None:
+    """Serve until the server needs no engine, or end this process where a rank is lost, or was before."""
+    from continuous_batching.recording.listeners import RankLost
+    from recipes.cluster.ranks import LOST
+
     try:
+        if ranks is not None:
+            ranks.ends_process = True  # an idle engine is then lost as well, and another can be started
+            ranks.check()
         worker.serve()
     except RankLost:  # the lost rank's name has been logged
         os._exit(LOST)
-    return 0
 
 
 def run(argv: list[str]) -> NoReturn:

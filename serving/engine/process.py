@@ -223,12 +223,17 @@ class EngineProcess:
         """Return its last warning or error since then, if any, as a suffix for a message about its end."""
         return "".join(f": {text}" for at_s, text in self._complaints if at_s >= since_s)
 
-    async def end(self) -> None:
-        """Let the process end, kill it if it does not, and remove its files."""
+    async def end(self, *, in_order: bool = True) -> None:
+        """Let the process end, kill it if it does not, and remove its files.
+
+        Where it is not to end `in_order`, it is killed at once: ranks of other machines, which end for good
+        where their leader closes its engine, are then started again for the next one.
+        """
         if self._process is not None:
             assert self._process.stdin is not None
-            self._process.stdin.close()
-            await self._has_ended(_CLOSING_S if self._is_ready else _ENDING_S)
+            if in_order:
+                self._process.stdin.close()
+                await self._has_ended(_CLOSING_S if self._is_ready else _ENDING_S)
             if self._group is not None:  # Further ranks must not wait for one that a driver keeps.
                 with contextlib.suppress(ProcessLookupError):  # it and all that it has started have ended
                     os.killpg(self._group, signal.SIGKILL)

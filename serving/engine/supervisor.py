@@ -196,12 +196,13 @@ class Supervisor:
         They do not wait for the end of its process, which takes long where a driver hangs.
         """
         born_s, self._had_spare = time.monotonic(), self._spare is not None
-        engine = None
+        engine, in_order = None, True
         try:
             try:
                 engine = self._engine = await self._next()
                 await self._attend(engine, born_s)
             except EngineLost as error:
+                in_order = self.state == "draining"  # else another follows, which needs ranks elsewhere too
                 log.error("%s", error)
                 self.trouble = without_paths(str(error))
             finally:
@@ -210,7 +211,7 @@ class Supervisor:
             self._tell_end()
         finally:
             if engine is not None:
-                self._ending = asyncio.ensure_future(engine.end())
+                self._ending = asyncio.ensure_future(engine.end(in_order=in_order))
                 await asyncio.shield(self._ending)  # `close` waits for it.
 
     def _tell_end(self) -> None:

@@ -32,6 +32,8 @@ STREAM_HEAD: HeaderLines = [
 ]
 _ENDS = (b"\r\n\r\n", b"\n\n", b"\r\r")  # how an event ends
 _END = re.compile(b"|".join(_ENDS))
+# What a response of OpenAI's begins with, whether it is answered or fails; its JSON is one line
+_OPENING = re.compile(rb"(?:event: response\.(?:created|in_progress)\ndata: [^\n]*\n\n){0,2}")
 _MOST_FIRST = 2**16  # bytes after which an event is taken to be part of an answer before its end
 # How the two other APIs name what REFUSED names by status
 _OVERLOADED = ("overloaded_error", "rate_limit_error")
@@ -66,8 +68,15 @@ def begun_with(received: bytes) -> tuple[bytes, bytes]:
 
 
 def has_event(received: bytes) -> bool:
-    """Return whether this begins with a whole event, or with one that is long."""
-    return len(received) > _MOST_FIRST or _END.search(received) is not None
+    """Return whether this begins with a whole event, or with one that is long, behind an opening."""
+    at = _opening_end(received)
+    return len(received) - at > _MOST_FIRST or _END.search(received, at) is not None
+
+
+def _opening_end(stream: bytes) -> int:
+    """Return where the events end that say nothing yet of whether a request is answered; 0: it has none."""
+    opening = _OPENING.match(stream)
+    return 0 if opening is None else opening.end()
 
 
 def whole_events(received: bytes) -> tuple[bytes, bytes]:
@@ -88,8 +97,8 @@ def refuses(stream: bytes) -> bool:
 
 
 def first_data(stream: bytes) -> bytes:
-    """Return the data of the first event of a stream; none where that is long."""
-    event = _END.split(stream, 1)[0]
+    """Return the data of the first event of a stream behind its opening; none where that is long."""
+    event = _END.split(stream[_opening_end(stream) :], 1)[0]
     if len(event) > _MOST_FIRST:
         return b""
     return b"".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))

@@ -24,6 +24,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
+from borders.foreign_fields import same_value
 from borders.refusal import BadRequest, abbreviate_json
 from serving.text.chat_options import THOUGHTS, ChatOptions, up_to_mark, with_end_marked
 from serving.text.template_bounds import BoundedEnvironment, TooMuch
@@ -160,7 +161,7 @@ _SWITCHES = ("enable_thinking", "thinking")  # Qwen3 and GLM-4.5; DeepSeek-V3.1 
 def variables_for(effort: str, variables: Collection[str], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables that tell a template the effort.
 
-    Variables that the request has `given` itself may not be set twice.
+    Variables that the request has `given` itself may not be set to something else.
 
     A template that only knows whether to think is told so; one that knows nothing is told nothing, and
     whoever asked is told that (`ChatTemplate.ignores`).
@@ -173,8 +174,8 @@ def variables_for(effort: str, variables: Collection[str], given: Mapping[str, A
         settings = {FIELD: effort}
     elif switch is not None:
         settings = {switch: True}
-    for name in settings:
-        if name in given:
+    for name, value in settings.items():
+        if name in given and not same_value(given[name], value):
             raise BadRequest(FIELD, f"and chat_template_kwargs both set {name}", fix="give one of them")
     return settings
 
@@ -466,11 +467,12 @@ def _line(error: Exception) -> str:
 class _Generation(Extension):
     """The tag `{% generation %} ... {% endgeneration %}`, which marks training targets.
 
-    Only its content is rendered.
+    Only its content is rendered, and what is set in it is known in it alone, as in transformers.
     """
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own way to declare it
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)

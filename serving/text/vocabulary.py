@@ -39,6 +39,8 @@ from serving.text.tokenizer_settings import (
     token_text,
 )
 
+MOST_TOKENS = 2**24  # each id up to the largest is looked at when a tokenizer is loaded
+
 
 class Vocabulary(Protocol):
     """The interface of a tokenizer.
@@ -80,7 +82,8 @@ class FastVocabulary:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self._tokenizer = _read_tokenizer(path, settings)
-        self.size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        # The ids of a file may leave gaps
+        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder().items()
         self.control = {token.content: index for index, token in added if token.special}
         self.own_tokens: dict[str, str] = {}
@@ -275,6 +278,9 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles | None:
             elif name == TEKKEN:
                 settings = TEKKEN_TOKENS | settings
             vocabulary: Vocabulary = kind(folder / name, settings)
+            if vocabulary.size > MOST_TOKENS:
+                found = f"{folder / name} or a file beside it has the token id {vocabulary.size - 1}"
+                raise ValueError(f"{found}; up to {MOST_TOKENS - 1} are read: download it again")
             defaults = CLASS_TOKENS.get(_class_of(settings), vocabulary.own_tokens)
             known = {key: each for key, each in defaults.items() if vocabulary.find(each) is not None}
             return TokenizerFiles(vocabulary, known | settings, templates_in(folder, settings))

@@ -426,7 +426,7 @@ class _BareRules(_Writer):
         return [f"{self._name}: {first}", *self._rules]
 
     def _can_write(self, key: str) -> bool:
-        return key == key.strip() != "" and ":" not in key and key[0] != "}" and "<" not in key
+        return key == key.strip() != "" and ":" not in key and key[0] not in '},"' and "<" not in key
 
     def _item(self, key: str, schema: Any, place: str) -> str:
         return f"{literal(key + ':', {})} {self._value(schema, place)}"

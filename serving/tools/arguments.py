@@ -331,7 +331,7 @@ class BareReader:
         if (end := _ahead(self._end, held, at)) != NO:
             self.is_complete = end >= 0
             return (at, "" if self._stack else "{}") if self.is_complete else (MAYBE, "")
-        if held[at] in "{}[],:":
+        if held[at] in ("},:" if self._is_key else "{}[],:"):  # a key may begin with a bracket
             return at + 1, self._step(held[at])
         if held[at] == '"':
             self._is_json_text = True

@@ -13,7 +13,7 @@ import pytest
 
 from continuous_batching.constraints import SLOW_S, Constraint
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.samples.mask_maker import Made, MaskMaker
+from continuous_batching.samples.mask_maker import MOST_THREADS, Made, MaskMaker
 from continuous_batching.slots import SlotPool
 from tests.continuous_batching.test_constraints import Counting
 from tests.patience import PATIENCE_S
@@ -101,6 +101,19 @@ def test_a_first_token_is_waited_for(slots: SlotPool, gate: threading.Event) -> 
     row = put(slots, Constraint(lambda: Holding(gate)))
     threading.Timer(0.2, gate.set).start()
     assert not take(maker, slots, [row]).late
+
+
+def test_a_quick_mask_is_made_while_slow_ones_hold_all_their_threads(gate: threading.Event) -> None:
+    slots, maker = SlotPool(MOST_THREADS + 1, 64, 16), MaskMaker(patience_s=0.0)
+    slow = [Constraint(lambda: Holding(gate)) for _ in range(MOST_THREADS)]
+    for constraint in slow:
+        constraint.took_s = 2 * SLOW_S
+    rows = [put(slots, constraint, 1) for constraint in slow]
+    assert len(take(maker, slots, rows).late) == MOST_THREADS
+    maker._patience_s = PATIENCE_S / 2
+    quick = put(slots, Constraint(Counting), 3)
+    made = take(maker, slots, [*rows, quick])
+    assert words(made) == {MOST_THREADS: RISING[3]}
 
 
 def test_masks_behind_guesses_count_as_far_as_the_guesses_stayed(slots: SlotPool) -> None:

@@ -140,3 +140,30 @@ def test_every_guess_follows_an_end_that_stood_before(seed: int) -> None:
             say(slots, row, new)
             of_row[row] += new
     assert right > 200
+
+
+@pytest.mark.parametrize("capacity", [1024, 2048])
+def test_a_source_whose_chunk_is_reused_in_the_same_step_is_lost(capacity: int) -> None:
+    """Rows follow old chunks while new prompts take them; two salts have no words in common."""
+    random = np.random.default_rng(0)
+    slots, first = SlotPool(3, 900, 16), {"a": 0, "b": 10}
+    proposer = Suffix(slots, capacity)
+    salt_of: dict[int, str] = {}
+    right = number = 0
+    for _ in range(200):
+        for row in [row for row in salt_of if random.random() < 0.1 or slots.num_tokens[row] > 700]:
+            leave(slots, row)
+            del salt_of[row]
+        while slots.num_free:
+            salt = "ab"[int(random.integers(2))]
+            prompt = first[salt] + random.integers(0, 3, int(random.integers(1, 600)))
+            row = take(slots, number, prompt.tolist(), salt)
+            salt_of[row] = salt
+            number += 1
+        rows = sorted(salt_of)
+        for row, tokens in zip(rows, guessed(proposer, *rows)):
+            right += bool(tokens)
+            assert all((token >= 10) == (salt_of[row] == "b") for token in tokens)
+            other = (first[salt_of[row]] + random.integers(0, 3, 2)).tolist()
+            say(slots, row, tokens if tokens and random.random() < 0.8 else other)
+    assert right > 400

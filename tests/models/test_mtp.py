@@ -117,6 +117,10 @@ def test_a_checkpoint_without_such_a_layer_is_refused(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
     with pytest.raises(RecipeError, match="has no layer that predicts further tokens; take another kind"):
         engine_of(path, "cpu", 3)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    (path / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    with pytest.raises(RecipeError, match="rope is dynamic, by which its prediction layer cannot keep"):
+        engine_of(path, "cpu", 3)
     with pytest.raises(RecipeError, match="is read from the model's checkpoint, and its weights are random"):
         engine_of(path, "cpu", 3, **{"model.weights": "random"})
 

@@ -19,12 +19,12 @@ FAULTS = {
         "a sliding window slides for decodes only",
         "tests/attention/test_attention.py::test_a_span_longer_than_a_query_block",
     ),
-    "failed_sample_is_the_best": Fault(
+    "cut_sample_is_the_best": Fault(
         "serving/answers/answers.py::_rank",
-        'whole.finish_reason == "error"',
+        "not is_whole",
         "False",
-        "a sample that failed at once has the highest log-probability of all",
-        "tests/serving/test_offline.py::test_the_best_samples_are_answers_when_all_have_ended",
+        "a sample that ran out of time is chosen before whole ones",
+        "tests/serving/test_offline.py::test_whole_samples_go_before_partial_ones_and_empty_ones",
     ),
     "cached_prompt_told_of_its_end": Fault(
         "continuous_batching/request.py::Request.num_findable",

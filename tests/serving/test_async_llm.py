@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterable
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -141,6 +142,31 @@ def test_log_probabilities_of_an_answer_that_grows_are_converted_once(
         assert one.cumulative_logprob == -0.5 * number
         assert output.prompt_logprobs is not None
         assert [each and [*each] for each in output.prompt_logprobs] == [None, [302], [303]]
+
+
+def test_parameters_of_a_program_count_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint's longest answer is for requests that leave it out."""
+    llm, found = AsyncLLM(RECIPE, *SMALL), list[int]()
+    llm.sampling_defaults = {"max_tokens": 9}
+    facts: Any = SimpleNamespace(max_tokens=40, max_shared_tokens=None, prefix_sharing=False)
+
+    def send(answers: list[AnswerStream]) -> None:
+        found.append(answers[0].request.params.max_tokens)
+        raise EngineEnded("the engine ended")
+
+    monkeypatch.setattr(llm, "check_ready", lambda: None)
+    monkeypatch.setattr(llm, "_send_all", send)
+    monkeypatch.setattr(llm.engine, "facts", facts)
+
+    async def ask() -> None:
+        with pytest.raises(EngineEnded):
+            await outputs_of_one(llm, SamplingParams(max_tokens=None))
+        with pytest.raises(EngineEnded):
+            await llm.ask([{"id": "a", "prompt": "1+1="}], fill=True)
+
+    asyncio.run(ask())
+    assert found[0] > 30
+    assert found[1] == 9
 
 
 @pytest.mark.slow

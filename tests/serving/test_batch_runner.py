@@ -6,18 +6,23 @@ Batches take turns.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
+from continuous_batching.request import Request, SamplingParams
+from serving.answers.answers import AnswerStream
 from serving.api import batch_runner as runner
 from serving.api.api_keys import ANYBODY, ApiKeys, Client, Rights
 from serving.api.app import application
@@ -26,7 +31,9 @@ from serving.async_llm import AsyncLLM
 from serving.batches import store as kept_batches
 from serving.batches.lines import LineCheck, WrongLine, expired, num_samples, read_line, split_lines
 from serving.batches.store import WINDOW_S, BatchStore, StoredBatch
-from serving.failures import EngineEnded, Failure, SetAside, Unavailable
+from serving.engine.messages import SampleEnd
+from serving.failures import EngineEnded, Failure, Overloaded, PartlyOverloaded, SetAside, Unavailable
+from serving.text.tokenizer import TextOptions
 from tests.each_of import each_of
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY
@@ -337,13 +344,14 @@ def test_what_is_not_the_line_s_fault_is_tried_again(tmp_path: Path) -> None:
     assert (found.completed, found.failed, len(told)) == (1, 0, 9)
 
 
-def test_a_line_that_ends_every_engine_is_given_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("failure", [EngineEnded("it ended"), PartlyOverloaded("it waited", 1.0)])
+def test_a_line_that_may_be_the_cause_itself_is_given_up(tmp_path: Path, failure: Failure) -> None:
     async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
-        scope["state"]["failure"] = EngineEnded("it ended")
-        return 503, b'{"error": "lost"}'
+        scope["state"]["failure"] = failure
+        return failure.status, b'{"error": "lost"}'
 
     bench = Bench(tmp_path, answer)
-    found, told = asyncio.run(bench.until_end(bench.add("a")))
+    found, told = asyncio.run(asyncio.wait_for(bench.until_end(bench.add("a")), PATIENCE_S))
     assert (found.status, found.failed) == ("completed", 1)
     assert told[0]["response"]["body"] == {"error": "lost"}
 
@@ -363,6 +371,47 @@ def test_the_server_tells_a_lost_engine_from_all_else(
     application(llm, "m", keys, is_local=True, batches=batches)
     told = asyncio.run(runner.asked(batches.app, URL, b'{"prompt": "a"}', ANYBODY, "name"))
     assert (told[0], told[2]) == (503, failure)
+
+
+@pytest.mark.parametrize("url", [URL, "/v1/embeddings"])
+@pytest.mark.parametrize(
+    ("queue_s", "is_of_batch", "timeout_s", "failure"),
+    [
+        ([None, None], True, None, Overloaded),
+        ([None, 0.5], True, None, PartlyOverloaded),
+        ([0.5, 0.5], True, None, None),
+        ([None, None], True, 9.0, None),
+        ([None, None], False, None, None),
+    ],
+)
+def test_a_line_that_only_waited_for_the_engine_has_no_answer_yet(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    url: str,
+    queue_s: list[float | None],
+    is_of_batch: bool,
+    timeout_s: float | None,
+    failure: type[Failure] | None,
+) -> None:
+    async def ask(*_: Any, **__: Any) -> list[AnswerStream]:
+        answers = list[AnswerStream]()
+        for at, each in enumerate(queue_s):
+            request = Request(f"{at}", np.array([301]), SamplingParams(max_tokens=9), timeout_s=timeout_s)
+            answers.append(AnswerStream(request, llm.text, TextOptions(), num_answers=1, max_unread_tokens=9))
+            answers[-1].is_of_batch = is_of_batch
+            answers[-1].finish(0, SampleEnd(at, "timeout", None, 0, 0, 0, each, None, None, []))
+        return answers
+
+    llm, keys = AsyncLLM(TINY, "model.pooling=last"), ApiKeys({})
+    monkeypatch.setattr(llm, "ask", ask)
+    batches = Batches.of(tmp_path, llm, keys)
+    application(llm, "m", keys, is_local=True, batches=batches)
+    body = b'{"prompt": ["a", "b"]}' if url == URL else b'{"input": ["a", "b"]}'
+    status, text, told = asyncio.run(runner.asked(batches.app, url, body, ANYBODY, "name"))
+    if failure is not None:
+        assert (status, type(told)) == (429, failure), text
+    else:
+        assert status == (200 if url == URL else 500), text
 
 
 def test_a_defect_is_the_answer_to_its_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -563,6 +612,40 @@ def test_a_batch_ends_in_a_full_store(
     is_told = end == "expired" and reserve_bytes == 2**24
     assert [each["custom_id"] for each in told] == names * is_told
     assert ("get no answer: database or disk is full" in caplog.text) == (end == "expired" and not is_told)
+
+
+@pytest.mark.parametrize("end", ["cancelled", "expired"])
+def test_a_batch_that_has_no_room_to_begin_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Not even its rows: those of other batches fill the rest of what answers may take."""
+    monkeypatch.setattr(kept_batches, "_RESERVE_BYTES", 2**16)
+
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        raise AssertionError("no line begins")
+
+    def fill() -> None:
+        for size in (2**12, 2**4):
+            with contextlib.suppress(runner.sqlite3.OperationalError):
+                while True:
+                    with bench.store._reserve_transaction(has_answers=True):
+                        bench.store._add_file("file-" + uuid.uuid4().hex, "", "batch", "a" * size, 0)
+
+    async def stop() -> StoredBatch:
+        ending = asyncio.ensure_future(bench.until_end(batch))
+        await asyncio.sleep(0.05)
+        assert (await bench.found(batch)).status == "validating"
+        if end == "cancelled":
+            await bench.batches.call(lambda store: store.cancel(batch))
+        else:
+            monkeypatch.setattr(runner.time, "time", lambda: batch.made_s + WINDOW_S)
+        return (await asyncio.wait_for(ending, PATIENCE_S))[0]
+
+    bench = Bench(tmp_path, answer, most_bytes=2**18)
+    batch = bench.add_lines([line(str(number), more=1) for number in range(500)])
+    fill()
+    found = asyncio.run(stop())
+    assert (found.status, found.completed) == (end, 0)
 
 
 class Broken:

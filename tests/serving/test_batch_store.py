@@ -247,6 +247,22 @@ def test_a_full_store_keeps_what_it_has(tmp_path: Path) -> None:
     store.close()
 
 
+def test_answers_leave_room_for_the_ends_of_batches(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, 2**18)
+    file = store.add_file(ME, "a", [(1, b"x")])
+    batches = [store.add_batch(ME, file, "/v1/completions", {}) for _ in range(60)]
+    for batch in batches:
+        store.begin(batch, lambda number, text: b"z")
+    for size in (2**20, 2**16, 2**12, 2**8, 1):
+        with contextlib.suppress(sqlite3.OperationalError):
+            while True:
+                with store._reserve_transaction(has_answers=True):
+                    store._db.execute("INSERT INTO lines VALUES ('b', NULL, ?)", (b"y" * size,))
+    for batch in batches:
+        store.end(batch, "cancelled", lambda *_: None)
+    store.close()
+
+
 def test_a_folder_that_cannot_be_used_is_refused_in_a_line(tmp_path: Path) -> None:
     first = BatchStore(tmp_path / "a", MOST_BYTES)
     with pytest.raises(OSError, match=r"--batches .*/a: database is locked; another server may have it open"):

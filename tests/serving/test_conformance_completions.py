@@ -98,7 +98,8 @@ def test_the_likeliest_of_several_samples_is_told(client: openai.OpenAI) -> None
     best = ask(client, "One day", n=2, best_of=6, **fields)
 
     def likelihood(choice: Any) -> float:
-        return math.fsum(choice.logprobs.token_logprobs)
+        logprobs = choice.logprobs.token_logprobs
+        return math.fsum(logprobs) / len(logprobs)
 
     ranked = sorted(every.choices, key=likelihood, reverse=True)
     assert [choice.text for choice in best.choices] == [choice.text for choice in ranked[:2]]

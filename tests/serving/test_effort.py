@@ -75,8 +75,23 @@ def test_a_template_that_knows_nothing_is_told_nothing(thinks: bool, effort: str
     assert made.ignores(effort) == is_ignored
 
 
-def test_two_words_for_one_variable_are_refused() -> None:
-    both = ChatOptions(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
+@each_of(
+    "effort, kwargs",
+    [
+        ("none", {"enable_thinking": False}),
+        ("high", {"enable_thinking": True}),
+        ("none", {"thinking": True}),  # of which this template knows nothing
+    ],
+)
+def test_two_words_that_say_the_same_are_one(effort: str, kwargs: dict[str, Any]) -> None:
+    made = ChatTemplate(QWEN3, {})
+    both = ChatOptions(reasoning_effort=effort, chat_template_kwargs=kwargs)
+    assert made.render(TALK, both) == made.render(TALK, ChatOptions(reasoning_effort=effort))
+
+
+@each_of("said", [True, 0, "false", None])
+def test_two_words_for_one_variable_are_refused(said: Any) -> None:
+    both = ChatOptions(reasoning_effort="none", chat_template_kwargs={"enable_thinking": said})
     with pytest.raises(BadRequest, match="and chat_template_kwargs both set enable_thinking"):
         ChatTemplate(QWEN3, {}).render(TALK, both)
 

@@ -165,6 +165,31 @@ def test_an_engine_that_serves_has_time_to_close(is_ready: bool, monkeypatch: py
     assert asyncio.run(end()) == ([] if is_ready else ["process"])
 
 
+def test_an_engine_that_is_not_to_end_in_order_does_not_hear_of_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would close its recording, at which ranks of other machines end for good."""
+    steps: list[str] = []
+
+    class Hung(Closing):
+        def close(self) -> None:
+            steps.append("input closed")
+
+        def kill(self) -> None:
+            super().kill()
+            steps.append("killed")
+
+    async def end() -> None:
+        engine = EngineProcess([])
+        monkeypatch.setattr(engine, "_process", Hung(sees_close=False))
+        monkeypatch.setattr(engine, "_relaying", asyncio.ensure_future(asyncio.sleep(0)), raising=False)
+        engine.note_ready()
+        await asyncio.wait_for(engine.end(in_order=False), PATIENCE_S)
+
+    asyncio.run(end())
+    assert steps == ["killed"]
+
+
 def test_who_is_cancelled_in_the_moment_in_which_a_process_ends_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor cancels who ends a spare process, and waits for that before it starts an engine."""
 

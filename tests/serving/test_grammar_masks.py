@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from borders.refusal import BadRequest
 from continuous_batching.constraints import Constraint
@@ -135,6 +137,18 @@ def test_all_end_tokens_may_end_it(texts: dict[str, Text]) -> None:
     )
     assert mask is not None
     assert allowed(mask, text.vocab_size) == {*ends, *text.encode_within("b")}
+
+
+def test_tokens_behind_a_gap_of_ids_may_come(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "1": 20}, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = Text.load(tmp_path)
+    assert text is not None
+    none = np.empty(0, dtype=np.int64)
+    (mask,) = constraint_of(text, "regex", "[0-9]b", (0,)).masks(none, none)
+    assert mask is not None
+    assert allowed(mask, text.vocab_size) == {20}
 
 
 def test_a_control_token_is_no_text(texts: dict[str, Text]) -> None:

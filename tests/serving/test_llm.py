@@ -178,6 +178,12 @@ def test_a_full_queue_is_waited_for() -> None:
     assert [output.outputs[0].text for output in outputs] == ["623"] * 20
 
 
+def test_prompts_wait_for_those_of_the_same_call() -> None:
+    hasty = LLM(RECIPE, *SMALL, "scheduler.max_queue_wait_s=0.001", "scheduler.num_slots=1")
+    outputs = hasty.generate([PROMPTS[0]] * 5, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert [output.outputs[0].text for output in outputs] == ["623"] * 5
+
+
 def test_an_interrupted_call_leaves_nothing_behind(llm: LLM) -> None:
     class Impatient(tqdm):
         def update(self, n: float | None = 1) -> None:

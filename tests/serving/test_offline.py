@@ -188,7 +188,8 @@ def test_a_job_that_somebody_aborts_has_its_record(texts: dict[str, Text], kind:
     assert {each["id"] for each in records} == set(names)
     reasons = {each["id"]: each["finish_reason"] for each in records if not each.get("index")}
     assert reasons["last"] == "abort"
-    assert reasons["long"] == "abort"
+    # The other samples go on, and whole ones are better answers
+    assert reasons["long"] == ("length" if kind == "best_of" else "abort")
     assert {reasons[name] for name in ("a", "b", "c", "other")} == {"length"}
     assert not engine.has_work
 
@@ -291,6 +292,19 @@ def test_the_best_samples_are_answers_when_all_have_ended() -> None:
     samples = samples_of(4, 2)
     assert end(samples, 3, reason="error") == end(samples, 1, -1.0) == end(samples, 0, -3.0, -3.0) == []
     assert end(samples, 2, -2.0) == [(0, 1), (1, 2)]
+
+
+def test_a_sample_that_is_likelier_for_each_token_goes_before_a_shorter_one() -> None:
+    samples = samples_of(2, 1)
+    assert end(samples, 0, -2.0) == []
+    assert end(samples, 1, -1.0, -1.0, -1.0, reason="length") == [(0, 1)]
+
+
+def test_whole_samples_go_before_partial_ones_and_empty_ones() -> None:
+    samples = samples_of(5, 4)
+    assert samples.end(0, "timeout") == samples.end(1, "abort") == []
+    assert end(samples, 2, -0.5, reason="timeout") == end(samples, 3, -9.0, reason="length") == []
+    assert end(samples, 4, -8.0) == [(0, 4), (1, 3), (2, 2), (3, 0)]
 
 
 def test_equal_samples_answer_in_the_order_of_their_numbers() -> None:

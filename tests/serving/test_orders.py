@@ -296,9 +296,10 @@ def test_an_engine_that_is_lost_is_followed_by_one_with_the_same_weights(
 class Obedient:
     """An engine that does at once what it is told."""
 
-    facts = object()
+    why_not, ready_in_s = "the engine is starting", 1.0
 
     def __init__(self) -> None:
+        self.facts = object()
         self.orders: Orders | None = None
         self.told: list[type[ToEngine]] = []
         self.needs_room = False  # it has none for new weights beside its pages
@@ -341,6 +342,39 @@ def test_a_folder_that_holds_other_weights_by_now_is_not_put_again(
     asyncio.run(lost())
     assert engine.told == told
     assert ("the folder holds other weights by now" in orders.why_not) == (becomes != "same")
+
+
+def test_an_engine_that_is_lost_while_the_folder_is_read_leaves_the_next_one_alone(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has read nothing that could be put."""
+    shutil.copytree(root / "new", tmp_path / "latest")
+    engine = Obedient()
+    recipe = load(TINY, [f"server.weights_root={tmp_path}"])
+    orders = engine.orders = Orders(recipe, cast(Supervisor, engine), list, lambda answer, failure: None)
+    compare, told = Orders._is_other, list[type[ToEngine]]()
+
+    async def lost() -> None:
+        await orders.update_from_folder("latest", "v1", "wait")
+        engine.told.clear()
+        loop, first = asyncio.get_running_loop(), engine.facts
+
+        def lose(self: Orders, folder: Path) -> bool:
+            if engine.facts is first:
+                told.extend(engine.told)
+                engine.told.clear()
+                engine.facts = object()
+                loop.call_soon_threadsafe(orders.begin)
+            return compare(self, folder)
+
+        monkeypatch.setattr(Orders, "_is_other", lose)
+        orders.begin()
+        while "is given" in orders.why_not:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(lost())
+    assert (told, engine.told) == ([ReadWeights], [ReadWeights, PutWeights])
+    assert (orders.why_not, orders.is_asleep) == ("", False)
 
 
 def test_weights_that_fit_only_where_the_pages_are_are_put_again(root: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
@@ -343,10 +344,25 @@ def test_a_failure_ends_a_stream_as_a_response(text: Text) -> None:
 def test_a_router_reads_from_a_failure_whether_another_replica_may_answer(
     text: Text, failure: Failure | BadRequest, code: str, is_refusal: bool, is_loss: bool
 ) -> None:
-    last = response_of(text).failed(failure)
-    event = events_adapter().validate_json(last.decode().partition("\ndata: ")[2])
-    assert event.response.error.code == code
-    assert (refuses(last), tells_of_loss(first_data(last))) == (is_refusal, is_loss)
+    sent = response_of(text).failed(failure)
+    *opening, last = [each.partition("\ndata: ")[2] for each in sent.decode().split("\n\n")[:-1]]
+    event = events_adapter().validate_json(last)
+    assert (event.sequence_number, event.response.error.code) == (len(opening), code)
+    assert (refuses(sent), tells_of_loss(first_data(sent))) == (is_refusal, is_loss)
+
+
+def test_the_clients_helper_reads_a_response_that_fails_at_once(text: Text) -> None:
+    """It asks for `response.created` before everything else."""
+    sent = response_of(text).failed(RequestFailed("not finite"))
+    answer = httpx.Response(200, headers={"content-type": "text/event-stream"}, content=sent)
+    over = httpx.Client(transport=httpx.MockTransport(lambda _: answer))
+    with (
+        openai.OpenAI(base_url="http://server", api_key="any", http_client=over) as client,
+        client.responses.stream(model="tiny", input="Hello") as stream,
+    ):
+        events = list(stream)
+    kinds = ["response.created", "response.in_progress", "response.failed"]
+    assert [(each.type, each.sequence_number) for each in events] == list(zip(kinds, range(3)))
 
 
 def test_items_become_the_messages_of_their_turns(text: Text) -> None:

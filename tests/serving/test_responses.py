@@ -148,9 +148,10 @@ def test_a_parsed_response_can_be_sent_back(client: openai.OpenAI) -> None:
         ({"conversation": "conv_1"}, "conversation is not supported", None),
         ({"background": True}, "background is not supported; only false is accepted", None),
         ({"truncation": "auto"}, 'only "disabled" is accepted', None),
+        ({"client_metadata": "a"}, "only an object is accepted", None),
         ({"include": ["file_search_call.results"]}, 'include[0] is "file_search_call.results"', None),
         ({"top_logprobs": 2}, "top_logprobs needs", None),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary is not supported", None),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary is not supported", None),
         (
             {"reasoning": {"effort": 1}},
             'reasoning.effort is 1; it must be "none", "minimal"',
@@ -213,8 +214,9 @@ def test_what_asks_for_nothing_is_accepted(client: openai.OpenAI) -> None:
         max_tool_calls=3,
         max_output_tokens=2,
         text={"verbosity": "low", "format": {"type": "text"}},
-        reasoning={"effort": None},
         previous_response_id=None,
+        reasoning={"effort": "low", "summary": "auto"},
+        extra_body={"client_metadata": {"x-codex-installation-id": "d"}},
     )
     assert (response.service_tier, response.truncation, response.user) == ("default", "disabled", "a")
 

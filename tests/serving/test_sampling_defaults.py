@@ -127,7 +127,7 @@ def test_a_request_goes_before_the_file() -> None:
 
 
 def test_python_takes_them_where_it_gives_no_parameters(checkpoint: Path) -> None:
-    say(checkpoint, {"do_sample": True, "top_k": 1})
+    say(checkpoint, {"do_sample": True, "top_k": 1, "max_new_tokens": 9})
     llm = LLM(RECIPE, f"model.path={checkpoint}", *SMALL)
     prompts = [{"prompt_token_ids": PROMPT}] * 2
     one, two = (each.outputs[0].token_ids for each in llm.generate(prompts, use_tqdm=False))
@@ -135,6 +135,9 @@ def test_python_takes_them_where_it_gives_no_parameters(checkpoint: Path) -> Non
     assert one[:8] == generated(checkpoint, 1)
     given = llm.generate(prompts * 4, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
     assert len({tuple(each.outputs[0].token_ids) for each in given}) > 1, "given parameters count as a whole"
+    endless = SamplingParams(max_tokens=None, ignore_eos=True)
+    (whole,) = llm.generate(prompts[:1], endless, use_tqdm=False)
+    assert len(whole.outputs[0].token_ids) > 9
 
 
 def test_what_no_request_could_have_is_refused_and_what_is_not_counted_is_named(

@@ -53,8 +53,9 @@ class Short:
         await asyncio.sleep(0)
         raise EngineLost("it ended")
 
-    async def end(self) -> None:
+    async def end(self, *, in_order: bool = True) -> None:
         """Nothing is left."""
+        self.ended_in_order = in_order
 
 
 class Loading(Short):
@@ -212,7 +213,7 @@ class Kept(Short):
         self.may_end = asyncio.Event()
         self.ends: list[str] = []
 
-    async def end(self) -> None:
+    async def end(self, *, in_order: bool = True) -> None:
         self.ends.append("begun")
         await self.may_end.wait()
         self.ends.append("done")
@@ -235,6 +236,30 @@ def test_an_engine_is_lost_before_its_process_has_ended() -> None:
         assert (engine.ends, lost) == (["begun", "done"], ["it ended"])
 
     asyncio.run(lives())
+
+
+@pytest.mark.parametrize(
+    ("is_lost", "drains", "in_order"), [(True, False, False), (True, True, True), (False, False, True)]
+)
+def test_a_lost_engine_that_another_follows_does_not_end_in_order(
+    is_lost: bool, drains: bool, in_order: bool
+) -> None:
+    """Ranks of other machines would take that for the end of the server, and be missing in the next one."""
+
+    async def ended_in_order() -> bool:
+        engine = Loading()
+        keeper = keeper_of(engine)
+        keeper.start()
+        await until(lambda: keeper.stage)
+        if drains:
+            keeper.become("draining")
+        if is_lost:
+            engine.is_over.set()
+            await until(lambda: keeper.trouble)
+        await keeper.close()
+        return engine.ended_in_order
+
+    assert asyncio.run(ended_in_order()) is in_order
 
 
 def test_a_spare_process_that_still_imports_takes_over() -> None:

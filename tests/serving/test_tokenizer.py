@@ -197,6 +197,7 @@ def test_the_template_has_what_hugging_faces_templates_use(tmp_path: Path) -> No
         "{%- for m in messages %}{%- if loop.index > 1 %}{% break %}{% endif %}"
         "{{ {'ключ': m.content} | tojson }}{% generation %}{{ eos_token }}{% endgeneration %}"
         "{{ strftime_now('%Y') | length }}{%- endfor %}"
+        "{% set y = 0 %}{% generation %}{% set y = 1 %}{{ y }}{% endgeneration %}{{ y }}"
     )
     write_settings(
         tmp_path, eos_token="<|im_end|>", chat_template=[{"name": "default", "template": template}]
@@ -204,7 +205,7 @@ def test_the_template_has_what_hugging_faces_templates_use(tmp_path: Path) -> No
     text = Text.load(tmp_path)
     assert text is not None
     said = text.decode(text.chat([{"role": "user", "content": "<b>你"}] * 2), skip_special_tokens=False)
-    assert said == '{"ключ": "<b>你"}<|im_end|>4'
+    assert said == '{"ключ": "<b>你"}<|im_end|>410'
 
     (tmp_path / "chat_template.jinja").write_text("from a file", encoding="utf-8")
     text = Text.load(tmp_path)

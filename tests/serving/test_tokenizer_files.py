@@ -720,3 +720,16 @@ def test_a_vocabulary_whose_rule_is_code_is_refused_by_its_name(name: str, tmp_p
     (tmp_path / name).write_bytes(b"".join(ranks))
     with pytest.raises(ValueError, match=rf"{name} is a vocabulary of tiktoken, .*; take tokenizer\.json"):
         Text.load(tmp_path)
+
+
+def test_ids_may_leave_gaps_up_to_a_bound(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    vocab = {"a": 0, "b": 1, "1": 20}
+    Tokenizer(models.BPE(vocab=vocab, merges=[])).save(str(path))
+    text = Text.load(tmp_path)
+    assert text is not None
+    assert (text.vocab_size, text.decode([20])) == (21, "1")
+
+    Tokenizer(models.BPE(vocab=vocab | {"c": 2**24}, merges=[])).save(str(path))
+    with pytest.raises(ValueError, match="token id 16777216; up to 16777215 are read"):
+        Text.load(tmp_path)

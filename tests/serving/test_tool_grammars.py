@@ -299,7 +299,7 @@ def test_arguments_may_have_any_name_where_the_schema_names_none(name: str, sche
     [
         *(("olmo3", key) for key in ("from", "None", "user-id", "$filter")),
         *(("qwen3_coder", key) for key in ("a>b", "a\nb", "", " a", "a ")),
-        *(("gemma4", key) for key in ("a:b", "", "} a", " a")),
+        *(("gemma4", key) for key in ("a:b", "", "} a", " a", ",a", '"q"')),
         *(("minimax_m2", '"q"'), ("deepseek_v32", '"q"'), ("pythonic", "class")),
     ],
 )

@@ -161,6 +161,7 @@ GEMMA = "<|tool_call>call:add{}<tool_call|>"
         ('{"s":<|"|>x, y: z<|"|>}', {"s": "x, y: z"}),
         ('{"a:b":"x, {\\"y\\"}", <|"|>t<|"|>:<|"|> None <|"|>}', {"a:b": 'x, {"y"}', "t": " None "}),
         ("{a:low, b:1}", {"a": "low", "b": 1}),
+        ("{[x:true,{id}:1,a:{]b:[{[c:2}]}}", {"[x": True, "{id}": 1, "a": {"]b": [{"[c": 2}]}}),
     ],
 )
 def test_gemmas_arguments_are_json_whatever_their_space_and_words(arguments: str, meant: Any) -> None:

@@ -30,6 +30,10 @@ FAILED = (
     b'data: {"type":"response.failed",'
     b'"response":{"error":{"code":"server_error","details":{"error_code":503}}}}\n\n'
 )
+OPENING = b"".join(
+    b'event: %s\ndata: {"type":"%s","response":{"error":null}}\n\n' % (kind, kind)
+    for kind in (b"response.created", b"response.in_progress")
+)
 OVERLOADED = b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"full"}}\n\n'
 WRONG = b'data: {"error":{"message":"wrong","type":"invalid_request_error","code":400}}\n\n'
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -58,7 +62,15 @@ def test_what_has_had_only_signs_of_life_goes_to_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "refusal"), [(CHAT, LOST_ENGINE), (RESPONSES, FAILED), (MESSAGES, OVERLOADED)]
+    ("path", "refusal"),
+    [
+        *[(CHAT, LOST_ENGINE), (RESPONSES, FAILED), (MESSAGES, OVERLOADED)],
+        *[
+            (RESPONSES, OPENING + FAILED),
+            (RESPONSES, OPENING.replace(b"null", b'"%s"' % (b"x" * 40_000)) + FAILED),
+        ],
+    ],
+    ids=["chat", "response", "message", "opened response", "long opening"],
 )
 def test_a_stream_whose_first_event_refuses_it_goes_to_another(path: str, refusal: bytes) -> None:
     event = b'event: x\ndata: {"type":"x"}\n\n'
@@ -230,6 +242,10 @@ def test_signs_are_told_from_events_wherever_the_bytes_are_cut() -> None:
             assert (passed + more, rest) == (signs, event)
             assert has_event(rest)
     assert not has_event(b": keep-ali")
+    said = b"event: response.output_text.delta\ndata: {}\n\n"
+    num_ready = [has_event((OPENING + said)[:cut]) for cut in range(len(OPENING + said) + 1)].count(True)
+    assert num_ready == 1, "what begins an answer is sent on with what it says"
+    assert has_event(OPENING * 2), "an opening without an end is not held back"
     assert has_event(b"data: " + b"x" * 2**17), "a long event is not held back until its end"
 
 
@@ -237,10 +253,11 @@ def test_signs_are_told_from_events_wherever_the_bytes_are_cut() -> None:
     "event",
     [WRONG, WHOLE[0], b"data: [DONE]\n\n", b'data: {"error"\n\n', b'data: {"error":3}\n\n',
      b'data: ["error"]\n\n', b'data: {"error":{"code":{}}}\n\n', FAILED.replace(b"503", b"500"),
-     WHOLE[0] + LOST_ENGINE, b'data: {"error":' + b"[" * 30_000 + b"\n\n",
+     WHOLE[0] + LOST_ENGINE, OPENING, OPENING + WHOLE[0] + FAILED,
+     b'data: {"error":' + b"[" * 30_000 + b"\n\n",
      b'data: {"choices":[{"text":"\\"error\\" 503"}]}\n\n'],
 )  # fmt: skip
 def test_what_refuses_no_request_is_an_answer(event: bytes) -> None:
     assert not refuses(event)
-    for refusal in (LOST_ENGINE, FAILED, OVERLOADED):
+    for refusal in (LOST_ENGINE, FAILED, OVERLOADED, OPENING + FAILED):
         assert refuses(refusal + event)
