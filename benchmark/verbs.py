@@ -252,7 +252,7 @@ def engine_pair(text: str) -> tuple[int, int]:
     return engines(prompts), engines(answers)
 
 
-TENSOR = option("--tp", engines, "N", "devices that share each layer", 1)
+TENSOR = option("--tp", engines, "N", "devices that share each layer; else the recipe's own")
 DEVICE = option("--device", metavar="NAME", help="a name in devices/profiles; else the recipe's own")
 SIMULATED = (
     option("--trace", metavar="FILE", help=REQUESTS, required=True),
@@ -264,7 +264,7 @@ SIMULATIONS = (
          "simulate.one_run:run",
          *SIMULATED,
          TENSOR,
-         option("--pp", engines, "N", "stages of layers, each on devices of its own", 1),
+         option("--pp", engines, "N", "stages of layers, each on devices of its own; else the recipe's"),
          option("--dp", engines, "N", "engines behind a router", 1),
          option("--route", help="how the router chooses (default: least_loaded)", choices=ROUTES),
          option("--split", engine_pair, "P:D", "engines for prompts, and engines for answers"),
@@ -301,7 +301,7 @@ SIMULATIONS = (
     verb("lengths", "one request alone, by the length of its prompt; sparse attention beside all tokens read",
          "simulate.one_run:run_lengths",
          DEVICE,
-         option("--tp", engines, "N", "devices that share each layer; else the recipe's own"),
+         TENSOR,
          option("--tokens", wholes(1, MOST_TOKENS), "N,N,...", "tokens of the prompt", [8192, 32768, 131072]),
          table="simulate.one_run:print_lengths"),
     verb("states", "what must be computed of prompts by where recurrent states are kept, on five workloads",

@@ -97,8 +97,8 @@ def _rows(loaded: LoadedRecipe, longest_tokens: int | None) -> Iterator[tuple[st
 def _shown(value: object) -> str:
     if isinstance(value, Path):
         return from_root(value)
-    if isinstance(value, dict):
-        return f"{value.get('model_type')}, {len(value)} keys"
+    if isinstance(value, dict) and "model_type" in value:
+        return f"{value['model_type']}, {len(value)} keys"
     return in_yaml(value)
 
 

@@ -179,12 +179,18 @@ class Roofline:
     def _copies_s(self, batch: Batch, slots: SlotPool) -> float:
         """Return the seconds of page copies: each byte is read and written.
 
-        Copies to the host count the same.
+        Copies to the host count the same. A page of the last group is a request's recurrent states, which
+        devices that divide pages of tokens do not divide any further.
         """
         token_bytes = self.config.kv_bytes_by_group(self.tensor)
-        num_bytes = sum(len(each.sources) * token_bytes[each.group] for each in batch.copies)
-        share = self._counts.share / self.contexts
-        return 2 * num_bytes * slots.page_size * share / self.device.bytes_per_s
+        num_bytes = num_states = 0
+        for each in batch.copies:
+            if each.group < len(token_bytes):
+                num_bytes += len(each.sources) * token_bytes[each.group]
+            else:
+                num_states += len(each.sources)
+        moved = 2 * num_bytes * slots.page_size * self._counts.share / self.contexts
+        return (moved + self._counts.state_bytes(num_states)) / self.device.bytes_per_s
 
     def _size(self, num_tokens: int, captured: int, num_sampled: int) -> _Size:
         counts, device = self._counts, self.device

@@ -100,12 +100,12 @@ class Placement:
         return self.device.send_s(num_tokens * width / self.tensor)
 
     def send_cached_s(self, num_tokens: int) -> float:
-        """Return the seconds to send a prompt's keys and values to another engine.
+        """Return the seconds to send a prompt's keys and values to another engine, and the states behind it.
 
         Each device sends its part.
         """
-        num_bytes = num_tokens * self.config.kv_bytes_per_token(self.tensor)
-        return self.device.send_s(num_bytes / self.recipe.parallel.context)
+        num_bytes = num_tokens * self.config.kv_bytes_per_token(self.tensor) / self.recipe.parallel.context
+        return self.device.send_s(num_bytes + self.config.state_bytes / self.tensor)
 
     def facts(self, num_joined: int = 0) -> dict[str, object]:
         """Return what a result states about the machine, as the gate requires.
@@ -142,14 +142,15 @@ def place(
     if tensor != recipe.parallel.tensor:  # only as many ranks as the recipe has divide pages as it says
         recipe = replace(recipe, parallel=replace(recipe.parallel, context=1))
     try:
-        option = "--tp"
+        option = "parallel.tensor" if tensor == recipe.parallel.tensor else "--tp"
         check_ranks(config, tensor)
         option = "parallel.context"
         check_contexts(config, tensor, recipe.parallel.context)
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from error
     if pipeline < 1 or config.num_layers % pipeline:
-        raise ValueError(f"--pp is {pipeline}; it must divide the model's {config.num_layers} layers")
+        option = "parallel.pipeline" if pipeline == recipe.parallel.pipeline else "--pp"
+        raise ValueError(f"{option} is {pipeline}; it must divide the model's {config.num_layers} layers")
     found = DeviceRates.load(name)
     memory_bytes = int(found.memory_gib * GIB)
     try:
@@ -187,6 +188,11 @@ class Deployment:
             raise ValueError(
                 f"speculation.kind is {kind}, and simulated answers have no tokens to guess; add"
                 " speculation.kind=none"
+            )
+        if self.placement.pipeline > 1 and (self.replicas > 1 or self.split is not None):
+            raise ValueError(
+                f"{self.placement.pipeline} stages of layers are simulated for one engine alone; leave out"
+                " --pp and add parallel.pipeline=1, or leave out --dp and --split"
             )
 
     @property

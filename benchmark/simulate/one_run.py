@@ -109,20 +109,22 @@ def requests_of(options: argparse.Namespace, placement: Placement) -> Callable[[
 def deployment_of(options: argparse.Namespace) -> Deployment:
     """Return the deployment that the options name."""
     recipe = recipe_of(options)
-    if options.costs is not None and (options.tp > 1 or options.pp > 1):
-        raise ValueError("--costs are of the devices that were recorded; leave out --tp and --pp")
-    if options.split is not None and (options.dp > 1 or options.pp > 1):
-        raise ValueError("--split says how many engines there are; leave out --dp and --pp")
+    tensor, pipeline = options.tp or recipe.parallel.tensor, options.pp or recipe.parallel.pipeline
+    if options.costs is not None and (tensor != recipe.parallel.tensor or pipeline > 1):
+        raise ValueError(
+            "--costs are of the devices that were recorded, without stages of layers; leave out --tp and"
+            " --pp, and let parallel.pipeline be 1"
+        )
+    if options.split is not None and options.dp > 1:
+        raise ValueError("--split says how many engines there are; leave out --dp")
     if options.split_by is not None and options.split is None:
         raise ValueError("--split-by says which prompts are computed apart; give --split, or leave it out")
     if options.route is not None and options.dp == 1 and max(options.split or (1,)) == 1:
         raise ValueError("--route chooses among engines; give several, by --dp or --split, or leave it out")
-    if options.pp > 1 and options.dp > 1:
-        raise ValueError("--pp is simulated for one engine; leave out --dp")
     fitted = None
     if options.costs is not None:
         fitted = Fitted.from_json(read_bounded(options.costs, MOST_JSON_BYTES), options.costs)
-    planned = place(recipe, options.device, options.tp, options.pp, fitted)
+    planned = place(recipe, options.device, tensor, pipeline, fitted)
     route: Route = options.route or "least_loaded"
     split_by: Split = options.split_by or "cost"
     return Deployment(planned, options.dp, route, options.split, split_by)
@@ -183,7 +185,9 @@ def splits(whole: Deployment, split: tuple[int, int]) -> Iterator[tuple[str, Dep
 
 def run_ways(options: argparse.Namespace) -> Result:
     """Return the figures of each route, or of each split; raises ValueError for one that the gate refuses."""
-    placement, split = place(recipe_of(options), options.device, options.tp), getattr(options, "split", None)
+    recipe, split = recipe_of(options), getattr(options, "split", None)
+    tensor, pipeline = options.tp or recipe.parallel.tensor, recipe.parallel.pipeline
+    placement = place(recipe, options.device, tensor, pipeline)
     whole = Deployment(placement, options.dp if split is None else sum(split), "prefix")
     requests = requests_of(options, placement)
     routes = ((route, replace(whole, route=route)) for route in ROUTES)
@@ -211,25 +215,26 @@ class TriedSetting:
     """The parts of a setting that a search may choose."""
 
     tensor: int
+    pipeline: int  # the recipe's own, which no setting changes
     replicas: int
     overrides: tuple[str, ...]  # the recipe's keys that it sets
 
     @property
     def num_devices(self) -> int:
-        return self.tensor * self.replicas
+        return self.tensor * self.pipeline * self.replicas
 
     def __str__(self) -> str:
         return " ".join([f"--tp {self.tensor} --dp {self.replicas}", *self.overrides])
 
 
-def settings(options: argparse.Namespace) -> list[TriedSetting]:
-    """Return all settings that may be tried, fewest devices first."""
+def settings(options: argparse.Namespace, pipeline: int) -> list[TriedSetting]:
+    """Return all settings that may be tried with so many stages of layers, fewest devices first."""
     keys: list[list[tuple[str, ...]]] = [
         [(f"scheduler.{name}={value}",) for value in given] or [()]
         for name, given in (("max_batch_tokens", options.chunk or ()), ("num_slots", options.slots or ()))
     ]
     made = itertools.product(options.tp, options.dp, *keys)
-    found = [TriedSetting(tensor, replicas, (*chunk, *slots)) for tensor, replicas, chunk, slots in made]
+    found = [TriedSetting(tensor, pipeline, count, (*chunk, *slots)) for tensor, count, chunk, slots in made]
     return sorted(found, key=lambda each: each.num_devices)
 
 
@@ -238,7 +243,7 @@ def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
     named: Result = {"setting": str(setting), "devices": setting.num_devices}
     try:
         recipe = read(options.recipe, [*options.overrides, *setting.overrides], options.profile).recipe
-        placement = place(recipe, options.device, setting.tensor)
+        placement = place(recipe, options.device, setting.tensor, setting.pipeline)
         deployment = Deployment(placement, setting.replicas, "least_loaded")
         placement.scheduler()
     except ValueError as error:
@@ -274,7 +279,8 @@ def search(options: argparse.Namespace) -> list[Result]:
     device_name(recipe, options.device)
     model_config(recipe)
     found: list[Result] = []
-    for num_devices, same in itertools.groupby(settings(options), key=lambda each: each.num_devices):
+    made = settings(options, recipe.parallel.pipeline)
+    for num_devices, same in itertools.groupby(made, key=lambda each: each.num_devices):
         fared = sorted(
             (tried(options, each) for each in same),
             key=lambda each: (each["meets"], each.get("output_tokens_per_s", 0.0)),

@@ -60,6 +60,10 @@ def in_yaml(value: object) -> str:
         return "null"
     if isinstance(value, tuple):
         return f"[{', '.join(map(in_yaml, value))}]"
+    if isinstance(value, list):
+        return in_yaml(tuple(value))
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{in_yaml(name)}: {in_yaml(each)}' for name, each in value.items())}}}"
     if value in _TRUTHS:
         return f'"{value}"'
     return str(value).lower() if isinstance(value, bool) else str(value)

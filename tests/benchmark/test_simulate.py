@@ -152,6 +152,62 @@ def test_devices_beyond_the_heads_hold_them_again() -> None:
     assert one.memory.page_bytes == recipe.cache.page_size * one.config.kv_bytes_per_token()
 
 
+def test_states_are_copied_and_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Requests with a common beginning go on from one state, which is copied for each."""
+    path, recipe = tmp_path / "shared.jsonl", "recipes/bench/qwen3_5_116m.yaml"
+    lines = [
+        {"id": str(n), "prompt_token_ids": [7] * 300 + [n] * 40, "max_tokens": 9, "arrival_s": n}
+        for n in range(6)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert (
+        simulated(capsys, recipe, "--trace", str(path), "--device", "ascend910b", "--json")["completed"] == 6
+    )
+    one, two = (place(load(recipe), "ascend910b", tensor) for tensor in (1, 2))
+    for placed in (one, two):
+        state_s = placed.send_cached_s(0) - placed.device.send_s(0)
+        sent_bytes = state_s * placed.device.link_gb_per_s * 1e9 * placed.device.link_efficiency
+        assert sent_bytes == pytest.approx(placed.config.state_bytes / placed.tensor)
+
+
+OWN_RANKS = [*RECIPE, "parallel.tensor=2", "parallel.pipeline=2"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "asked", "num_devices"),
+    [
+        ([], [], 4),
+        ([], ["--tp", "1"], 2),
+        ([], ["--pp", "1"], 2),
+        (["search"], ["--tp", "4", "--dp", "1", "--ttft-ms", "1e9", "--itl-ms", "1e9"], 8),
+        (["routes"], ["parallel.pipeline=1", "--dp", "2"], 4),
+    ],
+)
+def test_a_recipes_own_ranks_are_simulated(
+    verb: list[str], asked: list[str], num_devices: int, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [*verb, *OWN_RANKS, *asked, "--trace", trace, "--device", "ascend910b", "--json"]
+    found = simulated(capsys, *asked)
+    assert found.get("best", found)["devices"] == num_devices
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["--dp", "2"], "^2 stages of layers are simulated for one engine alone; leave out --pp and add"),
+        (["--split", "1:1"], "^2 stages of layers are simulated for one engine alone; "),
+        (["parallel.tensor=3"], r"^parallel\.tensor: 3 tensor ranks cannot share"),
+        (["parallel.pipeline=3"], r"^parallel\.pipeline is 3; it must divide the model's 32 layers"),
+        (["--costs", "none"], "^--costs are of the devices that were recorded, without stages"),
+    ],
+)
+def test_a_recipes_own_ranks_that_cannot_be_simulated_are_refused(
+    asked: list[str], words: str, trace: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        main([*OWN_RANKS, *asked, "--trace", trace, "--device", "ascend910b"])
+
+
 def test_pages_are_divided_only_between_as_many_devices_as_the_recipe_says() -> None:
     path = "recipes/bench/qwen3_8b_cuda.yaml"  # of 8 heads of keys and values
     whole, divided = (load(path, ["parallel.tensor=16", f"parallel.context={count}"]) for count in (1, 2))

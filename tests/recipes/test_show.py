@@ -19,11 +19,21 @@ def _at_the_root(monkeypatch):
 
 
 def test_show_prints_each_key_with_its_origin_and_the_sizing(capsys):
-    main(["show", LLAMA, "cache.page_size=32"])
+    main(
+        [
+            "show",
+            LLAMA,
+            "cache.page_size=32",
+            "scheduler.fair_tenants=true",
+            "scheduler.tenant_weights={a: 2, b: 1}",
+        ]
+    )
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "cache.page_size 32 command line: cache.page_size=32" in lines
     assert f"cache.num_pages 2048 {LLAMA}:27" in lines
     assert "cache.memory_gib null default" in lines
+    weights = "scheduler.tenant_weights={a: 2, b: 1}"
+    assert f"scheduler.tenant_weights {{a: 2, b: 1}} command line: {weights}" in lines
     assert "model.config llama, 15 keys recipes/bench/llama_125m.yaml:4" in lines
     assert "model llama, 124.7 M parameters, bfloat16" in lines
     assert "a page 32 tokens, 384.0 KiB over 12 layers" in lines

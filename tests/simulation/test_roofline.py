@@ -11,6 +11,7 @@ import pytest
 from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
 from devices.rates import DeviceRates
+from kv_cache.pages import PageCopy
 from models.config import DecoderConfig
 from models.cost import NORMED, REDUCTIONS, Counts, attention_operations, attention_products
 from models.quantization import Quantization
@@ -131,3 +132,16 @@ def test_devices_that_divide_the_cache_read_a_part_of_it_and_send_queries_and_ou
     )
     gathered = config.num_layers * context * 576 * 2 * 15 / 16
     assert divided - alone == pytest.approx(BARE.send_s(gathered) + 2 * gathered / BARE.bytes_per_s, rel=0.02)
+
+
+def test_a_copied_state_is_read_and_written_whole() -> None:
+    """Its group comes behind those of tokens, and it is as large whatever a page of tokens is."""
+    config, one = decoder_config(published.QWEN3_NEXT_80B), np.array([1])
+    step = Batch(one - 1, one * 63, one * 64, one - 1, one - 1, one * 64)
+    tokens, state = (replace(step, copies=(PageCopy(one, one + 1, group=each),)) for each in (0, 1))
+    for tensor, contexts in ((1, 1), (8, 1), (8, 4)):
+        costs, slots = Roofline(config, BARE, tensor, contexts=contexts), SlotPool(1, 128, 64)
+        alone_s, copied_s, kept_s = (costs.step_s(each, slots) for each in (step, tokens, state))
+        page_bytes = 64 * config.kv_bytes_per_token(tensor) / contexts
+        assert copied_s - alone_s == pytest.approx(2 * page_bytes / BARE.bytes_per_s)
+        assert kept_s - alone_s == pytest.approx(2 * config.state_bytes / tensor / BARE.bytes_per_s)
