@@ -201,7 +201,7 @@ class WaitingQueue:
         self.num_tokens = 0  # known tokens of all waiting requests
         self.num_removed = self.num_removed_tokens = 0  # totals since the start
         self._order = order
-        self._long_tokens = long_tokens
+        self.long_tokens = long_tokens
         # Keyed by tenant (if they take turns) and whether the requests are long
         self._heaps: dict[tuple[str, bool], _Heap] = {}
         self._waiting: dict[str, Request] = {}  # keyed by id; an entry of a heap that is not in here has left
@@ -258,7 +258,7 @@ class WaitingQueue:
 
     def is_long(self, request: Request) -> bool:
         """Whether a request may be passed over because it is long."""
-        return len(request.tokens) > self._long_tokens
+        return len(request.tokens) > self.long_tokens
 
     @property
     def longest_since_s(self) -> float:

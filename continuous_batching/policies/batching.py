@@ -42,7 +42,7 @@ class Static(Policy):
     def room(self, busy: Busy, budget: int, waiting: Waiting) -> Room:
         """Admit a whole batch into an empty table, and nothing otherwise."""
         ready = waiting.num_requests >= self.batch_size or waiting.longest_s >= self.max_wait_s
-        if len(busy.todo) or not ready:
+        if len(busy.todo) or busy.num_others or not ready:
             return NO_ROOM
         return Room(ALL, self.batch_size)  # prompts beyond the budget are chunked, before the first decode
 

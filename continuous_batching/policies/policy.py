@@ -25,6 +25,7 @@ class Busy(NamedTuple):
     todo: Index  # tokens that are not in the cache yet, never 0
     computed: Index  # tokens that are in the cache
     decodes: NDArray[np.bool_]  # whether the prompt and all tokens but the last are computed
+    num_others: int = 0  # busy slots that cannot run now, as those in flight; only `room` is told of them
 
 
 class Waiting(NamedTuple):

@@ -15,7 +15,7 @@ from continuous_batching.counters import Counters
 from continuous_batching.paging.page_tables import EMPTY
 from continuous_batching.paging.prefix_matching import MOST_FORESEEN
 from continuous_batching.paging.slot_lifecycle import SlotLifecycle
-from continuous_batching.policies.policy import Busy, Policy, Room, Waiting
+from continuous_batching.policies.policy import ALL, Busy, Policy, Room, Waiting
 from continuous_batching.queueing import WaitingQueue
 from continuous_batching.request import Request
 from continuous_batching.samples.beam_search import BeamSearches
@@ -151,10 +151,25 @@ class Admission:
     def _room(self, max_batch_tokens: int, now_s: float) -> Room:
         slots, running = self._lifecycle.slots, self._lifecycle.runnable()
         computed, known = slots.num_computed[running], slots.num_tokens[running]
-        busy = Busy(known - computed, computed, slots.decoding(running, computed, known))
+        decodes, num_others = slots.decoding(running, computed, known), len(slots.busy) - len(running)
+        busy = Busy(known - computed, computed, decodes, num_others)
         queue = Waiting(len(self._waiting), now_s - self._waiting.longest_since_s)
         self.held_back = "tokens" if int(busy.todo.sum()) >= max_batch_tokens else "policy"
-        return self._policy.room(busy, max_batch_tokens, queue)
+        room = self._policy.room(busy, max_batch_tokens, queue)
+        if num_others and room.long_requests < ALL:
+            room = room._replace(long_requests=room.long_requests - self._num_other_longs(running))
+        return room
+
+    def _num_other_longs(self, running: Index) -> int:
+        """Return how many long prompts are computed in rows that cannot run now.
+
+        Beams that wait are left out, because their leader computes the prompt for them.
+        """
+        slots = self._lifecycle.slots
+        rows = slots.busy[~np.isin(slots.busy, [*running.tolist(), *self._lifecycle.waiting_beams])]
+        known = slots.num_tokens[rows]
+        is_prompt = ~slots.decoding(rows, slots.num_computed[rows], known)
+        return int(np.count_nonzero(is_prompt & (known > self._waiting.long_tokens)))
 
     def _enter(self, request: Request, matched: Index, reserved: int, now_s: float) -> int:
         """Give a request a row; on its first admission, count its prompt and its hits."""

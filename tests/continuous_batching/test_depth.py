@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Observer
-from continuous_batching.policies.batching import StallFree
+from continuous_batching.policies.batching import StallFree, Static
+from continuous_batching.policies.policy import Policy
+from continuous_batching.policies.prefill_budget import FixedChunks, LongPrompts
+from continuous_batching.queueing import WaitingQueue
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.admission import HeldBack
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -109,6 +112,54 @@ def test_verdicts_on_drafts_are_counted_for_every_batch() -> None:
         engine.step()
     assert made.counters.draft_tokens > 8
     assert made.counters.accepted_tokens == made.counters.draft_tokens
+
+
+def engine_of(policy: Policy, depth: int, waiting: WaitingQueue | None = None) -> Engine:
+    made = Scheduler(
+        SlotPool(8, 64, 4),
+        PagePool(100),
+        policy,
+        max_batch_tokens=64,
+        vocab_size=VOCAB_SIZE,
+        waiting=waiting,
+        depth=depth,
+    )
+    return Engine(made, Stages(made) if depth > 1 else ChecksumRunner(made.slots, made.pool))
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["one is blocked", "one is in flight"])
+def test_long_prompts_in_rows_that_cannot_run_are_computed_too(depth: int) -> None:
+    long_prompts = LongPrompts(max_long=1, long_tokens=20)
+    engine = engine_of(StallFree(FixedChunks(4), long_prompts), depth, WaitingQueue(long_tokens=20))
+    slots, params = engine.slots, SamplingParams(max_tokens=3, temperature=0.0)
+    # The second waits for the pages of the first, which is short
+    prompts = [np.arange(18), np.r_[np.arange(16), np.arange(40, 74)], np.arange(9, 59), np.arange(20, 26)]
+    requests = [Request(str(number), prompt, params) for number, prompt in enumerate(prompts)]
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        known = slots.num_tokens[slots.busy]
+        is_prompt = ~slots.decoding(slots.busy, slots.num_computed[slots.busy], known)
+        assert np.count_nonzero(is_prompt & (known > 20)) <= 1
+    for request in requests:
+        assert request.answer.tolist() == alone(request.prompt.tolist(), 3)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_no_request_joins_a_static_batch_whose_rows_are_in_flight(depth: int) -> None:
+    engine = engine_of(Static(3, 0.0), depth)
+    params = SamplingParams(max_tokens=5, temperature=0.0)
+    # The second of each batch waits for the pages of the first
+    prompts = [np.arange(number // 3, number // 3 + 9 + number % 3) for number in range(6)]
+    requests = [Request(str(number), prompt, params) for number, prompt in enumerate(prompts)]
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        assert len({int(request_id) // 3 for request_id in engine.slots.running_ids}) <= 1
+    for request in requests:
+        assert request.answer.tolist() == alone(request.prompt.tolist(), 5)
 
 
 class Disjoint(Observer):

@@ -97,6 +97,7 @@ def test_static_waits_for_a_full_batch_or_long_enough_and_lets_nobody_join() -> 
     assert static.room(busy(), 64, Waiting(4, 0.0)).requests == 4
     assert static.room(busy(), 64, Waiting(1, 2.0)).requests == 4
     assert static.room(busy(1), 64, Waiting(9, 9.0)) == NO_ROOM
+    assert static.room(busy()._replace(num_others=1), 64, Waiting(9, 9.0)) == NO_ROOM
 
 
 def test_static_computes_all_prompts_before_the_first_decode() -> None:

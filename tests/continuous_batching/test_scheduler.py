@@ -10,7 +10,7 @@ import pytest
 
 from continuous_batching.batch import NONE_LEFT, SPOILT, Sampled
 from continuous_batching.engine import Engine
-from continuous_batching.policies.batching import StallFree
+from continuous_batching.policies.batching import StallFree, Static
 from continuous_batching.policies.prefill_budget import FixedChunks
 from continuous_batching.recording.recorder import Recorder
 from continuous_batching.recording.replay import Replayed, replay
@@ -194,6 +194,19 @@ def test_nobody_gives_way_where_the_oldest_waits_for_its_mask() -> None:
     assert [each.answer.tolist() for each in (old, young)] == [
         alone(each.prompt.tolist(), 12) for each in (old, young)
     ]
+
+
+def test_no_request_joins_a_static_batch_that_waits_for_its_masks() -> None:
+    engine = make(num_slots=3, num_pages=30, policy=Static(1, 0.0))
+    masks = LateMasks(engine)
+    for name in ("first", "second"):
+        engine.add(ask(name))
+    assert list(spans(engine)) == ["first"]
+    masks.names = {"first"}
+    assert engine.step() is None
+    assert list(engine.slots.running_ids) == ["first"]
+    masks.names = set()
+    run_out(engine)
 
 
 def counts(engine: Engine) -> tuple[Index, Index]:

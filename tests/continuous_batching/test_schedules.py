@@ -325,7 +325,7 @@ def check_step(scheduler: Scheduler, step: Step, waiting: dict[str, Request]) ->
         scheduler._outrank
         or isinstance(scheduler._policy, Static)
         or queue.shares is not None
-        or queue._long_tokens != ALL
+        or queue.long_tokens != ALL
     ):
         return
     still = {request.id for request in queue.requests if request.num_preemptions == 0}
