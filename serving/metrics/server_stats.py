@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
+from prometheus_client.utils import floatToGoString
 
 from continuous_batching.inspection import Usage
 from serving.answers.answers import AnswerStream
@@ -98,9 +99,14 @@ class Histogram:
         return sum(self._counts)
 
     def buckets(self, scale: float = 1.0) -> list[tuple[str, int]]:
-        """Return each bound times `scale`, as text, with the number of values at or below it."""
+        """Return each bound times `scale`, as text, with the number of values at or below it.
+
+        The text is what Prometheus's own clients write, and so vLLM: rules and sums compare it.
+        """
+        # A scaled bound is rounded: 50 millionths would end in many digits
+        bounds = map(floatToGoString, (f"{each * scale:.6g}" for each in self.bounds))
         found, total = [], 0
-        for bound, count in zip((*(f"{each * scale:.6g}" for each in self.bounds), "+Inf"), self._counts):
+        for bound, count in zip((*bounds, "+Inf"), self._counts):
             total += count
             found.append((bound, total))
         return found
@@ -325,16 +331,14 @@ class ServerStats:
         self.num_corrupted += reason == "error"
         if end.reason == "timeout":
             self.aborts["timeout"] += 1
-        num_tokens = end.num_tokens
         if answer.request.params.beam_width:
             self.beam_tokens += answer.samples[index].num_tokens  # tokens of all hypotheses in the answer
-        else:  # the engine may have counted tokens beyond the stop string in its last step
-            num_tokens = min(num_tokens, answer.samples[index].num_tokens)
         self.latency_s.observe(since_arrival_s)
         self.short_latency_s.observe(since_arrival_s)
-        self.answer_lens.observe(num_tokens)
-        if all(each is not None for each in answer.ends):
-            self.longest_lens.observe(max(each.num_tokens for each in answer.ends if each is not None))
+        self.answer_lens.observe(_num_answered(answer, index, end))
+        ends = [(at, each) for at, each in enumerate(answer.ends) if each is not None]
+        if len(ends) == len(answer.ends):
+            self.longest_lens.observe(max(_num_answered(answer, at, each) for at, each in ends))
         if end.queue_s is not None:
             self.queue_s.observe(end.queue_s)
         if end.prefill_s is not None:
@@ -380,6 +384,14 @@ class ServerStats:
     def responded(self, status: int) -> None:
         """Record the end of a response, except to a probe; 499: the client disconnected before it began."""
         self.responses[str(status)] += 1
+
+
+def _num_answered(answer: AnswerStream, index: int, end: SampleEnd) -> int:
+    """Return how many tokens of a sample that has ended its client is told of."""
+    if answer.request.params.beam_width:
+        return end.num_tokens
+    # The engine may have counted tokens beyond the stop string in its last step
+    return min(end.num_tokens, answer.samples[index].num_tokens)
 
 
 log = logging.getLogger(__name__)

@@ -80,6 +80,7 @@ class PageReader:
         self._secret = secret
         self._num_unproven = 0  # connections in a row that ended before both sides had agreed on keys
         self._context, self._connections = zmq.asyncio.Context(), itertools.count()
+        self._sockets: list[zmq.asyncio.Socket] = []  # those that are open
         self._asked_s = -1.0
         self.num_gaps = 0
         self._num_pages = 0  # number of pages that it reports
@@ -103,27 +104,54 @@ class PageReader:
         self._forget()
 
     def _connect(self) -> None:
-        """Connect new sockets, which have received nothing yet."""
-        self._live, self._again = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
-        for each in (self._live, self._again):
-            each.setsockopt(zmq.MAXMSGSIZE, _MOST_PART_BYTES)
-            each.setsockopt(zmq.RCVHWM, _MOST_UNREAD)
-            if self._secret is not None:
-                prove_as_reader(each, self._secret)
+        """Connect new sockets, which have received nothing yet; raises ZMQError."""
+        self._live, self._again = self._socket(zmq.SUB), self._socket(zmq.DEALER)
         self._live.subscribe(b"")
         # The default is named by a descriptor, which the socket before it may have had
         address = f"inproc://connection-{next(self._connections)}"
         self._gone = self._live.get_monitor_socket(zmq.EVENT_DISCONNECTED | _HANDSHAKES, address)
+        self._sockets.append(self._gone)
         self._live.connect(self._endpoint)
         self._again.connect(self._again_at)
         self._has_agreed = False  # both sides have agreed on keys, or on none
         self._next = 0  # the next expected sequence number
         self._last_live = -1
 
+    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+        """Open a socket, which reads no more than a replica may send."""
+        opened = self._context.socket(kind)
+        self._sockets.append(opened)
+        opened.setsockopt(zmq.MAXMSGSIZE, _MOST_PART_BYTES)
+        opened.setsockopt(zmq.RCVHWM, _MOST_UNREAD)
+        if self._secret is not None:
+            prove_as_reader(opened, self._secret)
+        return opened
+
     def _disconnect(self) -> None:
-        self._live.disable_monitor()
-        for each in (self._live, self._again, self._gone):
+        for each in self._sockets:
+            each.disable_monitor()
             each.close(linger=0)
+        self._sockets.clear()
+
+    async def _connect_again(self) -> None:
+        """Connect anew; while that fails, as without a free descriptor, nothing is known of its pages."""
+        while True:
+            self._disconnect()
+            try:
+                self._connect()
+            except zmq.ZMQError as error:
+                if self._routing.tells[self._replica]:
+                    log.warning(
+                        "replica %d: its pages cannot be read at %s now: %s",
+                        self._replica,
+                        self._endpoint,
+                        error.strerror,
+                    )
+                self._forget()
+            else:
+                self._routing.tells[self._replica] = True
+                return
+            await asyncio.sleep(_ASK_S)
 
     def _clear(self) -> None:
         self._routing.cleared(self._replica)
@@ -141,8 +169,7 @@ class PageReader:
                 await asyncio.sleep(_AGAIN_S if self._num_unproven < _MOST_UNPROVEN else _ASK_S)
                 # The next publisher may be another engine, whose sequence numbers say nothing about this
                 # one's.
-                self._disconnect()
-                self._connect()
+                await self._connect_again()
         # An OverflowError means a number beyond 8 bytes, a RecursionError that the message is nested too
         # deeply.
         except (

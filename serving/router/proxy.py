@@ -334,12 +334,12 @@ class Proxy:
         while not (known.why_not or known.is_aborted):
             others = [each.number for each in self._replicas if each.continuations != like]
             but = others if known.is_continued else []  # An answer without a token has nothing to continue
-            sent = self._sent(routed, [*tried, *but])
+            sent = self._sent(routed, [*tried, *but], waits=True)
             is_late = time.monotonic() >= until_s
-            unlike = [*others, *self._others_than(routed)]
+            unlike = [*others, *self._others_than(routed, waits=True)]
             if sent is None and known.may_begin_again and (is_late or not self._is_open_but(unlike)):
                 tried.clear()  # A replica that did not continue it may begin it
-                if (sent := self._sent(routed, tried)) is not None:
+                if (sent := self._sent(routed, tried, waits=True)) is not None:
                     known.begin_again()
             if sent is not None or is_late:
                 return sent
@@ -403,13 +403,21 @@ class Proxy:
             why = f"more than {most} replicas were lost ({lost}), perhaps because of this request"
         await reply.error(502, why, code="replica_lost")
 
-    def _others_than(self, routed: _Routed) -> Sequence[int]:
-        """Return the replicas that lack what a request names: its model, or its adapter."""
-        return self._models.others_than(routed.model) if routed.is_bound else ()
+    def _others_than(self, routed: _Routed, *, waits: bool = False) -> Sequence[int]:
+        """Return the replicas that lack what a request names: its model, or its adapter.
 
-    def _sent(self, routed: _Routed, tried: list[int]) -> Sent | None:
+        Where an answer `waits` to go on, that can be all of them: one that has it may come yet.
+        """
+        try:
+            return self._models.others_than(routed.model) if routed.is_bound else ()
+        except (BadRequest, Failure):
+            if not waits:
+                raise
+            return [each.number for each in self._replicas]
+
+    def _sent(self, routed: _Routed, tried: list[int], *, waits: bool = False) -> Sent | None:
         """Choose a replica of the model; one that computes prompts for others is the last resort."""
-        others, now_s = self._others_than(routed), time.monotonic()
+        others, now_s = self._others_than(routed, waits=waits), time.monotonic()
         apart, but = self._splitting.not_for_answers, [*others, *tried]
         sent = self._routing.send(routed.prompt, now_s, routed.session, [*but, *apart]) if apart else None
         return sent or self._routing.send(routed.prompt, now_s, routed.session, but)

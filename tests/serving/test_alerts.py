@@ -40,7 +40,7 @@ def waits(name: str, bound: str, quick: float, slow: float) -> Series:
     return {
         **of(f"{name}_bucket", steady(0), le="0.01"),
         **of(f"{name}_bucket", steady(quick), le=bound),
-        **of(f"{name}_bucket", steady(quick + slow), le="80"),
+        **of(f"{name}_bucket", steady(quick + slow), le="80.0"),
         **of(f"{name}_bucket", steady(quick + slow), le="+Inf"),
     }
 
@@ -102,10 +102,10 @@ CASES: dict[str, tuple[Series, Series]] = {
     ),
     "PageLeak": (of("cb_kv_page_leak_total", "0x40 1x20"), of("cb_kv_page_leak_total", "3x60")),
     "RequestsRejected": (rejected(6), rejected(4)),
-    "QueueSlow": (waits("cb_queue_seconds", "10", 94, 6), waits("cb_queue_seconds", "10", 96, 4)),
+    "QueueSlow": (waits("cb_queue_seconds", "10.0", 94, 6), waits("cb_queue_seconds", "10.0", 96, 4)),
     "FirstTokenSlow": (
-        waits("cb_time_to_first_token_seconds", "5", 94, 6),
-        waits("cb_time_to_first_token_seconds", "5", 96, 4),
+        waits("cb_time_to_first_token_seconds", "5.0", 94, 6),
+        waits("cb_time_to_first_token_seconds", "5.0", 96, 4),
     ),
     "TokensSlow": (
         waits("cb_inter_token_latency_seconds", "0.5", 98, 2),

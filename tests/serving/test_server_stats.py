@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import prometheus_client
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from borders.refusal import BadRequest
@@ -21,7 +23,7 @@ from serving.async_llm import AsyncLLM
 from serving.engine.messages import Beat, EngineFacts, ExpertTable, SampleEnd, StepTimes
 from serving.failures import ClientGone, Failure, RequestFailed
 from serving.metrics.exposition import Exposition
-from serving.metrics.server_stats import MOST_RECENT, NO_GAUGES, Histogram, ServerStats
+from serving.metrics.server_stats import MOST_RECENT, NO_GAUGES, PER_REQUEST, TOKENS, Histogram, ServerStats
 from serving.text.tokenizer import TextOptions
 from tests.serving.server import TINY
 
@@ -50,11 +52,26 @@ def beat(counters: Counters, **fields: Any) -> Beat:
     return Beat(counters=counters, **told)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "scale"), [(TOKENS, 1.0), (PER_REQUEST, 1.0), ((1_000_000,), 1.0), ((10, 50, 1000), 1e-6)]
+)
+def test_bounds_are_written_as_prometheus_own_client_writes_them(
+    bounds: tuple[float, ...], scale: float
+) -> None:
+    registry = CollectorRegistry()
+    theirs = prometheus_client.Histogram(
+        "h", "", buckets=[round(each * scale, 9) for each in bounds], registry=registry
+    )
+    (family,) = theirs.collect()
+    expected = [each.labels["le"] for each in family.samples if each.name == "h_bucket"]
+    assert [bound for bound, _ in Histogram(bounds).buckets(scale)] == expected
+
+
 def test_a_value_at_a_bound_lies_below_it_as_prometheus_has_it() -> None:
     histogram = Histogram((1, 2, 5))
     for value in (0, 1, 1.5, 2, 7):
         histogram.observe(value)
-    assert histogram.buckets() == [("1", 2), ("2", 4), ("5", 4), ("+Inf", 5)]
+    assert histogram.buckets() == [("1.0", 2), ("2.0", 4), ("5.0", 4), ("+Inf", 5)]
     assert histogram.buckets(1e-3)[2] == ("0.005", 4)
     assert histogram.sum == 11.5
     assert histogram.num == 5
@@ -110,6 +127,7 @@ def test_each_sample_ends_once_for_one_reason() -> None:
     for each in told:
         stats.added(each)
     end = SampleEnd(0, "length", None, 3, 0, 0, 0.25, 0.5, 1.0, [])
+    told[0].samples[0].num_tokens = 3
     told[0].finish(0, end)
     stats.ended(told[0], 0, end, 2.0)
     stats.refused(told[1], "queue_full")
@@ -134,6 +152,17 @@ def test_each_sample_ends_once_for_one_reason() -> None:
     assert found["vllm:request_inference_time_seconds_sum", ""] == 1.5
     assert found["vllm:request_time_per_output_token_seconds_sum", ""] == 0.5
     assert found["vllm:request_max_num_generation_tokens_sum", ""] == 3
+
+
+@pytest.mark.parametrize(("params", "counted"), [({}, 2), ({"beam_width": 4}, 3)])
+def test_tokens_behind_a_stop_string_are_not_the_answers(params: dict[str, Any], counted: int) -> None:
+    """A beam search tells of the best hypothesis, and its sample has the tokens of all."""
+    stats, told = ServerStats(), answer(**params)
+    told.samples[0].num_tokens = 12 if params else 2
+    end = SampleEnd(0, "stop", None, 3, 0, 0, 0.25, 0.5, 1.0, [])
+    told.finish(0, end)
+    stats.ended(told, 0, end, 2.0)
+    assert (stats.answer_lens.sum, stats.longest_lens.sum) == (counted, counted)
 
 
 @pytest.mark.parametrize(
@@ -192,8 +221,8 @@ def test_a_step_is_counted_and_an_end_without_one_is_not() -> None:
     assert found["cb_decode_tokens_total", ""] == 10
     assert found["cb_batch_utilization", ""] == 0.25
     assert found["cb_iteration_latency_ms_sum", ""] == pytest.approx(4.5)  # not cut to whole milliseconds
-    assert found["cb_iteration_latency_ms_bucket", "5"] == 1
-    assert found["cb_iteration_latency_ms_bucket", "2"] == 0
+    assert found["cb_iteration_latency_ms_bucket", "5.0"] == 1
+    assert found["cb_iteration_latency_ms_bucket", "2.0"] == 0
     assert found["cb_iteration_latency_seconds_bucket", "0.005"] == 1
     assert found["cb_scheduler_overhead_us_sum", ""] == pytest.approx(500)
 

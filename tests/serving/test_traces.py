@@ -47,7 +47,10 @@ def asked(first_stream: int, num_samples: int = 1, name: str = "chatcmpl-1") -> 
 
 
 def end(traces: Traces, answer: AnswerStream, index: int, reason: str = "length") -> None:
-    ended = SampleEnd(answer.first_stream + index, reason, None, 3, 4, 0, 0.25, 0.5, 1.0, [])
+    answer.samples[index].num_tokens = 3
+    # A token beyond a stop string, which the engine had begun before it was found, is in no usage
+    num_computed = 4 if reason == "stop" else 3
+    ended = SampleEnd(answer.first_stream + index, reason, None, num_computed, 4, 0, 0.25, 0.5, 1.0, [])
     answer.finish(index, ended)
     traces.ended(answer, index, ended, 2.0)
 

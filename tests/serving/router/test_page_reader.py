@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 import zmq
+import zmq.asyncio
 
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.routing.routing import Routing
@@ -84,6 +86,45 @@ def test_an_engine_in_the_place_of_another_is_known_from_its_beginning(tmp_path:
         reader.close()
         assert not routing.tells[0]
         new.events.close()
+
+    run(test)
+
+
+def test_a_reader_that_cannot_connect_again_expects_nothing_and_tries_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process has descriptors for some of its sockets and not for all, and then for all again."""
+    monkeypatch.setattr(page_reader, "_ASK_S", 0.05)
+    make, made, num_failed, is_short = zmq.asyncio.Context.socket, list[zmq.asyncio.Socket](), 0, True
+
+    def socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
+        nonlocal num_failed
+        if is_short and (kind == zmq.PAIR or (num_failed % 2 and kind == zmq.DEALER)):
+            num_failed += 1
+            raise zmq.ZMQError(errno.EMFILE)
+        made.append(make(context, kind))
+        return made[-1]
+
+    async def test() -> None:
+        nonlocal is_short
+        engine, routing = Engine(tmp_path, 16), Routing(1)
+        engine.compute(list(range(12)))
+        reader = PageReader(engine.endpoint, "127.0.0.1", 0, routing)
+        reader.start()
+        await until(lambda: {*routing.held.masks} == engine.held())
+        monkeypatch.setattr(zmq.asyncio.Context, "socket", socket)
+        end(engine)
+        await until(lambda: num_failed > 3)
+        assert not routing.tells[0]
+        assert not len(routing.held)
+        assert caplog.text.count("its pages cannot be read at") == 1
+        num_short, is_short, engine = len(made), False, Engine(tmp_path, 16)
+        engine.compute(list(range(20)))
+        await until(lambda: {*routing.held.masks} == engine.held())
+        assert routing.tells[0]
+        assert all(each.closed for each in made[:num_short])
+        reader.close()
+        engine.events.close()
 
     run(test)
 

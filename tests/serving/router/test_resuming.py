@@ -368,6 +368,42 @@ def test_it_waits_for_its_replica_to_come_back() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("model", ["m", None])
+def test_it_waits_also_while_nobody_lists_its_model(
+    model: str | None, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a rolling update, in which the only replica of its model leaves before another one comes.
+
+    Where it names none, two that serve others are left meanwhile.
+    """
+    monkeypatch.setattr("serving.router.resuming.WAIT_S", 0.2 if is_late else 2 * PATIENCE_S)
+    own, others = Listed({"m": b"{}"}, ("m",)), [Listed({name: b"{}"}, (name,)) for name in ("o", "p")]
+
+    async def test() -> None:
+        async with Telling(hang, tells(BEGUN, grown(2), END), hang, likes=[LIKE, LIKE, "go_2"]) as fleet:
+            models, (stub, *_) = fleet.proxy._models, fleet.stubs
+            models.learn(0, own)
+            assert stub is not None
+            stub.script = leaves(fleet, BEGUN, grown(1))
+            asking = asyncio.ensure_future(fleet.ask(**({} if model is None else {"model": model})))
+            await until(lambda: bool(stub.heads))
+            for number, each in enumerate(others, 1):
+                models.learn(number, each)
+            models.forget(0)
+            await until(lambda: fleet.replicas[0].num_lost == 1)
+            if is_late:
+                assert "no replica like it took the answer" in error_of((await asking)[1])["message"]
+                assert fleet.num_asked() == [1, 0, 0]
+                return
+            await asyncio.sleep(0.05)  # it looks for a replica meanwhile
+            models.forget(2)
+            models.learn(1, own)
+            assert tokens_in((await asking)[1]) == [1, 2]
+
+    run(test)
+
+
 def test_an_answer_in_one_piece_goes_on_or_begins_again() -> None:
     begun = msgspec.structs.replace(BEGUN, is_stream=False)
     told = Grown([1, 2], NO_LOGPROBS, 0, b"")
