@@ -14,7 +14,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -363,6 +363,10 @@ class QueueGate:
             self._due = [each for each in self._due if each[3].finish_reason is None]
             heapq.heapify(self._due)
             self._most_due = 64 + 2 * len(self._due)
+
+    def lift_wait_limit(self) -> None:
+        """Let requests that are watched from now on wait for any time."""
+        self._limits = replace(self._limits, max_queue_wait_s=math.inf)
 
     def over(self, now_s: float) -> Iterator[Request]:
         """Yield the requests whose time is over; each must be ended before the next is asked for."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,13 +68,14 @@ class LLM:
     ) -> None:
         overrides = with_settings(overrides, settings)
         asked = load(*fitted(one_of(recipe, model), overrides, profile), profile)
-        # All prompts of a call come at once and wait for each other, which is no reason to end them
-        asked = replace(asked, scheduler=replace(asked.scheduler, max_queue_wait_s=None))
         self._adapters = KnownAdapters(asked.adapters)
         self.text = Text.of(asked)
         self._defaults = sampling_defaults(asked)
         self.engine: Engine = build_in_sight(asked).engine
         scheduler = self.engine.scheduler
+        # All prompts of a call come at once and wait for each other, which is no reason to end them. The
+        # recipe stays as it is, since further machines compare theirs with it
+        scheduler.lift_wait_limit()
         self._grammars = Grammars(lambda: self.text, scheduler.vocab_size, scheduler.eos_token_ids)
         self._processors = KnownProcessors.of(asked, scheduler.vocab_size)
         self._ids = itertools.count()

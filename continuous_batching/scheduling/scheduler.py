@@ -165,6 +165,10 @@ class Scheduler:
         self.lifecycle.matching.arrives(request)
         self.waiting.push(request)
 
+    def lift_wait_limit(self) -> None:
+        """Let requests that are added from now on wait for any time."""
+        self._gate.lift_wait_limit()
+
     def page_keys(self, request: Request) -> list[bytes]:
         """Return the keys of the shareable pages of a request's prompt.
 

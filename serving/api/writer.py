@@ -173,13 +173,15 @@ class AnswerWriter:
         A client is told so by its `finish_reason`. A line has a day for its answer, and is tried again.
         """
         first = self._answers[0]  # all have the same fields
-        if not first.is_of_batch or first.request.timeout_s is not None:
-            return None
-        has_waited = [
-            end is not None and end.reason == "timeout" and end.queue_s is None
-            for each in self._answers
-            for end in each.ends
-        ]
+        timeout_s, limit_s = first.request.timeout_s, self._llm.recipe.scheduler.max_queue_wait_s
+        if not first.is_of_batch or (timeout_s is not None and (limit_s is None or timeout_s <= limit_s)):
+            return None  # if a time ended the wait, it was the line's own
+        has_waited = list[bool]()
+        for answer in self._answers:
+            waited = [
+                end is not None and end.reason == "timeout" and end.queue_s is None for end in answer.ends
+            ]
+            has_waited += sorted(waited)[: answer.num_answers]  # further samples (best_of) need not be whole
         if all(has_waited):
             return Overloaded("the request waited too long for the engine", RETRY_S)
         if any(has_waited):

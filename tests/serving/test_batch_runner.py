@@ -375,34 +375,39 @@ def test_the_server_tells_a_lost_engine_from_all_else(
 
 @pytest.mark.parametrize("url", [URL, "/v1/embeddings"])
 @pytest.mark.parametrize(
-    ("queue_s", "is_of_batch", "timeout_s", "failure"),
+    ("queue_s", "is_of_batch", "timeout_s", "failure"),  # of each sample of each prompt
     [
-        ([None, None], True, None, Overloaded),
-        ([None, 0.5], True, None, PartlyOverloaded),
-        ([0.5, 0.5], True, None, None),
-        ([None, None], True, 9.0, None),
-        ([None, None], False, None, None),
+        ([[None], [None]], True, None, Overloaded),
+        ([[None], [0.5]], True, None, PartlyOverloaded),
+        ([[0.5], [0.5]], True, None, None),
+        ([[None, 0.5], [None, None, 0.5]], True, None, None),
+        ([[None], [None]], True, 9.0, Overloaded),
+        ([[None], [None]], True, 3.0, None),
+        ([[None], [None]], False, None, None),
     ],
 )
 def test_a_line_that_only_waited_for_the_engine_has_no_answer_yet(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     url: str,
-    queue_s: list[float | None],
+    queue_s: list[list[float | None]],
     is_of_batch: bool,
     timeout_s: float | None,
     failure: type[Failure] | None,
 ) -> None:
     async def ask(*_: Any, **__: Any) -> list[AnswerStream]:
         answers = list[AnswerStream]()
-        for at, each in enumerate(queue_s):
-            request = Request(f"{at}", np.array([301]), SamplingParams(max_tokens=9), timeout_s=timeout_s)
+        for at, samples in enumerate(queue_s):
+            params, prompt = SamplingParams(max_tokens=9), np.array([301])
+            request, *more = (Request(f"{at}-{each}", prompt, params) for each in range(len(samples)))
+            request.followers, request.timeout_s = more, timeout_s
             answers.append(AnswerStream(request, llm.text, TextOptions(), num_answers=1, max_unread_tokens=9))
             answers[-1].is_of_batch = is_of_batch
-            answers[-1].finish(0, SampleEnd(at, "timeout", None, 0, 0, 0, each, None, None, []))
+            for index, each in enumerate(samples):
+                answers[-1].finish(index, SampleEnd(at, "timeout", None, 0, 0, 0, each, None, None, []))
         return answers
 
-    llm, keys = AsyncLLM(TINY, "model.pooling=last"), ApiKeys({})
+    llm, keys = AsyncLLM(TINY, "model.pooling=last", "scheduler.max_queue_wait_s=4"), ApiKeys({})
     monkeypatch.setattr(llm, "ask", ask)
     batches = Batches.of(tmp_path, llm, keys)
     application(llm, "m", keys, is_local=True, batches=batches)
