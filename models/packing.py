@@ -28,10 +28,8 @@ MOST_GROUP = 2**24
 IN_A_WORD = 8  # numbers of 4 bits in a word
 WIDENED_ROWS = 256  # rows of a 4-bit weight that are converted to the model's type at once
 ORDERS = ("group", "weight", "static", "dynamic", None)  # values of compressed-tensors' actorder
-# What awq leaves unpacked: the end of a name, or a pattern for whole parts of it. transformers' reader
-# (should_convert_module) lets a pattern begin with the name alone; AutoAWQ, which makes the files, finds it
-# anywhere, so "self_attn" is all of a layer's attention. "gate" is an MLP's router, and not its gate_proj
-BEGINNING = r"(?:.*\.)?"
+# What awq leaves unpacked, as transformers' should_convert_module reads it: a pattern for the beginning of a
+# name, up to a dot or its end; or the end of a name. So "gate" is the router of an MLP, and not its gate_proj
 BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 FIX = "use another checkpoint of the model"
 
@@ -92,6 +90,7 @@ class Packing:
     has_order: bool = False  # whether the checkpoint must give the group of each input
     ignore: tuple[str, ...] = ()  # linears that are not packed, as in Quantization
     ignored_ends: tuple[str, ...] = ()  # ends of names of linears that are not packed either
+    ignored_parts: tuple[str, ...] = ()  # parts of names likewise, between dots
 
     @property
     def per_word(self) -> int:
@@ -108,7 +107,12 @@ class Packing:
 
     def covers(self, name: str) -> bool:
         """Whether the checkpoint's linear of this name should be packed."""
-        is_ignored = name.endswith(self.ignored_ends) or not covers(name, self.ignore)
+        between_dots = f".{name}."
+        is_ignored = (
+            name.endswith(self.ignored_ends)
+            or any(part in between_dots for part in self.ignored_parts)
+            or not covers(name, self.ignore)
+        )
         return name.startswith("model.layers.") and not is_ignored
 
     def __str__(self) -> str:
@@ -143,9 +147,12 @@ def _awq(said: Mapping[str, Any]) -> Packing:
         raise _refused("zero_point", said["zero_point"], "of awq it must be true")
     key = "modules_to_not_convert"
     left_out = ignored(said.get(key), key)
-    ignore = ignored([f"re:{BEGINNING}(?:{each}){BOUNDARY}" for each in left_out], key)
+    ignore = ignored([f"re:(?:{each}){BOUNDARY}" for each in left_out], key)
     size = _group_size(said.get("group_size", 128))
-    return Packing("awq", 4, size, ignore=ignore, ignored_ends=left_out)
+    # AutoAWQ, which makes the files, finds an entry anywhere in a name: "self_attn" is all of a layer's
+    # attention
+    parts = tuple(f".{part}." for each in left_out if (part := each.strip(".")))
+    return Packing("awq", 4, size, ignore=ignore, ignored_ends=left_out, ignored_parts=parts)
 
 
 def _gptq(said: Mapping[str, Any]) -> Packing:

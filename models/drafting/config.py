@@ -137,17 +137,12 @@ def has_int8_cache(target: DecoderConfig) -> bool:
 
 
 def mtp_config(target: DecoderConfig, num_kept: int) -> MtpConfig:
-    """Return the configuration of the first of these layers of `target`.
-
-    Raises ValueError if it has none, or none that can draft.
-    """
+    """Return the configuration of the first of these layers of `target`; raises ValueError if it has none."""
     if not target.num_unread_layers:
         raise ValueError(
             "the number of prediction layers in the model's configuration (num_nextn_predict_layers or"
             " mtp_num_hidden_layers) is 0, so its checkpoint has no layer that predicts further tokens"
         )
-    if target.rope.kind == "dynamic":
-        raise ValueError("the model's rope is dynamic, by which its prediction layer cannot keep keys")
     values = {each.name: getattr(target, each.name) for each in fields(target)}
     mixture = target.mixture and replace(target.mixture, placement=())
     # Such a layer keeps keys and values, also where the model's last layer keeps a state

@@ -347,7 +347,10 @@ def _mtp_config(recipe: Recipe, config: DecoderConfig) -> MtpConfig:
             value="mtp",
         )
     try:
-        return mtp_config(config, _num_kept(recipe))
+        found = mtp_config(config, _num_kept(recipe))
+        if found.rope.kind == "dynamic":
+            raise ValueError("the model's rope is dynamic, by which its prediction layer cannot keep keys")
+        return found
     except ValueError as error:
         raise RecipeError("speculation.kind", str(error), "take another kind", value="mtp") from error
 

@@ -121,6 +121,7 @@ def test_a_checkpoint_without_such_a_layer_is_refused(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
     with pytest.raises(RecipeError, match="rope is dynamic, by which its prediction layer cannot keep"):
         engine_of(path, "cpu", 3)
+    quantize(path, tmp_path / "int8")  # which serves without drafts
     with pytest.raises(RecipeError, match="is read from the model's checkpoint, and its weights are random"):
         engine_of(path, "cpu", 3, **{"model.weights": "random"})
 
