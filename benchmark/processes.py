@@ -88,9 +88,7 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             print(self._trouble("does not end, and is killed"), file=sys.stderr)
         finally:  # also where the wait is interrupted
-            with contextlib.suppress(ProcessLookupError):  # none is left
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            kill_session(self._process)
 
     def said(self, pattern: str) -> list[str]:
         """Return what a pattern's group has matched in its log so far."""
@@ -134,15 +132,13 @@ def serving(
     No key is asked for, and a signal that ends this process ends the server too.
     """
     given = {key: value for key, value in os.environ.items() if key != "API_KEY"} | dict(environment)
-    server = ServerProcess(name, command, log, given)
-    before = {each: signal.signal(each, _leave) for each in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        server.wait(timeout_s, ready=ready, listens=listens)
-        yield server
-    finally:
-        server.end(end_s)
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    with leaving_at_signals():
+        server = ServerProcess(name, command, log, given)
+        try:
+            server.wait(timeout_s, ready=ready, listens=listens)
+            yield server
+        finally:
+            server.end(end_s)
 
 
 @contextlib.contextmanager
@@ -155,8 +151,26 @@ def started(*command: str, ready: str = "/ready") -> Iterator[ServerProcess]:
             yield server
 
 
+@contextlib.contextmanager
+def leaving_at_signals() -> Iterator[None]:
+    """Have signals that end this process do so by way of `finally`, so that it can end others first."""
+    before = {each: signal.signal(each, _leave) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
 def _leave(number: int, frame: object) -> None:
-    sys.exit(128 + number)  # exits by way of `finally`
+    sys.exit(128 + number)
+
+
+def kill_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that was started with a session of its own, and all others in it."""
+    with contextlib.suppress(ProcessLookupError):  # none is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _is_ready(host: str, port: int, path: str) -> bool:

@@ -231,6 +231,7 @@ def summarise(engine: Engine, requests: Sequence[Request], timeline: Timeline) -
     arrivals_s, kept = [r.arrival_s for r in requests], records(requests, timeline.token_times_s)
     figures = figures_of(kept, arrivals_s)
     num_pages, num_steps = engine.scheduler.pool.num_pages - 1, len(steps) or 1
+    speculation = engine.scheduler.speculation
     looked_up = max(1, counters.prompt_tokens - before.prompt_tokens)
     plain = not figures["failed"] and not any(r.hypotheses for r in requests)
     in_steps = sum(step.num_ended for step in steps) == len(requests)
@@ -247,7 +248,7 @@ def summarise(engine: Engine, requests: Sequence[Request], timeline: Timeline) -
         "slots": engine.slots.num_slots,
         "num_pages": num_pages,
         "counters": {"before": asdict(before), "after": asdict(counters)},
-        "max_tokens_per_step": 1,
+        "max_tokens_per_step": 1 if speculation is None else 1 + speculation.most,
         **(means_over_time(steps, arrivals_s, figures["duration_s"]) if plain and in_steps else {}),
         **({"records": kept} if plain else {}),
     }

@@ -195,5 +195,10 @@ def answered_alone(figures: Figures) -> None:
 
 
 def computed_ahead(figures: Figures) -> float:
-    """Return one token an answer with overlap: where it stopped, the next step may have begun with it."""
-    return figures.number("completed") if figures.raw("settings.scheduler.overlap") else 0.0
+    """Return the drafts, which are computed even if refused, and with overlap one token an answer.
+
+    Where an answer stopped, the next step may have begun with it.
+    """
+    drafts = [figures.given(f"counters.{when}.draft_tokens") or 0.0 for when in ("before", "after")]
+    begun = figures.number("completed") if figures.raw("settings.scheduler.overlap") else 0.0
+    return begun + drafts[1] - drafts[0]

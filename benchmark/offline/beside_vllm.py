@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmark.options import in_turns, markdown, recipe_of
-from benchmark.processes import ServerProcess, serving
+from benchmark.processes import ServerProcess, kill_session, leaving_at_signals, serving
 from benchmark.run_record import OtherLoad
 from benchmark.serve.client import digest, read_requests
 from benchmark.serve.measure import ServePlan, measure
@@ -138,15 +138,32 @@ class Setting:
         return self.folder / f"{name}.log"
 
     def run(self, name: str, command: Sequence[str], more: Mapping[str, str]) -> str:
-        """Run a command and return its output; raises ValueError, with its last words, if it fails."""
+        """Run a command and return its output; raises ValueError, with its last words, if it fails.
+
+        Whatever ends the wait for it also ends it, and the processes that it started in its session.
+        """
         environment = {**os.environ, **self.environment, **more}
-        with self.log(name).open("wb") as log:
-            done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log)
-        if done.returncode:
-            said = self.log(name).read_text(errors="replace") + done.stdout.decode(errors="replace")
+        with (
+            leaving_at_signals(),
+            self.log(name).open("wb") as log,
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            ) as process,
+        ):
+            try:
+                told, _ = process.communicate()
+            finally:
+                kill_session(process)
+        if process.returncode:
+            said = self.log(name).read_text(errors="replace") + told.decode(errors="replace")
             last = "; ".join(line.strip() for line in said.splitlines()[-3:])
-            raise ValueError(f"{name} ended with status {done.returncode}; it last said: {last}")
-        return done.stdout.decode()
+            raise ValueError(f"{name} ended with status {process.returncode}; it last said: {last}")
+        return told.decode()
 
 
 @dataclass(frozen=True, slots=True)

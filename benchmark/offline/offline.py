@@ -62,8 +62,10 @@ def cache_figures(built: BuiltEngine) -> Result:
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
 
 
-def run(options: argparse.Namespace) -> Result:
+def run(options: argparse.Namespace, *, at_once: bool = False) -> Result:
     """Return the run of median throughput, after one uncounted run, so that no figure includes a compilation.
+
+    `at_once`: all requests come at the start, whatever times the trace has.
 
     Raises ValueError where a request failed.
     """
@@ -75,6 +77,10 @@ def run(options: argparse.Namespace) -> Result:
     results: list[Result] = []
     for number in range(1 + options.runs):
         jobs = load_trace(options.trace, text)
+        if at_once:
+            for job in jobs:
+                for request in (job.request, *job.request.followers):
+                    request.arrival_s = 0.0
         clock = RunClock()
         timeline, records = serve(engine, text, jobs)
         passed = clock.read()
@@ -108,12 +114,13 @@ def run_beside(options: argparse.Namespace) -> Result:
 
     They take requests in the order of the trace, pad them to the longest prompt, and run until the longest
     answer ends; tokens beyond a request's own length are not counted. Both engines get the same model in the
-    same dtype, on the same device, and the same requests, which all come at once. Random weights differ
-    between them; greedy tokens are then not compared, and no answer ends before its length. The processor
-    time of both is read beside the throughput, since other work on the machine changes it less.
+    same dtype, on the same device, and the same requests, which all come at once, whatever times the
+    trace has. Random weights differ between them; greedy tokens are then not compared, and no answer ends
+    before its length. The processor time of both is read beside the throughput, since other work on the
+    machine changes it less.
     """
     recipe = recipe_of(options)
-    ours = run(options)
+    ours = run(options, at_once=True)  # static batches wait for no arrival either
     gc.collect()  # the engine has gone out of scope, and gives its memory back
     if recipe.device.kind != "cpu":
         torch.accelerator.empty_cache()

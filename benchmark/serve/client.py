@@ -49,7 +49,10 @@ class TraceRequest:
     fields: Mapping[str, Any]
 
     def body(self, model: str, seed: int, extra: Mapping[str, Any]) -> bytes:
-        """Return the JSON of its POST; `extra` fields win, and a null among them removes a field."""
+        """Return the JSON of its POST; `extra` fields win, and a null among them removes a field.
+
+        A limit of tokens is sent by the name that this request has for it.
+        """
         said = {
             "model": model,
             "messages" if self.chat else "prompt": self.content,
@@ -58,13 +61,20 @@ class TraceRequest:
             "stream": True,
             "stream_options": STREAM,
             **self.fields,
-            **extra,
+            **self._named(extra),
         }
         return msgspec.json.encode({name: value for name, value in said.items() if value is not None})
 
     def limited(self, extra: Mapping[str, Any]) -> TraceRequest:
         """Return the request with the `max_tokens` that is sent beside these `extra` fields."""
-        return replace(self, max_tokens=extra.get(self._limit, self.max_tokens))
+        return replace(self, max_tokens=self._named(extra).get(self._limit, self.max_tokens))
+
+    def _named(self, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `extra` with the other name for the limit replaced; who gives both means both."""
+        other = "max_tokens" if self.chat else "max_completion_tokens"
+        if other not in extra or self._limit in extra:
+            return extra
+        return {self._limit if name == other else name: value for name, value in extra.items()}
 
     @property
     def _limit(self) -> str:

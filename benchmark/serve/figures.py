@@ -66,9 +66,10 @@ def summarise(run: ClientRun, objectives: Objectives | None) -> Result:
     present_s = sum(each.get("finish_s", each["end_s"]) - each["arrival_s"] for each in kept)
     in_flight = round(present_s * per_s, 4)
     done = [each for each in kept if "error" not in each]
-    with_cached = [each for each in done if each.get("cached_tokens") is not None]
-    asked_for = sum(each["prompt_tokens"] or 0 for each in with_cached)
-    num_cached = sum(each["cached_tokens"] for each in with_cached)
+    # Some servers tell of cached tokens only where there are any.
+    tells = any(each.get("cached_tokens") is not None for each in done)
+    asked_for = sum(each["prompt_tokens"] or 0 for each in done) if tells else 0
+    num_cached = sum(each.get("cached_tokens") or 0 for each in done)
     good: Result = {}
     if objectives is not None:
         num_good = sum(meets(each, objectives) for each in done)

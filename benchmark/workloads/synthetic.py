@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -166,7 +166,7 @@ def draw_requests(load: SyntheticLoad, count: int) -> list[Line]:
 
 def _drawn(load: SyntheticLoad, count: int) -> Iterator[Line]:
     sizes = _sessions(load, count)
-    starts_s = load.arrivals.times_s(load.stream(ARRIVAL), len(sizes), load.rate_per_s * len(sizes) / count)
+    starts_s = session_starts_s(load, len(sizes), count)
     num_prompt = load.prompt_tokens(load.stream(PROMPT), count).tolist()
     num_output = load.output_tokens(load.stream(OUTPUT), count).tolist()
     token, answer, think = load.stream(TOKEN), load.stream(ANSWER), load.stream(THINK)
@@ -183,6 +183,16 @@ def _drawn(load: SyntheticLoad, count: int) -> Iterator[Line]:
             if turn + 1 < size:
                 prompt = prompt + answer.integers(0, load.vocab_size, num_output[number]).tolist()
             number += 1
+
+
+def session_starts_s(load: SyntheticLoad, sessions: int, requests: int) -> NDArray[np.float64]:
+    """Return when sessions start, so that their requests come at the rates that the load names."""
+    if not sessions:
+        return np.zeros(0)
+    process, share = load.arrivals, sessions / requests
+    if process.kind == "ramp":  # its last rate is one of requests, too
+        process = replace(process, value=share * process.value)
+    return process.times_s(load.stream(ARRIVAL), sessions, share * load.rate_per_s)
 
 
 def bounded(lines: Iterable[Line]) -> list[Line]:

@@ -23,7 +23,6 @@ import numpy as np
 
 from benchmark.options import why
 from benchmark.workloads.synthetic import (
-    ARRIVAL,
     OUTPUT,
     THINK,
     Arrivals,
@@ -34,6 +33,7 @@ from benchmark.workloads.synthetic import (
     lengths,
     line_of,
     mark,
+    session_starts_s,
 )
 from borders.files import lines_of, read_bounded
 from borders.refusal import abbreviate
@@ -295,8 +295,7 @@ def sharegpt(
         num_turns += len(pairs)
         if pairs:
             found.append((where.removeprefix("conversation "), pairs))
-    rate_per_s = load.rate_per_s * len(found) / max(1, num_turns)
-    starts_s = load.arrivals.times_s(load.stream(ARRIVAL), len(found), rate_per_s)
+    starts_s = session_starts_s(load, len(found), num_turns)
     drawn = iter(load.output_tokens(load.stream(OUTPUT), num_turns).tolist())
     think, lines = load.stream(THINK), []
     for start_s, (name, pairs) in zip(starts_s, found):

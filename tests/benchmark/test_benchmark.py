@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,40 @@ def test_samples_that_the_figures_leave_out_are_not_audited_as_requests(
     assert "mean_in_system" not in result
     assert list(result["verdict"]["refused"]) == ["samples"]
     assert "mean_in_system is absent" in result["verdict"]["not_checkable"]["Little"]
+
+
+def test_a_run_with_drafts_passes_the_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {
+            "id": f"{n}",
+            "prompt_token_ids": [(n * 37 + 7 * k) % 200 + 5 for k in range(12)] * 3,
+            "max_tokens": 40,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        for n in range(32)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    drafted = ["speculation.kind=ngram", "speculation.adaptive=fixed"]
+    main(["offline", RECIPE, *drafted, *QUICK, "--trace", str(trace), "--runs", "1", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    counters = result["counters"]["after"]
+    assert 0 < counters["accepted_tokens"] < counters["draft_tokens"]
+    assert result["max_tokens_per_step"] == 5
+    assert {"spans", "computed tokens", "clock"} <= {*result["verdict"]["passed"]}
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_requests_may_all_come_at_once(tmp_path: Path, at_once: bool) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = {"prompt_token_ids": [7] * 9, "max_tokens": 2, "ignore_eos": True}
+    trace.write_text(
+        "".join(json.dumps({"id": f"{n}", "arrival_s": n / 10, **line}) + "\n" for n in range(3))
+    )
+    options = Namespace(recipe=RECIPE, overrides=QUICK, profile=None, trace=str(trace), runs=1)
+    records = offline.run(options, at_once=at_once)["records"]
+    assert [each["arrival_s"] for each in records] == pytest.approx([0, 0, 0] if at_once else [0, 0.1, 0.2])
 
 
 @pytest.mark.parametrize(
@@ -231,10 +266,11 @@ def test_the_same_trace_is_served_beside_transformers(
 ) -> None:
     trace = tmp_path / "trace.jsonl"
     line = {"prompt_token_ids": [7] * 9, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
-    trace.write_text("".join(json.dumps({"id": str(n), **line}) + "\n" for n in range(3)))
+    trace.write_text("".join(json.dumps({"id": str(n), "arrival_s": n, **line}) + "\n" for n in range(3)))
     main(["beside", RECIPE, *QUICK, "--trace", str(trace), "--runs", "1", "--json", "--static", "2"])
     result = json.loads(capsys.readouterr().out)
     assert result["output_tokens"] == 15
+    assert {each["arrival_s"] for each in result["records"]} == {0}, "as for transformers"
     assert result["transformers_batch_size"] == 2
     assert result["times_transformers"] == pytest.approx(
         result["output_tokens_per_s"] / result["transformers_output_tokens_per_s"], rel=0.01

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import select
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from benchmark.verbs import BESIDE_ROWS
 from recipes.schema.reader import read
 from scripts.benchmark import main
 from tests.benchmark.openai_server import Stub, running
+from tests.patience import PATIENCE_S
 
 RECIPE = "recipes/bench/llama_125m.yaml"
 SMALL = ["device.compile=false", "scheduler.num_slots=4"] + [
@@ -173,6 +177,26 @@ def test_an_answer_that_is_cut_is_no_run(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(beside_vllm, "SETTLE_S", 0.0)
     with pytest.raises(ValueError, match=r"at-once: \d+ tokens came of \d+ asked for"):
         turn(Short(), load("at-once", tmp_path), math.inf)
+
+
+def test_a_signal_ends_an_engine_in_its_process(tmp_path: Path) -> None:
+    """The engine sends the signal, so that it comes during the wait; its helper, with a pipe, ends too."""
+    script = (
+        "import os, signal, subprocess, time; pipe = open('pipe', 'wb');"
+        "subprocess.Popen(['sleep', '600'], stdout=pipe); os.kill(os.getppid(), signal.SIGTERM);"
+        "time.sleep(600)"
+    ).replace("pipe'", f"{tmp_path}/pipe'")
+    os.mkfifo(tmp_path / "pipe")
+    held = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: pytest.fail("no one takes the signal"))
+    try:
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+            Setting(read(RECIPE).recipe, tmp_path, 1, {}).run("ours", [sys.executable, "-c", script], {})
+        assert select.select([held], [], [], PATIENCE_S)[0], "someone still has the pipe"
+        assert os.read(held, 1) == b""
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.close(held)
 
 
 @pytest.mark.parametrize(

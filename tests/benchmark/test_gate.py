@@ -110,6 +110,12 @@ def together(result: Result) -> None:
         record["piece_times_s"] = [times_s[0], *[times_s[-1]] * (len(times_s) - 1)]
 
 
+def refuse_drafts(result: Result) -> None:
+    """Of 9 drafts none was accepted, and one was computed that nobody counted."""
+    result["counters"]["before"]["draft_tokens"], result["counters"]["after"]["draft_tokens"] = 1, 10
+    result["counters"]["after"]["computed_tokens"] += 10
+
+
 ON_ASCEND = put("machine.device", "Ascend910B4")
 ON_CPU = all_of(put("machine.device", "x86_64"), put("computed_on.kind", "cpu"), put("device_profile", None))
 # A law, a result that it passes, and a tampering that it refuses.
@@ -130,6 +136,7 @@ TAMPERINGS: tuple[tuple[str, str, Tampering], ...] = (
     ("computed tokens", "engine", put("counters.after.refound_tokens", 7)),
     ("computed tokens", "engine", put("counters.after.computed_tokens", 7)),
     ("computed tokens", "engine", skip_tokens),
+    ("computed tokens", "engine", refuse_drafts),
     ("counters grow", "engine", put("counters.before.steps", 10_000)),
     ("counters grow", "client", put("metrics.before.itl_count", 10_000)),
     ("client on time", "client", put("client.lag_ms.p99", 900.0)),
@@ -178,6 +185,7 @@ def test_a_law_refuses_a_tampered_result(law: str, good: str, tamper: Tampering)
     [
         ("Little, running", "engine", all_of(put("preemptions", 1), put("mean_running", 0.1))),
         ("clock", "engine", all_of(put("max_tokens_per_step", 4), at_one_instant)),
+        ("computed tokens", "engine", all_of(refuse_drafts, put("counters.before.draft_tokens", 0))),
         ("pieces apart", "client", all_of(put("metrics.after.itl_s", 0.031), together)),
         ("machine", "engine", all_of(ON_ASCEND, put("computed_on.virtual", True))),
         ("machine", "engine", ON_CPU),

@@ -91,6 +91,14 @@ def test_sharegpt_turns_become_requests_of_a_session(tmp_path: Path) -> None:
     assert len(traced(tmp_path, "sharegpt", json.dumps(SHAREGPT), *options, "--requests", "2")) == 2
 
 
+def test_a_ramp_of_conversations_has_its_rates_in_requests(tmp_path: Path) -> None:
+    talks = json.dumps([{"conversations": conversation(*"abababab")}] * 500)
+    options = ["--output-tokens", "1", "--rate", "2", "--arrivals", "ramp:20"]
+    assert traced(tmp_path, "sharegpt", talks, *options)[-1]["arrival_s"] == pytest.approx(
+        2000 / 11, rel=0.15
+    )
+
+
 def test_sharegpt_answers_are_as_long_as_they_were(tmp_path: Path) -> None:
     folder = "recipes/tiny/weights"
     text = Text.load(folder)

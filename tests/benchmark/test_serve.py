@@ -179,6 +179,24 @@ def test_a_server_may_have_its_own_limit_of_tokens() -> None:
     assert [each["max_tokens"] for each in records(ClientRun([failed, whole]))] == [None, None]
 
 
+@pytest.mark.parametrize(
+    ("chat", "extra", "sent"),
+    [
+        (True, {"max_tokens": 9}, {"max_completion_tokens": 9}),
+        (True, {"max_tokens": None}, {}),
+        (True, {"max_completion_tokens": None, "max_tokens": 9}, {"max_tokens": 9}),
+        (False, {"max_completion_tokens": 9}, {"max_tokens": 9}),
+    ],
+)
+def test_a_further_limit_of_tokens_has_the_requests_name(
+    chat: bool, extra: dict[str, Any], sent: dict[str, int]
+) -> None:
+    ask = TraceRequest("a", 0.0, 4, chat, [1], 1, {})
+    body = json.loads(ask.body("a", 0, extra))
+    assert {name: value for name, value in body.items() if name.startswith("max_")} == sent
+    assert ask.limited(extra).max_tokens == sent.get(ask._limit)
+
+
 def test_a_client_of_a_closed_loop_waits_for_its_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -324,6 +342,13 @@ def test_figures_are_those_of_their_closed_forms() -> None:
     assert "piece_tokens" not in kept[0]
     failed = {"end_s": 4.0, "max_tokens": 5, "finish_reason": "error", "error": "broke"}
     assert kept[2] == {"id": "c", "arrival_s": 2.0, "late_ms": 2.0, "held_ms": 0.0, **failed}
+
+
+def test_an_answer_that_tells_of_no_cached_tokens_had_none_where_others_tell() -> None:
+    run = by_hand()
+    assert "prefix_hit_rate" not in summarise(run, None)
+    run.answers[0].cached_tokens = 1
+    assert summarise(run, None)["prefix_hit_rate"] == 0.3333, "one of 2 + 1"
 
 
 def test_who_is_held_waits_from_when_it_was_due() -> None:

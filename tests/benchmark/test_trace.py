@@ -151,6 +151,11 @@ def test_a_ramp_goes_evenly_from_rate_to_rate(first: float, last: float) -> None
         assert (arrival_s < part * end_s).sum() == pytest.approx(due, rel=0.1)
 
 
+def test_a_ramp_of_sessions_has_its_rates_in_requests() -> None:
+    trace = made(4000, turns=lengths("4"), rate_per_s=2.0, arrivals=arrivals("ramp:20"))
+    assert trace[-1]["arrival_s"] == pytest.approx(2 * 4000 / (2 + 20), rel=0.1)
+
+
 def test_a_closed_loop_names_its_clients_and_has_no_times() -> None:
     trace = made(7, arrivals=arrivals("closed:3"))
     assert [each["id"] for each in trace] == ["0/0", "1/0", "2/0", "0/1", "1/1", "2/1", "0/2"]
