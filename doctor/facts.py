@@ -156,7 +156,7 @@ def gather() -> MachineFacts:
         other_cann=_other_cann(environment, home),
         has_kernels=bool(home) and _has_kernels(Path(home or "")),
         has_hccl=home is not None and any(Path(home).glob("**/lib64/libhccl.so")),
-        nnal_home=nnal if os.path.isdir(nnal := f"{environment.get('ASCEND', ASCEND)}/nnal") else None,
+        nnal_home=_nnal_home(environment),
         packages=packages,
         torch_cuda=_torch_cuda(),
         wheel_glibc=_wheel_glibc("torch_npu"),
@@ -315,6 +315,12 @@ def _cann_home(environment: Mapping[str, str]) -> str | None:
     """Return the folder that a variable names, or else the first place that has CANN."""
     said = filter(os.path.isdir, _said_places(environment))
     return next(said, None) or next(filter(_has_set_env, _cann_places(environment)), None)
+
+
+def _nnal_home(environment: Mapping[str, str]) -> str | None:
+    """Return the first of the folders where scripts/launch.sh looks for NNAL that is there."""
+    places = f"{environment.get('ASCEND') or ASCEND}/nnal", os.path.expanduser("~/Ascend/nnal")
+    return next(filter(os.path.isdir, places), None)
 
 
 def _other_cann(environment: Mapping[str, str], home: str | None) -> tuple[str, ...]:

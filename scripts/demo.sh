@@ -5,4 +5,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
-exec .venv/bin/python -m scripts.demo "$@"
+# It computes on the CPU: a torch_npu that is there would fail where the shell has not sourced CANN
+TORCH_DEVICE_BACKEND_AUTOLOAD=0 exec .venv/bin/python -m scripts.demo "$@"

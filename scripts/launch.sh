@@ -63,8 +63,9 @@ shift
 
 python=${PYTHON:-.venv/bin/python}
 command -v "$python" >/dev/null || die "there is no Python at $python; run bash scripts/setup.sh, or set PYTHON=..."
-# In place of a recipe, a folder of weights, or ORG/NAME: the recipe that fits is chosen once, for all ranks
-mapfile -d '' -t settled < <("$python" -m recipes.fitting "$verb" "$@")
+# In place of a recipe, a folder of weights, or ORG/NAME: the recipe that fits is chosen once, for all ranks. CANN is
+# not sourced yet, without which the torch_npu fails that torch would load by itself
+mapfile -d '' -t settled < <(TORCH_DEVICE_BACKEND_AUTOLOAD=0 "$python" -m recipes.fitting "$verb" "$@")
 wait $! || exit 2
 set -- "${settled[@]}"
 # Where no recipe is among the arguments, the verb itself says what it takes
@@ -74,15 +75,25 @@ device=${found[0]} node=${found[1]}
 
 preload "$(tcmalloc)"
 case $device in
-    cpu) preload "$("$python" -c 'import sys; print(sys.prefix)')/lib/libiomp5.so" ;;
+    cpu)
+        preload "$("$python" -c 'import sys; print(sys.prefix)')/lib/libiomp5.so"
+        # Beside CANN a torch_npu may be there, which torch would load by itself; a verb without a recipe decides itself
+        if ((${#found[@]} > 2)) && cann_home >/dev/null; then
+            set_unless TORCH_DEVICE_BACKEND_AUTOLOAD 0
+        fi
+        ;;
     npu)
         ascend=${ASCEND:-/usr/local/Ascend}
         if [[ -z ${ASCEND_TOOLKIT_HOME:-}${ASCEND_HOME_PATH:-} ]]; then
             home=$(cann_home) || die "CANN and its set_env.sh are not in $ascend or ~/Ascend; install it, or name its place by ASCEND=..."
             source_first "${home%/latest}/set_env.sh" "$home/set_env.sh"
         fi
-        [[ -n ${ATB_HOME_PATH:-} ]] || source_first "$ascend/nnal/atb/set_env.sh" ||
-            echo "launch: no NNAL in $ascend: operators of ATB are not there" >&2
+        # NNAL's file chooses its libraries by the ABI of python3's torch, which must be the torch that is launched;
+        # torch_npu, which that torch would load by itself, may need these very libraries
+        python3() { TORCH_DEVICE_BACKEND_AUTOLOAD=0 "$python" "$@"; }
+        [[ -n ${ATB_HOME_PATH:-} ]] || source_first "$ascend/nnal/atb/set_env.sh" ~/Ascend/nnal/atb/set_env.sh ||
+            echo "launch: no NNAL in $ascend or ~/Ascend: operators of ATB are not there" >&2
+        unset -f python3
         # On aarch64 libgomp must be the first to ask for thread-local storage; an image's torch is not in the .venv
         if [[ $(uname -m) == aarch64 ]]; then
             torch=$("$python" -c 'import importlib.util as u; print(getattr(u.find_spec("torch"), "origin", ""))')

@@ -96,8 +96,9 @@ else
     pins=requirements.txt
     [[ $npu != npu-* ]] || pins=requirements/$npu.txt
     torch=$(sed -n 's/^\(torch==[^ ;#]*\).*/\1/p' "$pins")
-    if [[ -n $cann && -n $npu && $(uname -m) == x86_64 ]]; then
-        torch+=+cpu # torch_npu does not load beside a torch for CUDA, which is what plain torch is on x86_64
+    # torch_npu does not load beside a torch for CUDA, which plain torch is, but for 2.10 and 2.9 on aarch64
+    if [[ -n $cann && -n $npu ]] && [[ $(uname -m) == x86_64 || $npu != npu-* ]]; then
+        torch+=+cpu
     fi
 fi
 

@@ -1,8 +1,9 @@
 """Identify the model and its configuration by a digest, so that answers can be compared.
 
 `system_fingerprint` is a digest of what the tokens of an answer may depend on: the recipe without its paths
-and without how clients are served, the model's files, and the versions of the software that computes. It is
-the same on every start and on every machine with the same inputs, and reveals none of them.
+and without how clients are served, the files of the model and of the recipe's adapters, and the versions of
+the software that computes. It is the same on every start and on every machine with the same inputs, and
+reveals none of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from kv_cache.exchange.messages import NO_DRAFTS
 from recipes.assembly import versions
 from recipes.schema.keys import keys_of
-from recipes.schema.recipe import Recipe
+from recipes.schema.recipe import ROOT, Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class ServedWeights:
     fingerprint: str  # the `system_fingerprint` of their answers
 
 
+_PLACES = ("cache.tier", "cache.events")  # they hold paths and addresses, beside the keys that are a path
 _FILES = ("*.json", "*.model", "*.safetensors")
 _PIECE_BYTES = 2**16
 _MOST_PIECES = 64  # pieces of a file, evenly spaced; weights are too large to be read twice
@@ -37,10 +39,14 @@ def of(recipe: Recipe, server_version: str) -> str:
     keys = {
         each.name: recipe.value(each.name)
         for each in keys_of(Recipe)
-        if not each.name.startswith("server.") and each.kind is not Path
+        if not each.name.startswith("server.") and each.kind is not Path and each.name not in _PLACES
     }
+    folders = recipe.adapters.folders or {}
+    keys["adapters.folders"] = sorted(folders)
     digest = hashlib.sha256(json.dumps([server_version, versions.installed(), keys], default=str).encode())
     _add_files(digest, recipe.model.path)
+    for name in sorted(folders):
+        _add_files(digest, ROOT / folders[name])
     return f"fp_{digest.hexdigest()[:16]}"
 
 

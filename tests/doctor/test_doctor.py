@@ -23,6 +23,7 @@ from doctor.facts import (
     _closed,
     _error_of,
     _field,
+    _nnal_home,
     _npu_lacks,
     _other_cann,
     _ports,
@@ -435,6 +436,16 @@ def test_cann_is_found_by_the_scripts_where_the_doctor_finds_it(place: str, by: 
         assert (done.stdout.strip() or None) == _cann_home(shell)
     is_found = by == "ASCEND_HOME_PATH" or (bool(place) and not (by == "HOME" and place == "latest"))
     assert (done.returncode == 0) == is_found
+
+
+def test_nnal_is_found_in_the_folder_of_a_user_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shared, own = tmp_path / "shared", tmp_path / "Ascend/nnal"
+    assert _nnal_home({"ASCEND": str(shared)}) is None
+    own.mkdir(parents=True)
+    assert _nnal_home({"ASCEND": str(shared)}) == str(own)
+    (shared / "nnal").mkdir(parents=True)
+    assert _nnal_home({"ASCEND": str(shared)}) == f"{shared}/nnal"
 
 
 def test_of_several_cann_the_new_place_is_taken_and_the_others_are_named(tmp_path: Path) -> None:

@@ -111,6 +111,40 @@ def test_the_libgomp_of_an_images_torch_is_loaded_first_on_aarch64(ascend: str, 
     assert f"launch: LD_PRELOAD has {library}" in done.stderr
 
 
+@pytest.mark.parametrize("by", ["ASCEND", "HOME"])
+def test_nnal_is_sourced_by_the_python_that_is_launched(by: str, tmp_path: Path) -> None:
+    """NNAL's file asks python3 for torch's ABI; a user's own installation lies in ~/Ascend."""
+    ascend = tmp_path / "Ascend"
+    code = "import os, sys; print(sys.executable, os.getenv('TORCH_DEVICE_BACKEND_AUTOLOAD'))"
+    for name, script in {"cann": "", "nnal/atb": f'echo "$(python3 -c "{code}")" >&2'}.items():
+        (ascend / name).mkdir(parents=True)
+        (ascend / name / "set_env.sh").write_text(script + "\n")
+    named = {"ASCEND": "/nonexistent", by: str(ascend if by == "ASCEND" else tmp_path)}
+    done = launch("--dry-run", "generate", NPU, **named, PATH="/usr/bin:/bin")
+    assert done.returncode == 0, done.stderr
+    assert f"{sys.executable} 0\n" in done.stderr
+    assert f"launch: sourced {ascend}/nnal/atb/set_env.sh" in done.stderr
+
+
+def test_a_model_is_fitted_without_torch_npu_since_cann_is_not_sourced_yet(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        f"""#!/bin/sh
+[ "$2 $TORCH_DEVICE_BACKEND_AUTOLOAD" != "recipes.fitting " ] || {{ echo no CANN >&2; exit 1; }}
+exec {sys.executable} "$@"
+"""
+    )
+    python.chmod(0o755)
+    done = launch("--dry-run", "generate", CPU, PYTHON=str(python))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_cpu_beside_cann_loads_no_torch_npu(ascend: str) -> None:
+    for arguments, is_set in (([CPU], True), (["--help"], False)):
+        done = launch("--dry-run", "generate", *arguments, ASCEND=ascend)
+        assert ("launch: TORCH_DEVICE_BACKEND_AUTOLOAD=0" in done.stderr) == is_set, done.stderr
+
+
 def test_what_the_user_set_stays(ascend: str) -> None:
     set_by_user = {"ASCEND_TOOLKIT_HOME": "/mine", "TASK_QUEUE_ENABLE": "2"}
     done = launch("--dry-run", "generate", NPU, ASCEND=ascend, **set_by_user)

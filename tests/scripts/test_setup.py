@@ -132,26 +132,33 @@ def test_an_image_whose_torch_npu_fits_keeps_its_packages(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_an_image_whose_torch_npu_is_too_old_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("machine", "older"), [("x86_64", "2.10.0+cpu"), ("aarch64", "2.10.0")])
+def test_an_image_whose_torch_npu_is_too_old_is_left_alone(machine: str, older: str, tmp_path: Path) -> None:
+    uname = tmp_path / "bin/uname"
+    uname.parent.mkdir()
+    uname.write_text(f"#!/bin/sh\necho {machine}\n")
+    uname.chmod(0o755)
     python = image(tmp_path, torch="2.9.0+cpu", torch_npu="2.9.0", **OLD)
     own = tree(tmp_path) / ".venv/bin/python"
     before = freeze(python)
-    shell = {"PYTHON": str(python), "ASCEND": str(tmp_path / "Ascend")}
+    path = f"{uname.parent}:{os.environ['PATH']}"
+    shell = {"PYTHON": str(python), "ASCEND": str(tmp_path / "Ascend"), "PATH": path}
     said = run(tmp_path, "npu", **shell)
     assert "torch_npu 2.9.0 of " in said
     assert "does not fit this project: the argument cache_mode of npu_scatter_pa_kv_cache" in said
-    torch = "2.13.0+cpu" if os.uname().machine == "x86_64" else "2.13.0"
-    assert seen(own, "torch", "torch_npu", "numpy") == [torch, "2.13.0", "2.4.6"]
+    assert seen(own, "torch", "torch_npu", "numpy") == ["2.13.0+cpu", "2.13.0", "2.4.6"]
+    asked = own.parents[1] / "torch.txt"  # of two builds pip itself prefers that for the CPU
+    assert asked.read_text() == "torch==2.13.0+cpu\n"
     assert not (own.parents[1] / "virtual_npu").exists()
     # Another release in its place, which a later call without npu keeps
     run(tmp_path, "npu-2.10", **shell)
-    run(tmp_path)
+    run(tmp_path, PATH=path)
+    assert asked.read_text() == f"torch=={older}\n"
     assert [each.partition("+")[0] for each in seen(own, "torch", "torch_npu")] == ["2.10.0", "2.10.0.post4"]
     assert freeze(python) == before
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="plain torch is for CUDA on x86_64 alone")
 def test_npu_after_another_extra_replaces_torch_and_stays(tmp_path: Path) -> None:
     """Plain torch, as PyPI has it, gives way to the build for CPUs; both packages follow their pins then."""
     root, shell = tree(tmp_path), {"ASCEND": str(tmp_path / "Ascend")}

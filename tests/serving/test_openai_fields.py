@@ -96,6 +96,25 @@ def test_a_fingerprint_is_of_what_tokens_depend_on() -> None:
     assert plain != fingerprint.of(load(TINY), "2")
 
 
+@pytest.mark.parametrize("place", ["cache.tier={kind: disk, gib: 1, path: %s}", "cache.events=ipc://%s"])
+def test_a_fingerprint_has_nothing_of_places(place: str, tmp_path: Path) -> None:
+    one, other = (
+        fingerprint.of(load(TINY, ["cache.host_gib=0.01", place % (tmp_path / name)]), "1") for name in "ab"
+    )
+    assert one == other
+
+
+def test_a_fingerprint_is_of_the_files_of_adapters_and_not_of_where_they_lie(tmp_path: Path) -> None:
+    def of(folder: str) -> str:
+        said = f"adapters.folders={{sums: {tmp_path / folder}}}"
+        return fingerprint.of(load(TINY, ["adapters.most=1", said]), "1")
+
+    for folder, weights in (("one", "1"), ("moved", "1"), ("other", "2")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "adapter_model.safetensors").write_text(weights)
+    assert of("one") == of("moved") != of("other")
+
+
 def test_answers_go_on_wherever_the_same_factors_rotate() -> None:
     """The longest request decides which factors "longrope" has, and nothing of another model."""
     one, other = (
