@@ -107,8 +107,9 @@ class Cpu(Machine):
 
     device = torch.device("cpu")
 
-    def __init__(self, asked: DeviceSection, learned: str = "") -> None:
+    def __init__(self, asked: DeviceSection, learned: str = "", *, replaces_weights: bool = False) -> None:
         super().__init__(asked)
+        self._replaces_weights = replaces_weights
         self.threads = Threads(asked.threads, barriers(), Way.of(learned) if learned else None)
         self._others_compile = True
         self._onednn_dtype: torch.dtype | None = None  # oneDNN multiplies it far faster than `products`
@@ -154,6 +155,7 @@ class Cpu(Machine):
                 raise self._not_compiled(found, "batch_invariant" if invariant else "compile")
             ops, library = CpuOps(), None
         else:
+            found.products.narrows = not self._replaces_weights
             ops = CpuOps(
                 products=found.products,
                 rowwise=found.rowwise,
@@ -411,13 +413,14 @@ class Npu(Accelerator):
         return super().recurrence(sizes, dtype)
 
 
-def start(asked: DeviceSection, learned: str = "") -> Machine:
+def start(asked: DeviceSection, learned: str = "", *, replaces_weights: bool = False) -> Machine:
     """Return the machine of a recipe, ready to be used; raises RecipeError where there is none.
 
-    `learned` is from the machine of the engine whose place is taken, if there was one.
+    `learned` is from the machine of the engine whose place is taken, if there was one; `replaces_weights`
+    says that the engine's weights may be replaced by others.
     """
     if asked.kind == "cpu":
-        return Cpu(asked, learned)
+        return Cpu(asked, learned, replaces_weights=replaces_weights)
     return {"cuda": Cuda, "npu": Npu}[asked.kind](asked)
 
 

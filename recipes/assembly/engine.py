@@ -168,7 +168,7 @@ def assemble(
     config, share = share_of(recipe, world.rank)
     drafts = draft_config(recipe, config)
     group, stages = _joined(world, share, drafts)
-    machine = start(recipe.device, learned)
+    machine = start(recipe.device, learned, replaces_weights=recipe.server.weights_root is not None)
     machine.join(world, group, TORCH_DTYPES[config.dtype])
     memory = _planned(recipe, config, world, share, machine, ranks_here)
     tell(LOADING)

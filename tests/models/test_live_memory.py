@@ -150,6 +150,21 @@ def addresses_of(runner: ModelRunner) -> list[int]:
     return [each.data_ptr() if each.layout == torch.strided else id(each) for each in held]
 
 
+def test_float32_weights_may_have_numbers_that_bfloat16_does_not_hold(tmp_path: Path) -> None:
+    """A float32 model of bfloat16 numbers is packed in half of the bytes, but not where others may come."""
+    new = one_file("qwen3")(tmp_path / "new")
+    old = tmp_path / "old"
+    shutil.copytree(new, old)
+    for file in old.glob("*.safetensors"):
+        save_file({name: each.bfloat16().float() for name, each in load_file(file).items()}, file)
+    more = {"device.compile": "auto", "server.weights_root": tmp_path}
+    for served, sent in ((old, new), (new, old)):
+        updated = built(served, "cpu", more)
+        assert updated.live is not None
+        updated.live.put(updated.live.read_folder(sent))
+        assert answered(updated) == answered(built(sent, "cpu", more))
+
+
 def test_recurrent_layers_are_rewritten_whole(tmp_path: Path) -> None:
     variant = next(each for each in RECURRENT_VARIANTS if each.name == "kimi_linear")
     old = make(variant, tmp_path / "old")[1]

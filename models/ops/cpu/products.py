@@ -50,6 +50,9 @@ class Products:
         self._pack.restype, self._multiply.restype = None, ctypes.c_bool
         self._width = int(library.outputs_of_a_panel())
         self._pairs = int(library.kind_of_pairs())
+        # False where weights are replaced while an engine serves: they are packed as the first were, whatever
+        # their numbers
+        self.narrows = True
         # Huge pages make products with few rows 1.1 to 1.3 times as fast
         self._arena = HugeArena()
 
@@ -67,12 +70,12 @@ class Products:
         return self._pairs >= 0 and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
 
     def pack(self, weight: Tensor, bias: Tensor | None, *, is_widened: bool = True) -> Panels:
-        """Pack a weight [out, in] in its own type, or in bfloat16 if that holds all of its numbers.
+        """Pack a weight [out, in] in its own type, or in bfloat16 if it `narrows` and that holds all numbers.
 
         It is multiplied in float32 unless `is_widened` is false. Then rows are rounded to bfloat16, and
         `multiplies` must be true of the weight.
         """
-        weight = (narrowed(weight) if is_widened else weight).contiguous()
+        weight = (narrowed(weight) if is_widened and self.narrows else weight).contiguous()
         num_outputs, num_inputs = weight.shape
         rows = -(-num_outputs // self._width) * self._width
         numbers = self._arena.empty(rows * num_inputs, weight.dtype)
