@@ -320,9 +320,12 @@ def run_lengths(options: argparse.Namespace) -> Result:
     The time to its first token is that of its prompt's chunks, one after the other; the time of each further
     one is that of a decode behind them. A model with sparse attention is also simulated without its indexers,
     all tokens read, so that what these bring can be seen. The roofline alone is asked, also for lengths that
-    the recipe's cache does not hold. Raises ValueError where the recipe does not fit the device.
+    the recipe's cache does not hold. Raises ValueError where the recipe has stages of layers, or does not fit
+    the device.
     """
     recipe = recipe_of(options)
+    if recipe.parallel.pipeline > 1:
+        raise ValueError("lengths are simulated without stages of layers; add parallel.pipeline=1")
     placed = place(recipe, options.device, options.tp or recipe.parallel.tensor)
     chunk = completed(recipe.scheduler, placed.memory.longest_tokens).section.max_batch_tokens
     assert chunk is not None, "a completed section has a budget"

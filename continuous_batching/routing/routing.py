@@ -330,6 +330,12 @@ class Routing:
             known.own_requests -= 1
         self._count(replica)
 
+    def believe(self, replica: int) -> None:
+        """Believe a replica's reports from now on, and no more what was assumed to be there."""
+        if not self.tells[replica]:
+            self._unsuppose(replica, [*self._known[replica].keys])
+        self.tells[replica] = True
+
     def stored(self, replica: int, keys: Iterable[int]) -> int:
         """Add pages that a replica reports to hold; return how many of them are new."""
         return self.held.add(replica, keys)

@@ -167,8 +167,9 @@ class Admission:
         """
         slots = self._lifecycle.slots
         rows = slots.busy[~np.isin(slots.busy, [*running.tolist(), *self._lifecycle.waiting_beams])]
-        known = slots.num_tokens[rows]
-        is_prompt = ~slots.decoding(rows, slots.num_computed[rows], known)
+        computed, known = slots.num_computed[rows], slots.num_tokens[rows]
+        # A row that has ended in flight has nothing left to compute
+        is_prompt = ~slots.decoding(rows, computed, known) & (computed < known)
         return int(np.count_nonzero(is_prompt & (known > self._waiting.long_tokens)))
 
     def _enter(self, request: Request, matched: Index, reserved: int, now_s: float) -> int:

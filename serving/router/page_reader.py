@@ -8,6 +8,7 @@ that was reported is forgotten: a server may have replaced its engine, whose seq
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import itertools
 import logging
@@ -34,6 +35,7 @@ _MOST_PAGES = 2**22  # most pages of a replica; one that reports more is judged 
 _AGAIN_S = 0.1  # interval between requests when something is missing, and before the next connection
 # Connections in a row without agreement on keys, after which the log says so, and the next ones wait longer
 _MOST_UNPROVEN = 3
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # what fails for these may succeed later
 _HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -67,7 +69,7 @@ class PageReader:
     """Reads the events of one replica into the routing, which believes them while they can be read.
 
     With a `secret`, only publishers are believed that prove it. Raises ValueError for an endpoint that cannot
-    be connected to.
+    be connected to, and OSError where the system lacks what a connection takes.
     """
 
     def __init__(
@@ -89,11 +91,12 @@ class PageReader:
             self._connect()
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ValueError(f"{endpoint}: {error.strerror}") from None
+            kind = OSError if error.errno in _SCARCE else ValueError
+            raise kind(f"{endpoint}: {error.strerror}") from None
 
     def start(self) -> None:
         """Read for ever, in the running event loop."""
-        self._routing.tells[self._replica] = True
+        self._routing.believe(self._replica)
         self._task = asyncio.get_running_loop().create_task(self._read())
 
     def close(self) -> None:
@@ -149,7 +152,7 @@ class PageReader:
                     )
                 self._forget()
             else:
-                self._routing.tells[self._replica] = True
+                self._routing.believe(self._replica)
                 return
             await asyncio.sleep(_ASK_S)
 

@@ -241,7 +241,7 @@ class FleetReplica:
         self._num_silent = 0
         self._is_asked = False  # whether its pages' endpoint and its prompt replicas are known
         self._events: str | None = None  # its pages' endpoint, if they are of the router's size
-        self._warned_paths: set[str] = set()  # paths whose answer was warned of, and has not been good since
+        self._warned_paths: set[str] = set()  # those that were warned of, and have not been good since
 
     @property
     def listed(self) -> Listed:
@@ -406,7 +406,7 @@ class FleetReplica:
         return figures
 
     def _warn_once(self, path: str, trouble: str) -> None:
-        """Log what is wrong with its answers at this path.
+        """Log what is wrong with its answers at this path, or with reading this endpoint of its pages.
 
         That is done once until they are good again (`trouble` is "").
         """
@@ -455,10 +455,13 @@ class FleetReplica:
                     self._routing,
                     self._trust.events_secret,
                 )
-            except (ValueError, OSError) as error:
+            except ValueError as error:  # no later poll can do better
                 log.warning("%s: its pages cannot be read at %s: %s", self.url, self._events, error)
                 self._events = None
+            except OSError as error:  # as without a free descriptor, which the next poll may find
+                self._warn_once(self._events, f"its pages cannot be read at {self._events} now: {error}")
             else:
+                self._warn_once(self._events, "")
                 self.reader.start()
 
     def _stop_reading(self) -> None:

@@ -208,6 +208,11 @@ def test_a_recipes_own_ranks_that_cannot_be_simulated_are_refused(
         main([*OWN_RANKS, *asked, "--trace", trace, "--device", "ascend910b"])
 
 
+def test_lengths_are_not_simulated_as_if_a_recipes_stages_were_not_there() -> None:
+    with pytest.raises(ValueError, match=r"without stages of layers; add parallel\.pipeline=1$"):
+        main(["lengths", *OWN_RANKS, "--device", "ascend910b"])
+
+
 def test_pages_are_divided_only_between_as_many_devices_as_the_recipe_says() -> None:
     path = "recipes/bench/qwen3_8b_cuda.yaml"  # of 8 heads of keys and values
     whole, divided = (load(path, ["parallel.tensor=16", f"parallel.context={count}"]) for count in (1, 2))

@@ -10,6 +10,9 @@ import pytest
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
+from continuous_batching.policies.batching import StallFree
+from continuous_batching.policies.prefill_budget import LongPrompts
+from continuous_batching.queueing import WaitingQueue
 from continuous_batching.request import Request, SamplingParams
 from kv_cache.pages import Index
 from tests.continuous_batching.checksum import alone
@@ -97,6 +100,25 @@ def test_a_row_that_fails_after_it_was_outrun_keeps_its_answer_and_loses_its_pag
     again = Request("again", request.tokens, SamplingParams(max_tokens=1))
     again.page_keys = engine.scheduler.lifecycle.matching.keys(again)
     assert not len(engine.scheduler.lifecycle.find(again))
+
+
+def test_a_long_prompt_does_not_wait_for_an_answer_that_has_ended_in_flight() -> None:
+    """It is longer than a long prompt, and the device is still at a token that it does not need."""
+    engine = make(
+        policy=StallFree(long_prompts=LongPrompts(max_long=1, long_tokens=10)),
+        waiting=WaitingQueue(long_tokens=10),
+    )
+    Device(engine)
+    request, long = stopping("a", 3), ask("b", 11, 3)
+    engine.add(request)
+    while request.finish_reason is None:
+        engine.step()
+    assert engine.scheduler.in_flight.outrun, "the device is at its fourth step"
+    engine.add(long)
+    engine.step()
+    assert [*engine.slots.running_ids] == ["b"]
+    run_out(engine)
+    check(long)
 
 
 def test_an_answer_ends_before_a_token_that_nobody_knows() -> None:

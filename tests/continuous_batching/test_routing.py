@@ -282,6 +282,18 @@ def test_a_replica_that_joins_is_as_one_that_was_there() -> None:
         assert each.requests.tolist() == [3, 3]
 
 
+def test_who_is_believed_again_has_only_what_it_reports() -> None:
+    routing = Routing(1, tells=False)
+    routing.ended(sent(routing, prompt(1, 2)))
+    assert routing.num_found([1, 2]).tolist() == [2]
+    routing.believe(0)
+    assert routing.num_found([1, 2]).tolist() == [0]
+    one = sent(routing, prompt(3))
+    routing.believe(0)
+    assert routing.num_found([3]).tolist() == [1], "what is computed for who was believed all the time counts"
+    routing.ended(one)
+
+
 def test_what_has_left_leaves_nothing_to_who_has_its_number() -> None:
     routing = Routing(2)
     one = sent(routing, prompt(1, 2), session="a")

@@ -7,17 +7,21 @@ both are real.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import zmq
+import zmq.asyncio
 
 from serving.api.api_keys import ANYBODY
 from serving.router import replicas as of_replicas
 from serving.router.fair_turns import ModelTurns
 from serving.router.fleet_figures import FleetFigures
+from serving.router.page_reader import PageReader
 from serving.router.prompts import Prompts
 from serving.router.proxy import Proxy
 from serving.router.replicas import MOST_INFO_BYTES, MOST_METRICS_BYTES
@@ -373,6 +377,50 @@ def test_pages_are_read_of_the_recipes_model_alone() -> None:
             fleet.says(1, **said | TINY)
             await until(lambda: one.reader is not None and two.reader is not None)
             assert found.is_of_recipe("tiny"), "one model can only be the recipe's"
+
+    run(test)
+
+
+@pytest.mark.parametrize("is_wrong", [False, True], ids=["no descriptor is free", "it is no address"])
+def test_pages_that_cannot_be_read_are_warned_of_once_and_tried_again_where_that_may_help(
+    is_wrong: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint, is_short, num_failed = "tcp://127.0.0.1:9", not is_wrong, 0
+    info = {"page_size": 16, "recipe": {"cache": {"events": endpoint[is_wrong:]}}}
+    make = zmq.asyncio.Context.socket
+
+    def socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
+        nonlocal num_failed
+        if is_short and kind == zmq.PAIR:
+            num_failed += 1
+            raise zmq.ZMQError(errno.EMFILE)
+        return make(context, kind)
+
+    tried = list[str]()
+
+    def reader(endpoint: str, *rest: Any) -> PageReader:
+        tried.append(endpoint)
+        return PageReader(endpoint, *rest)
+
+    async def test() -> None:
+        nonlocal is_short
+        monkeypatch.setattr(zmq.asyncio.Context, "socket", socket)
+        monkeypatch.setattr(of_replicas, "PageReader", reader)
+        async with Watched({"server_info": answer(json.dumps(info).encode())} | TINY) as fleet:
+            (one,) = fleet.replicas
+            await until(lambda: one.state == "ready")
+            heads = fleet.stubs[0].heads
+            polled = len(heads) + 20
+            await until(lambda: len(heads) > polled)
+            assert caplog.text.count("its pages cannot be read at") == 1
+            if is_wrong:
+                assert len(tried) == 1
+                return
+            assert num_failed > 1
+            assert one.reader is None
+            is_short = False
+            await until(lambda: one.reader is not None)
+            assert fleet.routing.tells[0]
 
     run(test)
 

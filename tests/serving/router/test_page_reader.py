@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.routing.routing import Routing
+from continuous_batching.routing.routing import RoutedPrompt, Routing
 from kv_cache import events as page_events
 from kv_cache.event_messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, encode
 from kv_cache.page_keys import short_key
@@ -118,10 +118,15 @@ def test_a_reader_that_cannot_connect_again_expects_nothing_and_tries_later(
         assert not routing.tells[0]
         assert not len(routing.held)
         assert caplog.text.count("its pages cannot be read at") == 1
+        sent = routing.send(RoutedPrompt(9, [1, 2], 4), 0.0)
+        assert sent is not None
+        routing.ended(sent)
+        assert len(routing.supposed) == 2
         num_short, is_short, engine = len(made), False, Engine(tmp_path, 16)
         engine.compute(list(range(20)))
         await until(lambda: {*routing.held.masks} == engine.held())
         assert routing.tells[0]
+        assert not len(routing.supposed), "what was only assumed is believed no more"
         assert all(each.closed for each in made[:num_short])
         reader.close()
         engine.events.close()
