@@ -1,15 +1,18 @@
 """Find the device that this machine computes with: an Ascend NPU, a CUDA device, or else its processor.
 
 NPUs are looked for by the driver's own tool, npu-smi, because torch_npu can be imported only after CANN's
-environment has been set, and the choice of a recipe comes before that.
+environment has been set, and the choice of a recipe comes before that. CUDA devices are asked by a process
+of its own, because each keeps memory for a process that has asked what it has free until that process ends.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +23,23 @@ from devices.host_limits import host_memory_bytes, usable_cores
 
 MIB = 2**20
 SMI_LIMIT_S = 60
+CUDA_LIMIT_S = 120  # it imports torch and starts every device
 # npu-smi calls a die of the 910C by this name alone; a 910 of the first generation is 910A, 910B or 910ProB.
 BARE_910C = "Ascend910"
 VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
+VISIBLE_CUDA = "CUDA_VISIBLE_DEVICES"
+FUSED_CAPABILITY = (8, 0)  # the least of a CUDA device that fused attention takes
 DEVICES = Path("/dev")
+# Prints the name, the free bytes and the compute capability of each CUDA device.
+ASK_CUDA = """
+import json, torch
+
+cuda = torch.cuda
+print(json.dumps([
+    (cuda.get_device_name(each), cuda.mem_get_info(each)[0], cuda.get_device_capability(each))
+    for each in range(cuda.device_count())
+]))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +64,18 @@ class Present:
     count: int = 1
     memory_bytes: int = 0
     busy: str = ""  # words for devices with far less free than another has, and how to leave them out
+    capability: tuple[int, int] | None = None  # the least compute capability of CUDA devices
 
 
 def present(environment: Mapping[str, str] = os.environ) -> Present:
     """Return the devices of this machine: its NPUs, else its CUDA devices, else its processor.
 
-    Raises ValueError for an NPU of which npu-smi does not say what it is.
+    Raises ValueError for an NPU of which npu-smi does not say what it is, and for CUDA devices that do not
+    answer.
     """
     if num_npus():
         return npus(_npu_smi(), environment)
-    return _cuda() or processor()
+    return cuda_devices(_cuda(), environment) if _has_cuda() else processor()
 
 
 def npus(printed: str, environment: Mapping[str, str]) -> Present:
@@ -75,16 +93,37 @@ def npus(printed: str, environment: Mapping[str, str]) -> Present:
         known = ", ".join(each.name for each in PRODUCTS)
         raise ValueError(f"the NPU calls itself {name}, which is no product known here ({known}); {fix}")
     free = {number: chip.total_mib - chip.used_mib for number, chip in chips.items()}
-    least, most = min(free.values()), max(free.values())
-    busy = ""
-    if 2 * least < most:
-        idle = ",".join(str(number) for number, mib in free.items() if 2 * mib >= most)
-        full = next(number for number, mib in free.items() if mib == least)
-        busy = (
-            f"NPU {full} has {least / 1024:.2f} GiB free, another {most / 1024:.2f}; to leave out what others"
-            f" use, export {VISIBLE_NPUS}={idle}"
-        )
-    return Present("npu", name, product, len(chips), least * MIB, busy)
+    busy = _busy({str(number): mib for number, mib in free.items()}, "NPU", VISIBLE_NPUS)
+    return Present("npu", name, product, len(chips), min(free.values()) * MIB, busy)
+
+
+def cuda_devices(printed: str, environment: Mapping[str, str]) -> Present:
+    """Return the CUDA devices that ASK_CUDA prints, which are those that the environment leaves visible."""
+    shown = json.loads(printed)
+    said = [each.strip() for each in environment.get(VISIBLE_CUDA, "").split(",") if each.strip()]
+    names = said or [str(number) for number in range(len(shown))]
+    free = {name: num_bytes // MIB for name, (_, num_bytes, _) in zip(names, shown)}
+    return Present(
+        "cuda",
+        shown[0][0],
+        count=len(shown),
+        memory_bytes=min(num_bytes for _, num_bytes, _ in shown),
+        busy=_busy(free, "CUDA device", VISIBLE_CUDA),
+        capability=min((major, minor) for _, _, (major, minor) in shown),
+    )
+
+
+def _busy(free_mib: Mapping[str, int], kind: str, variable: str) -> str:
+    """Return words for devices, by their names in the variable, of which one has far less free; or none."""
+    least, most = min(free_mib.values()), max(free_mib.values())
+    if 2 * least >= most:
+        return ""
+    idle = ",".join(name for name, mib in free_mib.items() if 2 * mib >= most)
+    full = next(name for name, mib in free_mib.items() if mib == least)
+    return (
+        f"{kind} {full} has {least / 1024:.2f} GiB free, another {most / 1024:.2f}; to leave out what others"
+        f" use, export {variable}={idle}"
+    )
 
 
 def num_npus() -> int:
@@ -140,12 +179,31 @@ def _npu_smi() -> str:
     return done.stdout
 
 
-def _cuda() -> Present | None:
-    """Return the CUDA devices that this torch can use, or None."""
+def _has_cuda() -> bool:
+    """Whether this torch can use a CUDA device, which starts none of them."""
     import torch  # imported here because an NPU is found without it, and it takes a second
 
-    if not torch.cuda.is_available():
-        return None
-    count = torch.cuda.device_count()
-    free = min(torch.cuda.mem_get_info(number)[0] for number in range(count))
-    return Present("cuda", torch.cuda.get_device_name(0), count=count, memory_bytes=free)
+    return torch.cuda.is_available()
+
+
+def _cuda() -> str:
+    """Return what ASK_CUDA prints; raises ValueError where it fails."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", ASK_CUDA],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=CUDA_LIMIT_S,
+            check=True,
+        )
+    except subprocess.TimeoutExpired:
+        why = f"they did not answer in {CUDA_LIMIT_S} s"
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr.strip().splitlines() or [f"status {error.returncode}"])[-1]
+    else:
+        return done.stdout.strip().splitlines()[-1]
+    raise ValueError(
+        f"this torch finds CUDA devices, and what they have free is not known: {why}; see nvidia-smi, name"
+        f" those to use in {VISIBLE_CUDA}, or set device.kind=cpu"
+    )

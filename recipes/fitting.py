@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from devices.ascend_limits import ATB_MOST_PAGE, ATB_PAGES, PRODUCTS, AscendProduct
-from devices.present import Present, num_npus, present, processor, visible_npus
+from devices.present import FUSED_CAPABILITY, Present, num_npus, present, processor, visible_npus
 from models.config import DecoderConfig
 from models.parallel.share import Share
 from recipes.assembly.families import share_of
@@ -77,6 +77,8 @@ def fitting(
         choice.fit_stand_in()
     if found.kind == "npu":
         choice.fit_operators(next(each for each in PRODUCTS if each.name == found.product))
+    if found.capability is not None and found.capability < FUSED_CAPABILITY:
+        choice.leave_fused(f"{found.name} is older than compute capability 8.0")
     if found.kind == "cpu":
         choice.fit_cache(found.memory_bytes)
     else:
@@ -183,9 +185,12 @@ class _Choice:
             config = share_of(recipe, 0)[0]
             product.check(shape_of(recipe.cache.page_size, config), takes_float32=recipe.device.virtual_fp32)
         except ValueError as error:
-            why = str(error).partition(": ")[0]
-            if self.set("device.attention", "reference", why):
-                self.set("device.graphs", 0, "plain PyTorch is not captured")
+            self.leave_fused(str(error).partition(": ")[0])
+
+    def leave_fused(self, why: str) -> None:
+        """Choose the attention in plain PyTorch, for which no step is captured."""
+        if self.set("device.attention", "reference", why):
+            self.set("device.graphs", 0, "plain PyTorch is not captured")
 
     def fit_cache(self, memory_bytes: int) -> None:
         """Choose a cache that the processor's memory holds beside the weights."""

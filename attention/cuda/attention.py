@@ -23,6 +23,7 @@ from attention.cuda.query_tiles import JOIN_FIELDS, TILE_FIELDS, QueryTiles, Til
 from attention.cuda.triton_kernels import attend_tiles, join_parts, write_places
 from attention.reference import Attention, AttentionMetadata, StaticDecodes, Windows
 from continuous_batching.batch import Batch
+from devices.present import FUSED_CAPABILITY
 from devices.shapes import AttentionShape
 from devices.triton_types import kernel_dtype, stored_dtype
 from kv_cache.pages import Index
@@ -99,7 +100,7 @@ class CudaAttention(Attention):
         """Raise ValueError for a shape that cannot be served, with the value, the limit and the fix."""
         super().check()
         shape = self.shape
-        fix = "set device.attention to reference"
+        fix = "set device.attention to reference and device.graphs to 0"
         if shape.head_dim > MOST_DIM:
             raise ValueError(f"head_dim is {shape.head_dim}; fused attention takes up to {MOST_DIM}: {fix}")
         if self.group > MOST_GROUP:
@@ -110,7 +111,8 @@ class CudaAttention(Attention):
             raise ValueError(
                 f"model.dtype is {shape.dtype}; fused attention takes float32, bfloat16 or float16: {fix}"
             )
-        if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < (8, 0):
+        is_cuda = self.device.type == "cuda"
+        if is_cuda and torch.cuda.get_device_capability(self.device) < FUSED_CAPABILITY:
             name = torch.cuda.get_device_name(self.device)
             raise ValueError(
                 f"{name} is older than compute capability 8.0, which fused attention needs: {fix}"

@@ -26,6 +26,7 @@ from recipes.schema.recipe_error import RecipeError
 
 RESOURCES = {"npu": "NPU", "cuda": "GPU"}  # Ray's resource by the kind of device
 _THREADS = "OMP_NUM_THREADS"
+_OF_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the command of a submitted job
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _ENDS_IN_S = 10.0  # time for the other nodes to end after the leader has ended
 
@@ -114,8 +115,14 @@ def started(
 
 
 def own_threads() -> dict[str, str]:
-    """Return OMP_NUM_THREADS, if the user has set it for this process, for what it starts on other nodes."""
-    return {_THREADS: os.environ[_THREADS]} if _THREADS in os.environ else {}
+    """Return OMP_NUM_THREADS, if the user has set it for this process, for what it starts on other nodes.
+
+    The command of a submitted job inherits the 1 of the actor that runs it, which is not the user's.
+    """
+    threads = os.environ.get(_THREADS)
+    if threads is None or (threads == "1" and _OF_A_JOB in os.environ):
+        return {}
+    return {_THREADS: threads}
 
 
 def check_reach(nodes: Sequence[Mapping[str, Any]], interface: str | None) -> None:

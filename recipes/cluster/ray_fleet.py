@@ -14,7 +14,7 @@ from recipes.cluster.replica_set import ReplicaSet
 from recipes.cluster.router_client import RouterClient
 
 _TURN_S, _LOOKS_S = 1.0, 0.05
-_ENDS_S = 15.0  # time for replicas to end, beyond that for their requests
+ENDS_S = 15.0  # time for replicas to end, beyond that for their requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def serve(fleet: RayFleet, say: Callable[[str], None]) -> int:
             time.sleep(_LOOKS_S)
         say(f"ends: {replicas.count} replicas may go on for {fleet.end_s:g} s")
         replicas.stop()
-        until_s = time.monotonic() + fleet.end_s + _ENDS_S
+        until_s = time.monotonic() + fleet.end_s + ENDS_S
         while replicas.count:
             replicas.bury(now_s := time.monotonic())
             if len(signals) > 1 or now_s > until_s:

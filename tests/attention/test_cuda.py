@@ -251,7 +251,10 @@ def test_bits_depend_on_the_request_alone(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"head_dim": 320}, "head_dim is 320; fused attention takes up to 256: set device.attention"),
+        (
+            {"head_dim": 320},
+            "head_dim is 320; fused attention takes up to 256: .* reference and device.graphs to 0$",
+        ),
         ({"num_heads": 258}, "129 query heads share a kv head; .* up to 128"),
         ({"dtype": torch.float64}, "model.dtype is torch.float64; .* float32, bfloat16 or float16"),
         ({"num_heads": 5}, "num_attention_heads is 5 .* multiple"),

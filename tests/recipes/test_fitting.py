@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from borders.files import in_one_line
 from devices import present
@@ -92,6 +93,70 @@ def test_an_npu_that_others_use_is_named_with_those_that_are_free(tmp_path: Path
     assert half.busy in fitting(folder(tmp_path / "small", LLAMA_8B), found=half).reasons
     assert npus(printed, {"ASCEND_RT_VISIBLE_DEVICES": "3,0"}).busy == ""
     assert "ASCEND_RT_VISIBLE_DEVICES=3" in npus(printed, {"ASCEND_RT_VISIBLE_DEVICES": "2,3"}).busy
+
+
+CUDA_DEVICES = """
+class cuda:
+    free = [{free}]
+    device_count = lambda: len(cuda.free)
+    get_device_name = "GPU {{}}".format
+    mem_get_info = lambda number: (cuda.free[number] << 30, 80 << 30)
+    get_device_capability = lambda number: (9 - number, 0)
+"""
+
+
+@pytest.fixture
+def cuda_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Stand in for the torch of another process, with CUDA devices of so many free GiB."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(present, "num_npus", lambda: 0)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def stand_in(free: str) -> None:
+        (tmp_path / "torch.py").write_text(CUDA_DEVICES.format(free=free))
+
+    return stand_in
+
+
+def test_another_process_asks_the_cuda_devices(
+    cuda_devices: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where this one asks how much is free, each device holds memory for it until it ends."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: pytest.fail("this process asks"))
+    cuda_devices("79, 78")
+    assert present.present({}) == Present("cuda", "GPU 0", None, 2, 78 * GIB, "", (8, 0))
+    cuda_devices("None")
+    with pytest.raises(ValueError, match=r"is not known: TypeError: .* device\.kind=cpu$"):
+        present.present({})
+    cuda_devices("__import__('time').sleep(60)")
+    monkeypatch.setattr(present, "CUDA_LIMIT_S", 0.5)
+    with pytest.raises(ValueError, match=r"is not known: they did not answer in 0\.5 s; see nvidia-smi"):
+        present.present({})
+
+
+@each_of(
+    "said, busy, idle",
+    [
+        ({}, "1", "0,2"),
+        ({"CUDA_VISIBLE_DEVICES": "4, 6,7"}, "6", "4,7"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}, "GPU-b", "GPU-a,GPU-c"),
+    ],
+)
+def test_a_cuda_device_that_others_use_is_named_as_its_variable_names_it(
+    said: dict[str, str], busy: str, idle: str, tmp_path: Path
+) -> None:
+    free = (79, 2, 70)
+    found = present.cuda_devices(json.dumps([("H100", each * GIB, (9, 0)) for each in free]), said)
+    words = f"CUDA device {busy} has 2.00 GiB free, another 79.00; .* export CUDA_VISIBLE_DEVICES={idle}$"
+    with pytest.raises(RecipeError, match=words):
+        fitting(folder(tmp_path, LLAMA_70B), found=found)
+
+
+def test_an_old_cuda_device_gets_the_attention_that_starts_there(tmp_path: Path) -> None:
+    model, plain = folder(tmp_path, LLAMA_8B), {"device.attention": "reference", "device.graphs": "0"}
+    for capability, keys in ((7, 5), plain), ((8, 0), {}):
+        found = Present("cuda", "GPU", memory_bytes=79 * GIB, capability=capability)
+        assert chosen_keys(model, found) == keys
 
 
 def test_memory_alone_changes_no_product_and_brings_no_hidden_npu(

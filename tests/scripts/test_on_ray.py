@@ -109,6 +109,17 @@ def test_a_node_computes_with_the_users_threads_and_not_with_those_of_rays_actor
     assert inherited == [threads, threads]
 
 
+@pytest.mark.parametrize(("threads", "of_the_user"), [("1", {}), ("6", {"OMP_NUM_THREADS": "6"})])
+def test_the_thread_of_the_actor_that_runs_a_job_is_not_the_users(
+    threads: str, of_the_user: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    assert own_threads() == {"OMP_NUM_THREADS": threads}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    assert own_threads() == of_the_user
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE_S)
 @pytest.mark.parametrize(

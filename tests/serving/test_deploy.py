@@ -120,7 +120,7 @@ def test_an_ascend_job_holds_one_engine() -> None:
 
 @pytest.mark.usefixtures("models")
 def test_a_volcano_job_holds_one_engine() -> None:
-    (job,) = documents("volcano.yaml")
+    job, _ = documents("volcano.yaml")
     (task,) = job["spec"]["tasks"]
     (container,) = task["template"]["spec"]["containers"]
     (line,) = container["args"]
@@ -132,6 +132,24 @@ def test_a_volcano_job_holds_one_engine() -> None:
     assert cluster == Cluster("Volcano", task["replicas"], 1, "a-0.a", ports["ranks"])
     assert job["spec"]["minAvailable"] == task["replicas"]
     assert parser().parse_intermixed_args(words[4:]).port == ports["http"] == PORT
+
+
+def test_clients_reach_the_pods_of_a_volcano_job() -> None:
+    """The policy that Volcano itself makes, by the job's name, lets in only the job's own pods."""
+    job, policy = documents("volcano.yaml")
+    (task,) = job["spec"]["tasks"]
+    assert policy["kind"] == "NetworkPolicy"
+    assert policy["metadata"]["name"] != job["metadata"]["name"]
+    assert policy["spec"]["podSelector"]["matchLabels"] == task["template"]["metadata"]["labels"]
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    assert policy["spec"]["ingress"] == [{"ports": [{"protocol": "TCP", "port": PORT}]}]
+
+
+def test_a_volcano_job_is_started_again_whatever_ends_a_pod_and_however_often() -> None:
+    job, _ = documents("volcano.yaml")
+    restarted = {each["event"] for each in job["spec"]["policies"] if each["action"] == "RestartJob"}
+    assert restarted == {"PodFailed", "PodEvicted"}
+    assert job["spec"]["maxRetry"] >= 1000, "3 where it is not said"
 
 
 @pytest.mark.usefixtures("models")

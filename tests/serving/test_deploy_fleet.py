@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from recipes.cluster import ray_fleet
 from recipes.schema.reader import load
 from recipes.schema.server_section import ServerSection
 from scripts import on_ray, route, serve
@@ -177,7 +178,10 @@ def test_a_ray_job_keeps_replicas_and_tells_the_router(
     assert json.loads(json.loads(workers["rayStartParams"]["resources"])) == asked.job.devices
     assert asked.job.devices == {"NPU": float(npus)}
     (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
-    assert head["env"] == worker["env"]
+    (stop,) = [each for each in head["env"] if each not in worker["env"]]
+    assert [each for each in head["env"] if each != stop] == worker["env"]
+    assert stop["name"] == "RAY_JOB_STOP_WAIT_TIME_S"
+    assert int(stop["value"]) > load(options.recipe).server.drain_s + ray_fleet.ENDS_S
     assert "API_KEY" in {each["name"] for each in worker["env"]}
     pinned = (ROOT / "requirements/ray.txt").read_text(encoding="utf-8")
     assert f"ray=={cluster['rayVersion']}\n" in pinned
