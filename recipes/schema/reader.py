@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,6 +36,7 @@ PROFILES = ROOT / "recipes/profiles"
 KEYS = {each.name: each for each in keys_of(Recipe)}
 # An override may set a single key of these
 MAPPINGS = ("model.config", "model.config_overrides", "cache.tier")
+WITH_NUMBERS = (*MAPPINGS, "scheduler.tenant_weights")  # a number in these may have an exponent
 THERE = ", there "  # how the note of an entry begins that another engine's name has set
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")  # YAML reads one only with a point and a sign
 SECTIONS = {name.partition(".")[0] for name in KEYS}
@@ -245,7 +247,7 @@ def _override(entries: dict[str, Entry], override: str, number: int) -> None:
         raise _unknown(place, name)
     if len(parts) == 3:
         known = entries[key.name].value if key.name in entries else None
-        value: Any = {**(known or {}), parts[2]: located.plain}
+        value: Any = {**(known or {}), parts[2]: _with_numbers(located.plain)}
     else:
         value = _converted(key, located, place)
     entries[key.name] = Entry(value, place, COMMAND_LINE, number)
@@ -279,11 +281,23 @@ def _converted(key: Key, located: Located, place: str) -> Any:
         assert key.range is not None, "a number has one"
         number = key.range.parse(value)
         value = value if number is None else number
+    if key.name in WITH_NUMBERS:
+        value = _with_numbers(value)
     try:
         key.check(value)
     except RecipeError as error:
         raise error.at(place) from None
     return float(value) if key.kind is float and value is not None else value
+
+
+def _with_numbers(value: Any) -> Any:
+    """Return a value with the numbers in it that YAML takes for texts: 1e6, and 1e-06 as JSON writes it."""
+    if isinstance(value, dict):
+        return {name: _with_numbers(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(each) for each in value]
+    is_number = isinstance(value, str) and _EXPONENT.fullmatch(value) and math.isfinite(float(value))
+    return float(value) if is_number else value
 
 
 def _path(text: str, key: str, place: str) -> Path:

@@ -157,8 +157,8 @@ class SampleAnswers:
             return self._grow(sample, delta)
         ended_by = tokens[-1] if reason == "stop" else None
         params = sample.request.params
-        # The tokenizer's own end, of which a checkpoint's ids say nothing, was added to those asked for
-        own = () if self._text is None or params.ignore_eos else self._text.further_end_ids
+        # The tokenizer's own end is looked for first, as in vLLM, whether or not it was asked for, too
+        own = () if self._text is None or params.ignore_eos else self._text.eos_token_ids
         is_asked = ended_by in params.stop_token_ids and ended_by not in own
         return self._finish(sample, delta, reason, ended_by if is_asked else None)
 

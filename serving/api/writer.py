@@ -173,8 +173,10 @@ class AnswerWriter:
         A client is told so by its `finish_reason`. A line has a day for its answer, and is tried again.
         """
         first = self._answers[0]  # all have the same fields
+        if not first.is_of_batch:
+            return None
         timeout_s, limit_s = first.request.timeout_s, self._llm.recipe.scheduler.max_queue_wait_s
-        if not first.is_of_batch or (timeout_s is not None and (limit_s is None or timeout_s <= limit_s)):
+        if timeout_s is not None and (limit_s is None or timeout_s <= limit_s):
             return None  # if a time ended the wait, it was the line's own
         has_waited = list[bool]()
         for answer in self._answers:

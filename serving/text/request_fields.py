@@ -105,10 +105,11 @@ def parse_request(
 
     A field that is null counts as absent. With `text` None the model has no tokenizer, and prompts are token
     ids. With `longest`, an answer without max_tokens may be so long that prompt and answer reach that many
-    tokens; with `shorten`, a larger max_tokens is lowered to that. `limit` is the most tokens that they may
-    ever reach; with None, the caller calls `truncation.fit` once it knows the limit. The request's adapter is
-    one of `adapters`; raises Unavailable while that is being loaded. `defaults` are those of the checkpoint
-    (see `sampling_defaults`). `tokens` are those of the prompt where they are known, in place of its text.
+    tokens; with `shorten`, a larger max_tokens is lowered to that, and min_tokens with it. `limit` is the
+    most tokens that they may ever reach; with None, the caller calls `fit` once it knows the limit. The
+    request's adapter is one of `adapters`; raises Unavailable while that is being loaded. `defaults` are
+    those of the checkpoint (see `sampling_defaults`). `tokens` are those of the prompt where they are known,
+    in place of its text.
     """
     if not isinstance(fields, Mapping):
         raise BadRequest(None, f"a request must be a JSON object, not {abbreviate_json(fields)}")
@@ -130,9 +131,7 @@ def parse_request(
         prompt = truncated(prompt, asked, limit, _least_answer(values, fills=longest is not None))
     is_given = bool(values.keys() & {"max_tokens", "max_completion_tokens"})
     if longest is not None and (shorten or not is_given):
-        # The scheduler refuses a request as too long if too little room is left.
-        most = min(longest - len(prompt), values.get("max_tokens", defaults.get("max_tokens", longest)))
-        values["max_tokens"] = max(1, most, 0 if is_given else values.get("min_tokens", 0))
+        values |= _bounds(values, longest - len(prompt), defaults.get("max_tokens", longest))
     salt = values.get("cache_salt", "")
     leader, *followers = (
         Request(
@@ -148,6 +147,19 @@ def parse_request(
     )
     leader.followers = followers
     return leader
+
+
+def _bounds(values: dict[str, Any], room: int, most: int) -> dict[str, int]:
+    """Return how many tokens an answer has at least and at most where there is `room` for so many.
+
+    The scheduler refuses a request as too long if too little room is left.
+    """
+    least, given = values.get("min_tokens", 0), values.get("max_tokens")
+    if given is None:
+        return {"max_tokens": max(1, least, min(room, most))}
+    bounds = {"max_tokens": max(1, min(room, given))}
+    # A min_tokens above the given max_tokens is refused as it is
+    return bounds if least > given else bounds | {"min_tokens": min(least, bounds["max_tokens"])}
 
 
 def _tools(values: dict[str, Any], text: Text | None) -> ToolUse | None:
@@ -199,20 +211,26 @@ def text_options(fields: Mapping[str, Any], text: Text | None = None) -> TextOpt
 def check_length(fields: Mapping[str, Any], max_tokens: int, text: Text | None) -> None:
     """Raise BadRequest for a prompt that is too long for any tokenization, before it is tokenized."""
     longest = 1 if text is None else text.longest_token
-    ids, prompt = fields.get("prompt_token_ids") or (), fields.get("prompt") or ""
+    num_ids, num_characters = _prompt_lengths(fields)
     if fields.get("truncate_prompt_tokens") is not None:
         return
-    if len(ids) > max_tokens or len(prompt) > max_tokens * longest:
-        held = f"{len(ids)} tokens" if ids else f"{len(prompt)} characters"
+    if num_ids > max_tokens or num_characters > max_tokens * longest:
+        held = f"{num_ids} tokens" if num_ids else f"{num_characters} characters"
         asked = f"the prompt alone holds {held}"
-        bad = too_long(max_tokens, asked, max_tokens, value=len(ids) or len(prompt))
-        raise bad.of_field("prompt_token_ids") if ids else bad
+        bad = too_long(max_tokens, asked, max_tokens, value=num_ids or num_characters)
+        raise bad.of_field("prompt_token_ids") if num_ids else bad
 
 
 def is_short(fields: Mapping[str, Any]) -> bool:
     """Return whether reading a request takes less time than waking a thread, which is about 0.3 ms."""
-    prompt = fields.get("prompt") or fields.get("prompt_token_ids") or ()
-    return len(prompt) <= _SHORT and not any(fields.get(name) for name in _LONG)
+    is_long = any(fields.get(name) is not None for name in _LONG)  # an array is neither true nor false
+    return not is_long and max(_prompt_lengths(fields)) <= _SHORT
+
+
+def _prompt_lengths(fields: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of token ids and characters; 0 for a wrong type, which `parse_request` refuses."""
+    ids, prompt = fields.get("prompt_token_ids"), fields.get("prompt")
+    return len(ids) if isinstance(ids, list) else 0, len(prompt) if isinstance(prompt, str) else 0
 
 
 def _prompt(values: dict[str, Any], text: Text | None, tools: ToolUse | None) -> list[int]:

@@ -63,6 +63,27 @@ def test_a_number_may_have_an_exponent(recipe):
     assert "'1e1' is not allowed; it must be an integer" in error(file, "cache.page_size=1e1")
 
 
+def test_a_number_in_a_mapping_may_have_an_exponent(recipe):
+    said = "{rms_norm_eps: 1e-06, rope_scaling: {factor: 4e0, of: [1E3]}, far: 1e999, dtype: float32}"
+    expected = {
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {"factor": 4.0, "of": [1000.0]},
+        "far": "1e999",
+        "dtype": "float32",
+    }
+    file = recipe(
+        GOOD.replace("path: recipes/tiny/weights", f"path: recipes/tiny/weights\n  config_overrides: {said}")
+    )
+    assert load(file).model.config_overrides == expected
+    path = recipe()
+    for name in ("model.config_overrides", "hf_overrides"):
+        assert load(path, [f"{name}={said}"]).model.config_overrides == expected
+    single = [f"model.config_overrides.{name}" for name in ("rope_theta=1e6", "rope_scaling={factor: 4e0}")]
+    assert load(path, single).model.config_overrides == {"rope_theta": 1e6, "rope_scaling": {"factor": 4.0}}
+    weights = ["scheduler.fair_tenants=true", "scheduler.tenant_weights={a: 1e1}"]
+    assert load(path, weights).scheduler.tenant_weights == {"a": 10.0}
+
+
 def test_an_override_reaches_into_an_inline_config(recipe):
     path = recipe(
         GOOD.replace("path: recipes/tiny/weights", "weights: random\n  config: {model_type: llama, a: 1}")

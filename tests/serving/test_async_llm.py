@@ -163,10 +163,38 @@ def test_parameters_of_a_program_count_as_a_whole(monkeypatch: pytest.MonkeyPatc
             await outputs_of_one(llm, SamplingParams(max_tokens=None))
         with pytest.raises(EngineEnded):
             await llm.ask([{"id": "a", "prompt": "1+1="}], fill=True)
+        with pytest.raises(EngineEnded):
+            await outputs_of_one(llm, SamplingParams(max_tokens=1000))
+        with pytest.raises(EngineEnded):
+            await outputs_of_one(llm, SamplingParams(max_tokens=1000, truncate_prompt_tokens=-1))
 
     asyncio.run(ask())
     assert found[0] > 30
-    assert found[1] == 9
+    assert found[1:] == [9, found[0], 1000]  # the engine refuses the last one
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ({"prompt_token_ids": np.array([1, 2])}, {}, "prompt_token_ids is .*array.*a list of token ids"),
+        ({"prompt_token_ids": 5}, {}, "prompt_token_ids is 5; it must be a list of token ids"),
+        ({"prompt": 5}, {}, "prompt is 5; it must be a string"),
+        ("One", {"stop_token_ids": np.array([1, 2])}, "stop_token_ids is .*array.*a list of token ids"),
+    ],
+)
+def test_a_wrong_type_is_refused_by_name(
+    prompt: Any, params: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = AsyncLLM(RECIPE, *SMALL)
+    facts: Any = SimpleNamespace(max_tokens=40, max_shared_tokens=None, prefix_sharing=False)
+    monkeypatch.setattr(llm, "check_ready", lambda: None)
+    monkeypatch.setattr(llm.engine, "facts", facts)
+
+    async def ask() -> None:
+        with pytest.raises(BadRequest, match=message):
+            await anext(llm.generate(prompt, SamplingParams(**params), "a"))
+
+    asyncio.run(ask())
 
 
 @pytest.mark.slow

@@ -44,9 +44,15 @@ def test_the_tokenizers_own_end_is_no_stop_token_that_was_asked_for(
     params = {"temperature": 0, "max_tokens": 8}
     (whole,) = llm.generate(["348+275="], SamplingParams(**params), use_tqdm=False)
     second, third = whole.outputs[0].token_ids[1:3]
-    monkeypatch.setattr(llm.text, "further_end_ids", (third,))
-    for asked, expected in (([], (third, None)), ([second], (second, second))):
-        stops = SamplingParams(**params, stop_token_ids=asked)
+    monkeypatch.setattr(llm.text, "eos_token_ids", (third,))
+    for further, asked, ignores, expected in (
+        ((third,), [], False, (third, None)),
+        ((third,), [second], False, (second, second)),
+        ((), [third], False, (third, None)),
+        ((), [third], True, (third, third)),
+    ):
+        monkeypatch.setattr(llm.text, "further_end_ids", further)
+        stops = SamplingParams(**params, stop_token_ids=asked, ignore_eos=ignores)
         (answer,) = llm.generate(["348+275="], stops, use_tqdm=False)
         (found,) = answer.outputs
         assert (found.token_ids[-1], found.stop_reason, found.finish_reason) == (*expected, "stop")
@@ -150,6 +156,18 @@ def test_without_a_longest_answer_it_takes_what_there_is(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
+    "params", [{"n": 2}, {"min_tokens": 40}, {"truncate_prompt_tokens": 1}, {"beam_width": 2, "seed": None}]
+)
+def test_an_answer_ends_where_the_context_does(params: dict[str, Any]) -> None:
+    tight = LLM(RECIPE, *SMALL, "scheduler.max_request_tokens=40")
+    wanted = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, "seed": 1} | params)
+    (output,) = tight.generate(PROMPTS[1], wanted, use_tqdm=False)
+    longest = 40 - len(output.prompt_token_ids)
+    found = [(len(each.token_ids), each.finish_reason) for each in output.outputs]
+    assert found == [(longest, "length")] * params.get("n", 1)
+
+
+@pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
         (["a", ""], {}, r"prompts\[1\]: prompt is empty"),
@@ -158,6 +176,8 @@ def test_without_a_longest_answer_it_takes_what_there_is(llm: LLM) -> None:
         (["a", {"prompt_token_ids": [1, 99999]}], {}, r"prompts\[1\]: prompt holds the token id 99999"),
         (["a", "a " * 3000], {}, r"prompts\[1\]: This model's maximum context length is"),
         (["a", "a " * 3000], {"max_tokens": None}, r"prompts\[1\]: This model's maximum context length is"),
+        (["a"], {"max_tokens": 2048, "truncate_prompt_tokens": -1}, r"context length is 2048 tokens"),
+        (["a"], {"max_tokens": 3000, "min_tokens": 3001}, r"min_tokens is 3001"),
         (["a"], {"temperature": -1}, r"prompts\[0\]: temperature is -1; it must be a number from 0 to 100"),
         (["a"], {"top_k": -2}, r"prompts\[0\]: top_k is -2; it must be an integer from 0 to 2147483647"),
     ],
