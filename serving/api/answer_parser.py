@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
+from itertools import count
 
 from continuous_batching.request import Request
 from serving.answers.answers import AnswerDelta
@@ -57,6 +58,7 @@ class AnswerParser:
         if text is not None and self._channels is not None:
             self._opening = text.since_mark(request.prompt, self._channels.start)
             self._end_marks = frozenset(text.control_tokens(self._channels.ends).values())
+        self._ids = defaultdict[int, set[str]](set)  # the ids that the model gave the calls of each answer
         self._num_tokens = Counter[int]()  # number of tokens of each answer
         self._num_thought = Counter[int]()  # number of reasoning tokens of each answer, marks included
         self._most_thought = None if grammar is None else most_thought(grammar)
@@ -67,7 +69,20 @@ class AnswerParser:
         if self._is_single:  # calls in reasoning are held to nothing, so that there may be more
             is_further = [isinstance(each, CallDelta) and each.index > 0 for each in parsed.parts]
             parsed.parts = [each for each, leaves in zip(parsed.parts, is_further) if not leaves]
+        for call in parsed.calls:
+            if call.id is not None:
+                call.id = self._unused(self._ids[index], call.id)
         return parsed
+
+    def _unused(self, ids: set[str], given: str) -> str | None:
+        """Return the id of a call in its answer, or None where the model has given another call the same."""
+        if given in ids:  # a client could not tell which call a result is of
+            if self._form is None or not self._form.is_numbered:
+                return None
+            name, _, number = given.rpartition(":")
+            given = next(each for i in count(int(number or 0)) if (each := f"{name}:{i}") not in ids)
+        ids.add(given)
+        return given
 
     def _parsed(self, index: int, delta: AnswerDelta) -> Parsed:
         is_last = delta.finish_reason is not None

@@ -22,6 +22,7 @@ from serving.api.answer_parser import AnswerParser
 from serving.api.errors import anthropics_error, for_anthropic
 from serving.api.generation import EFFORT_HEADER, Generation, fields_as_sent
 from serving.api.messages_input import (
+    clear_thoughts,
     messages_of,
     response_format_of,
     signature_of,
@@ -64,6 +65,7 @@ class ConversationBody(SamplingBody):
         {
             *("messages", "system", "tools", "tool_choice", "parallel_tool_calls", "thinking"),
             *("output_config", "output_format", "max_tokens", "stop_sequences", "thread"),
+            "context_management",
         }
     )
     model: str = Field(description="a name of `/v1/models`")
@@ -75,6 +77,9 @@ class ConversationBody(SamplingBody):
     output_config: dict[str, Any] | None = Field(
         None, description="`effort`: how hard to think; `format`: a schema of the answer"
     )
+    context_management: dict[str, Any] | None = Field(
+        None, description="`edits`: which thoughts are left out of the prompt; null: none"
+    )
     thread: dict[str, Any] | None = Field(None, description="nothing but null: no conversation is stored")
     output_format: dict[str, Any] | None = Field(None, description="the older name of output_config.format")
 
@@ -84,6 +89,8 @@ class ConversationBody(SamplingBody):
             fix = "send the whole conversation without it"
             raise BadRequest("thread", "is not supported; nothing is stored", fix=fix, code=_NO_THREADS)
         messages = messages_of(self.messages, self.system)
+        if self.context_management is not None:
+            clear_thoughts(messages, self.context_management)
         effort, form = self._output()
         fields: dict[str, Any] = {"messages": messages, "response_format": form}
         if self.tools is not None:

@@ -42,6 +42,7 @@ _OF_TOOLS = {
 # Claude Code's first block, which changes with each version and would part prompts that are otherwise alike
 _BILLING = "x-anthropic-billing-header:"
 _SHOWN = "shown."
+_CLEARS = "clear_thinking_20251015"  # the one edit of `context_management` that is understood
 
 
 def signature_of(thoughts: str, *, is_shown: bool) -> str:
@@ -61,6 +62,49 @@ def messages_of(given: Sequence[Any], system: object) -> list[Json]:
     for index, message in enumerate(given):
         turns.add(f"[{index}]", message)
     return turns.finished()
+
+
+def clear_thoughts(messages: Sequence[Json], given: Mapping[str, Any]) -> None:
+    """Take out of messages the thoughts that the edits of `context_management` clear."""
+    field = "context_management"
+    check_names(field, "", given, {"edits"})
+    edits = given.get("edits") or []
+    if not isinstance(edits, list):
+        raise wrong(field, ".edits", edits, "a list of edits")
+    for index, edit in enumerate(edits):
+        place = f".edits[{index}]"
+        if not isinstance(edit, Mapping):
+            raise wrong(field, place, edit, 'an object {"type": ..., ...}')
+        if edit.get("type") != _CLEARS:
+            raise wrong(field, f"{place}.type", edit.get("type"), _CLEARS)
+        check_names(field, place, edit, {"type", "keep"})
+        kept = edit.get("keep")
+        kept = {"type": "thinking_turns", "value": 1} if kept is None else kept  # as that API documents it
+        if kept in ("all", {"type": "all"}):
+            continue
+        num_kept = kept.get("value") if isinstance(kept, Mapping) else None
+        known = {"type": "thinking_turns", "value": num_kept}
+        if type(num_kept) is not int or num_kept < 1 or kept != known:
+            limit = '"all", {"type": "all"} or {"type": "thinking_turns", "value": 1 or more}'
+            raise wrong(field, f"{place}.keep", kept, limit)
+        for message in (each for turn in _thinking_turns(messages)[:-num_kept] for each in turn):
+            del message["reasoning_content"]
+            if "tool_calls" not in message:  # it may have been nothing but thoughts
+                message.setdefault("content", "")
+
+
+def _thinking_turns(messages: Sequence[Json]) -> list[list[Json]]:
+    """Return the messages with thoughts of each turn that has some: a loop of calls and results is one."""
+    turns: list[list[Json]] = [[]]
+    role = ""
+    for message in messages:
+        before, role = role, message["role"]
+        # A text beside results is often a client's reminder, and ends no loop
+        if role == "user" and before != "tool":
+            turns.append([])
+        elif "reasoning_content" in message:
+            turns[-1].append(message)
+    return [each for each in turns if each]
 
 
 class _Turns:

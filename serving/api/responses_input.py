@@ -76,9 +76,9 @@ class _Turns:
             self._turn = None
             self.messages.append(message)
             return
-        if self._turn is not None and (self._turn["content"] or "tool_calls" in self._turn):
-            self._turn = None
-        self._open_message().update(message)
+        self._end_text()
+        turn = self._open_message()
+        turn["content"] = _together(turn["content"], message["content"])
 
     def _call(self, place: str, given: Mapping[str, Any]) -> None:
         name, arguments = (
@@ -102,10 +102,16 @@ class _Turns:
             if not isinstance(part, Mapping) or part.get("type") != "reasoning_text":
                 raise wrong("input", at, part, '{"type": "reasoning_text", "text": ...}')
             thoughts.append(string_at("input", f"{at}.text", part.get("text")))
-        self._turn = None
+        self._end_text()
         if sent and held is None and not thoughts:
             return  # the service that wrote it alone can read it
-        self._open_message()["reasoning_content"] = "\n".join(thoughts) or held or ""
+        turn, said = self._open_message(), "\n".join(thoughts) or held or ""
+        turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), said)))
+
+    def _end_text(self) -> None:
+        """Close a message that has text, unless it has calls, too: their results follow its end."""
+        if self._turn is not None and self._turn["content"] and "tool_calls" not in self._turn:
+            self._turn = None
 
     def _open_message(self) -> Json:
         """Return the open message of the assistant, or a new one if there is none."""
@@ -157,6 +163,14 @@ def response_format_of(text: Mapping[str, Any]) -> Any:
         raise BadRequest("text", "is missing", fix="give the schema", place=".format.schema")
     named = {name: each for name, each in form.items() if name != "type"}
     return {"type": "json_schema", "json_schema": named}
+
+
+def _together(first: Any, second: Any) -> Any:
+    """Return two contents as one, whose parts stay apart, since a template may join them in its own way."""
+    if not first or not second:
+        return first or second
+    parts = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second))
+    return [part for each in parts for part in each]
 
 
 def _text(place: str, content: object) -> Any:

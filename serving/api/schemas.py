@@ -126,19 +126,9 @@ IN_RESPONSES: Ignored = {
 }
 
 
-def _edits(given: Any, _: Fields) -> bool:
-    """Accept rules for editing the context that keep all of it."""
-    if not isinstance(given, dict) or not given.keys() <= {"edits"}:
-        return False
-    kept = {"type": "clear_thinking_20251015", "keep": "all"}
-    edits = given.get("edits") or []
-    return isinstance(edits, list) and all(each == kept for each in edits)
-
-
 IN_MESSAGES: Ignored = {
     "cache_control": (_object, "an object"),  # pages are shared by their content
     "container": (_never, ""),
-    "context_management": (_edits, "an object that keeps all thoughts"),
     "diagnostics": (_object, "an object"),
     "inference_geo": (_never, ""),
     "mcp_servers": (_one_of([]), "[]"),

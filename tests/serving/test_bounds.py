@@ -306,7 +306,9 @@ def test_calls_are_looked_for_in_a_thread_where_a_whole_answer_is_long() -> None
         async def receive() -> Any:
             await asyncio.Event().wait()
 
-        answer: Any = SimpleNamespace(num_answers=1, next=following, is_open=False, failure=None)
+        answer: Any = SimpleNamespace(
+            num_answers=1, next=following, is_open=False, failure=None, is_of_batch=False
+        )
         llm: Any = SimpleNamespace(limits=SimpleNamespace(release=lambda answer: None))
         request: Any = SimpleNamespace(receive=receive)
         response = await AnswerWriter(llm, Turns(), [answer]).whole(request, Form())

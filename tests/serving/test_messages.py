@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from borders.refusal import BadRequest
-from serving.api.messages import Blocks
+from serving.api.messages import Blocks, CountBody
 from serving.api.messages_input import messages_of, signature_of, thinking_of, tool_choice_of, tools_of
 from serving.tools.parsing import CallDelta, Parsed
 from tests.each_of import each_of
@@ -316,6 +316,70 @@ def test_turns_of_a_conversation_become_those_of_a_chat() -> None:
         {"role": "assistant", "content": "e"},
     ]
     assert messages_of([{"role": "user", "content": []}], "s")[-1] == {"role": "user", "content": ""}
+
+
+def thought(text: str, *more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": [{"type": "thinking", "thinking": text}, *more]}
+
+
+def turn_of(*contents: Any) -> dict[str, Any]:
+    texts = [{"type": "text", "text": each} if isinstance(each, str) else each for each in contents]
+    return {"role": "user", "content": texts}
+
+
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "1"}
+USE = {"type": "tool_use", "id": "a", "name": "price", "input": {}}
+THOUGHTFUL = [
+    *(turn_of("1"), thought("a")),
+    # One turn, though a client adds its reminders to the results
+    *(turn_of("2"), thought("b", USE), turn_of(RESULT, "Be brief."), thought("c", USE), turn_of(RESULT)),
+    *(thought("d", {"type": "text", "text": "said"}), turn_of("3")),
+    *({"role": "assistant", "content": "no thoughts"}, turn_of("4"), thought("e"), turn_of("5")),
+]
+CLEAR = {"type": "clear_thinking_20251015"}
+
+
+@each_of(
+    "edits, kept",
+    [
+        (None, "abcde"),
+        ([], "abcde"),
+        ([CLEAR | {"keep": "all"}], "abcde"),
+        ([CLEAR | {"keep": {"type": "all"}}], "abcde"),
+        ([CLEAR], "e"),
+        ([CLEAR | {"keep": {"type": "thinking_turns", "value": 1}}], "e"),
+        ([CLEAR | {"keep": {"type": "thinking_turns", "value": 2}}], "bcde"),
+        ([CLEAR | {"keep": {"type": "thinking_turns", "value": 9}}], "abcde"),
+    ],
+)
+def test_thoughts_of_earlier_turns_are_cleared_as_asked(edits: Any, kept: str) -> None:
+    body = CountBody(model="a", messages=THOUGHTFUL, context_management={"edits": edits})
+    whole = messages_of(THOUGHTFUL, None)
+    cleared = body.fields()["messages"]
+    assert "".join(each.get("reasoning_content", "") for each in cleared) == kept
+    for each, before in zip(cleared, whole, strict=True):
+        assert each.get("tool_calls") == before.get("tool_calls")
+        assert each.get("content", "") == before.get("content", "")
+        assert each.keys() & {"content", "reasoning_content", "tool_calls"}, "a message says something"
+
+
+@each_of(
+    "given, said",
+    [
+        ({"edits": 1}, ".edits is 1"),
+        ({"edits": [1]}, ".edits[0] is 1"),
+        ({"edits": [{"type": "clear_tool_uses_20250919"}]}, '.edits[0].type is "clear_tool_uses_20250919"'),
+        ({"edits": [CLEAR | {"keep": "some"}]}, '.edits[0].keep is "some"'),
+        ({"edits": [CLEAR | {"keep": {"type": "thinking_turns", "value": 0}}]}, ".edits[0].keep is {"),
+        ({"edits": [CLEAR | {"keep": {"type": "all", "value": 1}}]}, ".edits[0].keep is {"),
+        ({"edits": [CLEAR | {"x": 1}]}, '.edits[0] has no "x"'),
+        ({"x": 1}, ' has no "x"'),
+    ],
+)
+def test_an_edit_of_the_context_that_is_not_understood_is_named(given: Any, said: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        CountBody(model="a", messages=THOUGHTFUL, context_management=given).fields()
+    assert str(refused.value).startswith(f"context_management{said}")
 
 
 @each_of(

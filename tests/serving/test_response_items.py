@@ -389,6 +389,69 @@ def test_items_become_the_messages_of_their_turns(text: Text) -> None:
     assert messages_of([said, said], None) == [said, said], "two messages are two turns"
 
 
+def reasoned(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+ADD, PUT = ({"type": "function_call", "call_id": name, "name": "add", "arguments": "{}"} for name in "ab")
+ADDED, PUT_IN = ({"type": "function_call_output", "call_id": name, "output": "1"} for name in "ab")
+SAID = {"role": "assistant", "content": "So"}
+
+
+@each_of(
+    "items, told",
+    [
+        ([ADD, SAID, ADDED], ["So:None:a", "tool"]),
+        ([SAID, ADD, SAID, ADDED], ["So\nSo:None:a", "tool"]),
+        ([SAID, ADD, SAID | {"content": ""}, ADDED], ["So:None:a", "tool"]),
+        ([reasoned("x"), ADD, reasoned("y"), PUT, ADDED, PUT_IN], [":x\ny:ab", "tool", "tool"]),
+        ([reasoned("x"), reasoned("y"), SAID], ["So:x\ny:"]),
+        # What follows a result, and reasoning behind a text, is of a next answer
+        ([ADD, ADDED, SAID, reasoned("x"), PUT, PUT_IN], [":None:a", "tool", "So:None:", ":x:b", "tool"]),
+        ([SAID, ADD, ADDED, reasoned("x"), PUT, PUT_IN], ["So:None:a", "tool", ":x:b", "tool"]),
+        ([ADD, ADDED, SAID], [":None:a", "tool", "So:None:"]),
+    ],
+)
+def test_a_turn_of_the_assistant_is_one_message_that_results_follow(items: Any, told: list[str]) -> None:
+    found = []
+    for each in check_messages(messages_of(items, None)):
+        calls = "".join(call["id"] for call in each.get("tool_calls", []))
+        said = f"{joined(each.get('content', ''))}:{each.get('reasoning_content')}:{calls}"
+        found.append(said if each["role"] == "assistant" else each["role"])
+    assert found == told
+
+
+KIMI = "<|tool_call_begin|>functions.add:{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+MISTRAL = "[TOOL_CALLS]add[CALL_ID]{}[ARGS]{{}}"
+
+
+@each_of(
+    "tool_format, call, written_ids, ids",
+    [
+        ("kimi_k2", KIMI, "45", ["functions.add:4", "functions.add:5"]),
+        ("kimi_k2", KIMI, "445", ["functions.add:4", "functions.add:5", "functions.add:6"]),
+        ("mistral_v11", MISTRAL, "aba", ["a", "b"]),
+    ],
+)
+@each_of("in_thoughts", [False, True])
+def test_an_id_that_a_model_gives_twice_names_one_call(
+    tool_format: str, call: str, written_ids: str, ids: list[str], in_thoughts: bool
+) -> None:
+    loaded = Text.load(ROOT / "recipes/tiny/weights", tool_format, "think")
+    assert loaded is not None
+    first, *rest = [call.format(each) for each in written_ids]
+    opening, closing = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    if tool_format == "mistral_v11":
+        opening = closing = ""
+    pieces = ["<think>So.", opening, first, closing, "</think>", opening, *rest, closing]
+    if not in_thoughts:
+        pieces = ["<think>So.</think>", opening, first, *rest, closing]
+    output = whole_of(loaded, pieces, "stop")["output"]
+    given = [each["call_id"] for each in output if each["type"] == "function_call"]
+    assert given[: len(ids)] == ids
+    assert len({*given}) == len(given) == len(written_ids)
+
+
 @pytest.mark.parametrize(
     ("item", "said"),
     [
