@@ -200,7 +200,10 @@ def _cuda() -> str:
     except subprocess.TimeoutExpired:
         why = f"they did not answer in {CUDA_LIMIT_S} s"
     except subprocess.CalledProcessError as error:
-        why = (error.stderr.strip().splitlines() or [f"status {error.returncode}"])[-1]
+        # The error itself comes first behind the frames, which are indented; torch writes advice after it
+        said = error.stderr.rpartition("Traceback (most recent call last):")[2].splitlines()
+        whys = (each for each in said if each and not each.startswith(" "))
+        why = next(whys, f"status {error.returncode}")
     else:
         return done.stdout.strip().splitlines()[-1]
     raise ValueError(

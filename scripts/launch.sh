@@ -90,7 +90,7 @@ case $device in
         fi
         # NNAL's file chooses its libraries by the ABI of python3's torch, which must be the torch that is launched;
         # torch_npu, which that torch would load by itself, may need these very libraries
-        python3() { TORCH_DEVICE_BACKEND_AUTOLOAD=0 "$python" "$@"; }
+        python3() { TORCH_DEVICE_BACKEND_AUTOLOAD=0 command "$python" "$@"; }
         [[ -n ${ATB_HOME_PATH:-} ]] || source_first "$ascend/nnal/atb/set_env.sh" ~/Ascend/nnal/atb/set_env.sh ||
             echo "launch: no NNAL in $ascend or ~/Ascend: operators of ATB are not there" >&2
         unset -f python3

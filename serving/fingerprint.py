@@ -28,7 +28,10 @@ class ServedWeights:
     fingerprint: str  # the `system_fingerprint` of their answers
 
 
-_PLACES = ("cache.tier", "cache.events")  # they hold paths and addresses, beside the keys that are a path
+_PLACES = (  # where things are and who may read them, beside the keys that are a path
+    *("cache.tier", "cache.events", "cache.events_topic", "cache.events_open"),
+    *("parallel.nodes", "parallel.interface"),
+)
 _FILES = ("*.json", "*.model", "*.safetensors")
 _PIECE_BYTES = 2**16
 _MOST_PIECES = 64  # pieces of a file, evenly spaced; weights are too large to be read twice

@@ -8,6 +8,7 @@ everywhere else.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -117,10 +118,12 @@ def started(
 def own_threads() -> dict[str, str]:
     """Return OMP_NUM_THREADS, if the user has set it for this process, for what it starts on other nodes.
 
-    The command of a submitted job inherits the 1 of the actor that runs it, which is not the user's.
+    The command of a submitted job inherits the 1 of the actor that runs it, unless its runtime environment
+    has another number, or a 1 that is the user's.
     """
-    threads = os.environ.get(_THREADS)
-    if threads is None or (threads == "1" and _OF_A_JOB in os.environ):
+    threads, job = os.environ.get(_THREADS), os.environ.get(_OF_A_JOB)
+    asked = (json.loads(job or "{}").get("runtime_env") or {}).get("env_vars") or {}
+    if threads is None or (threads == "1" and job is not None and _THREADS not in asked):
         return {}
     return {_THREADS: threads}
 

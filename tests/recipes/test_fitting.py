@@ -128,6 +128,9 @@ def test_another_process_asks_the_cuda_devices(
     cuda_devices("None")
     with pytest.raises(ValueError, match=r"is not known: TypeError: .* device\.kind=cpu$"):
         present.present({})
+    cuda_devices("(_ for _ in ()).throw(RuntimeError('CUDA error: out of memory\\nCompile with more'))")
+    with pytest.raises(ValueError, match=r"is not known: RuntimeError: CUDA error: out of memory; see"):
+        present.present({})
     cuda_devices("__import__('time').sleep(60)")
     monkeypatch.setattr(present, "CUDA_LIMIT_S", 0.5)
     with pytest.raises(ValueError, match=r"is not known: they did not answer in 0\.5 s; see nvidia-smi"):

@@ -111,8 +111,8 @@ def test_the_libgomp_of_an_images_torch_is_loaded_first_on_aarch64(ascend: str, 
     assert f"launch: LD_PRELOAD has {library}" in done.stderr
 
 
-@pytest.mark.parametrize("by", ["ASCEND", "HOME"])
-def test_nnal_is_sourced_by_the_python_that_is_launched(by: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("by", "python"), [("ASCEND", sys.executable), ("HOME", "python3")])
+def test_nnal_is_sourced_by_the_python_that_is_launched(by: str, python: str, tmp_path: Path) -> None:
     """NNAL's file asks python3 for torch's ABI; a user's own installation lies in ~/Ascend."""
     ascend = tmp_path / "Ascend"
     code = "import os, sys; print(sys.executable, os.getenv('TORCH_DEVICE_BACKEND_AUTOLOAD'))"
@@ -120,9 +120,10 @@ def test_nnal_is_sourced_by_the_python_that_is_launched(by: str, tmp_path: Path)
         (ascend / name).mkdir(parents=True)
         (ascend / name / "set_env.sh").write_text(script + "\n")
     named = {"ASCEND": "/nonexistent", by: str(ascend if by == "ASCEND" else tmp_path)}
-    done = launch("--dry-run", "generate", NPU, **named, PATH="/usr/bin:/bin")
+    path = "/usr/bin:/bin" if python == sys.executable else f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    done = launch("--dry-run", "generate", NPU, **named, PATH=path, PYTHON=python)
     assert done.returncode == 0, done.stderr
-    assert f"{sys.executable} 0\n" in done.stderr
+    assert f"{Path(sys.executable).with_name(Path(python).name)} 0\n" in done.stderr
     assert f"launch: sourced {ascend}/nnal/atb/set_env.sh" in done.stderr
 
 

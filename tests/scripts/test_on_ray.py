@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -116,8 +118,12 @@ def test_the_thread_of_the_actor_that_runs_a_job_is_not_the_users(
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
     assert own_threads() == {"OMP_NUM_THREADS": threads}
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    job: dict[str, Any] = {"runtime_env": {}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
     assert own_threads() == of_the_user
+    job["runtime_env"]["env_vars"] = {"OMP_NUM_THREADS": threads}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
+    assert own_threads() == {"OMP_NUM_THREADS": threads}
 
 
 @pytest.mark.slow

@@ -96,10 +96,15 @@ def test_a_fingerprint_is_of_what_tokens_depend_on() -> None:
     assert plain != fingerprint.of(load(TINY), "2")
 
 
-@pytest.mark.parametrize("place", ["cache.tier={kind: disk, gib: 1, path: %s}", "cache.events=ipc://%s"])
-def test_a_fingerprint_has_nothing_of_places(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "place",
+    ["cache.tier={kind: disk, gib: 1, path: /%s}", "cache.events=ipc:///%s", "parallel.interface=%s"],
+)
+def test_a_fingerprint_has_nothing_of_places(place: str) -> None:
+    keys = ["cache.host_gib=0.01", "parallel.tensor=2"]
     one, other = (
-        fingerprint.of(load(TINY, ["cache.host_gib=0.01", place % (tmp_path / name)]), "1") for name in "ab"
+        fingerprint.of(load(TINY, [*keys, f"parallel.nodes=[{name}1,{name}2]", place % name]), "1")
+        for name in ("a", "b")
     )
     assert one == other
 
