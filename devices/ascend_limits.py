@@ -239,6 +239,7 @@ class AscendProduct:
     clips_swiglu: bool = False  # it has npu_clipped_swiglu
     adds_to_tiles: bool = True  # addmm takes a weight in FRACTAL_NZ (op-plugin, AddmmKernelNpuOpApi.cpp)
     most_spans: int = MOST_SPANS  # most spans in one call
+    takes_any_pages: bool = True  # packed spans of several queries read pages of any multiple of 16 to 1024
     is_mixed: bool = True  # one call takes single tokens and longer spans together
     has_int8: bool = True  # it multiplies int8 with a scale for each token
     has_static_int8: bool = True  # it multiplies int8 with one scale for all tokens
@@ -446,6 +447,12 @@ class AscendProduct:
             )
 
     def _check_page_size(self, shape: AttentionShape, plain: str) -> None:
+        if not self.takes_any_pages and shape.page_size not in WIDE_PAGES:
+            raise ValueError(
+                f"cache.page_size is {shape.page_size}; fused attention of the {self.name} takes"
+                f" {', '.join(map(str, WIDE_PAGES))}, for each rank's part where pages are divided: set 128,"
+                f" {plain}"
+            )
         if shape.page_size % PAGE_STEP or not PAGE_STEP <= shape.page_size <= MOST_PAGE:
             raise ValueError(
                 f"cache.page_size is {shape.page_size}; fused attention takes a multiple of {PAGE_STEP} to"
@@ -548,7 +555,8 @@ class AscendProduct:
         beside_layers = 1 + self.captures_draws + self.prefetches + self.overlaps_experts + joins
         most = MOST_STREAMS // (num_layers + beside_layers)
         if self.most_graphs is not None:
-            most = min(most, self.most_graphs // (1 + joins))  # the join of each size is a graph of its own
+            # The join of each size is a graph of its own, and so are its draws
+            most = min(most, self.most_graphs // (1 + joins + self.captures_draws))
         most -= beside
         if len(sizes) <= most:
             return list(sizes)
@@ -618,6 +626,8 @@ PRODUCTS = (
         chip="Ascend950",
         chips=r"Ascend950",
         is_mixed=False,
+        # The page of npu_fused_infer_attention_score allows other pages of packed queries for A2 and A3 alone
+        takes_any_pages=False,
         # The page of npu_moe_gating_top_k_softmax does not list it. vllm-ascend's adaptor for it (A5, in
         # device_op.py) calls npu_moe_gating_top_k, npu_moe_init_routing_v2 and npu_moe_token_unpermute
         gates_by_softmax=False,

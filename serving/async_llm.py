@@ -513,8 +513,8 @@ class AsyncLLM:
         """
         params, given = sampling_params, fields_of(prompt)
         fields = params.asked() | given | {"id": request_id}
-        fill, shorten = params.max_tokens is None, params.truncate_prompt_tokens != -1  # as in `LLM`
-        (answer,) = await self.ask([fields], fill=fill, shorten=shorten, takes_defaults=False)
+        fill = params.max_tokens is None
+        (answer,) = await self.ask([fields], fill=fill, shorten=True, takes_defaults=False)
         output = GrowingOutput(
             answer.request,
             self.text,

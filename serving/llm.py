@@ -154,8 +154,7 @@ class LLM:
             given,
             self.text,
             longest=most,
-            # Cut for an answer that leaves no room, a prompt would be one token: that is refused instead
-            shorten=params.truncate_prompt_tokens != -1,
+            shorten=True,
             limit=most,
             adapters=self._adapters,
             defaults=NO_DEFAULTS if is_given else self._defaults,

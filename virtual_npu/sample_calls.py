@@ -438,6 +438,7 @@ def _attention(draw: RandomInputs) -> dict[str, Any]:
 def _by_heads(draw: RandomInputs) -> dict[str, Any]:
     """Draw a packed batch of decodes, chunks and prompts over shuffled pages."""
     num_kv_heads, dim, page_size = draw.one(1, 2, 4), draw.one(64, 128), draw.one(16, 64, 128)
+    page_size = 128 if draw.product is A5 else page_size
     num_heads = num_kv_heads * draw.one(1, 2, 4, 7)
     lens = []
     for _ in range(draw.number(1, 6)):

@@ -127,11 +127,14 @@ def parse_request(
     adapter = adapters.find(values["adapter"]) if "adapter" in values else None
     prompt = np.array(_prompt(values, text, tools), dtype=np.int32) if tokens is None else tokens
     asked = values.get("truncate_prompt_tokens")
+    # Cut for an answer that leaves no room, a prompt would be one token: that is refused instead
+    shorten = shorten and asked != -1
     if asked is not None and tokens is None:
         prompt = truncated(prompt, asked, limit, _least_answer(values, fills=longest is not None))
     is_given = bool(values.keys() & {"max_tokens", "max_completion_tokens"})
     if longest is not None and (shorten or not is_given):
-        values |= _bounds(values, longest - len(prompt), defaults.get("max_tokens", longest))
+        most = defaults.get("max_tokens", longest)
+        values |= _bounds(values, longest - len(prompt), most, shorten=shorten)
     salt = values.get("cache_salt", "")
     leader, *followers = (
         Request(
@@ -149,14 +152,15 @@ def parse_request(
     return leader
 
 
-def _bounds(values: dict[str, Any], room: int, most: int) -> dict[str, int]:
+def _bounds(values: dict[str, Any], room: int, most: int, *, shorten: bool) -> dict[str, int]:
     """Return how many tokens an answer has at least and at most where there is `room` for so many.
 
     The scheduler refuses a request as too long if too little room is left.
     """
     least, given = values.get("min_tokens", 0), values.get("max_tokens")
-    if given is None:
+    if given is None and not shorten:
         return {"max_tokens": max(1, least, min(room, most))}
+    given = max(least, most) if given is None else given
     bounds = {"max_tokens": max(1, min(room, given))}
     # A min_tokens above the given max_tokens is refused as it is
     return bounds if least > given else bounds | {"min_tokens": min(least, bounds["max_tokens"])}

@@ -26,7 +26,7 @@ Way = Literal["eager", "captured", "disturbed", "own_type"]
 
 NUM_NEW, LONGEST = 16, 130
 NUM_SLOTS = 7  # a 950 holds four graphs, and captures only some of these sizes
-PAGE_SIZE = {"310P": 64}  # the smallest that its attention takes; elsewhere, as elsewhere in the tests
+PAGE_SIZE = {"310P": 64, "950": 128}  # the smallest that their attention takes; else as in other tests
 OWN_TYPE = {"310P": "float16", "910": "float16"}  # elsewhere bfloat16
 # What happens, a letter each: r a replay, p a preemption, s a swap-in, c a compaction, z a resize, a a step
 # that is made ahead

@@ -156,7 +156,14 @@ def test_without_a_longest_answer_it_takes_what_there_is(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [{"n": 2}, {"min_tokens": 40}, {"truncate_prompt_tokens": 1}, {"beam_width": 2, "seed": None}]
+    "params",
+    [
+        {"n": 2},
+        {"min_tokens": 40},
+        {"min_tokens": 40, "max_tokens": None},
+        {"truncate_prompt_tokens": 1},
+        {"beam_width": 2, "seed": None},
+    ],
 )
 def test_an_answer_ends_where_the_context_does(params: dict[str, Any]) -> None:
     tight = LLM(RECIPE, *SMALL, "scheduler.max_request_tokens=40")

@@ -57,7 +57,7 @@ def fused_attention(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
         lens=lens,
         heads=heads,
         dim=pick(rng, 64, 128),
-        page_size=pick(rng, 16, 48, 128),
+        page_size=128 if product is A5 else pick(rng, 16, 48, 128),
         by_heads=heads[0] != heads[1] and bool(rng.integers(2)),
         window=pick(rng, None, None, 1, 9),
         sink=dtype == torch.bfloat16 and bool(rng.integers(2)),

@@ -133,6 +133,10 @@ def _two_queries(call: Arguments) -> Arguments:
     return {"query": torch.cat((call["query"], call["query"]), 2)}
 
 
+def _mixed_spans(_: Arguments) -> Arguments:
+    return packed_base(page_size=128)
+
+
 def _small_pages(call: Arguments) -> Arguments:
     halves = {name: call[name].view(-1, 16, call[name].shape[-1]) for name in ("key", "value")}
     return halves | {"block_size": 16}
@@ -247,6 +251,7 @@ ATTENTION = [
     Wrong("page-size", put(block_size=17), "block_size", "is 17"),
     Wrong("page-size", lambda _: packed_base(page_size=8), "block_size", "is 8;"),
     Wrong("page-size", lambda _: packed_base(page_size=24), "block_size", "is 24;"),
+    Wrong("page-size", put(), "block_size", "is 16", conditions={"product": A5}),
     Wrong("inner-precise", put(inner_precise=4), "inner_precise", "is 4"),
     Wrong("inner-precise", put(inner_precise=1), "inner_precise", "is 1", "own heads"),
     Wrong("inner-precise", put(inner_precise=2), "inner_precise", "is 2", "decodes"),
@@ -277,7 +282,7 @@ ATTENTION = [
     Wrong("table", to("block_table", lambda table: table[:2]), "block_table", "for 3 sequences"),
     Wrong("table-width", put(actual_seq_kvlen=[20, 25, 65]), "actual_seq_kvlen", "65 with rows of"),
     Wrong("most-keys", _endless, "actual_seq_kvlen", "262145"),
-    Wrong("mixed-spans", put(), "actual_seq_qlen", "[1, 5, 30]", conditions={"product": A5}),
+    Wrong("mixed-spans", _mixed_spans, "actual_seq_qlen", "[1, 5, 30]", conditions={"product": A5}),
     Wrong("mask-given", put(atten_mask=None), "atten_mask", "None with sparse_mode 3"),
     Wrong("mask-shape", put(atten_mask=MASK[:100, :100].contiguous()), "atten_mask", "(100, 100)"),
     Wrong("mask-shape", put(atten_mask=MASK.bfloat16()), "atten_mask", "bfloat16"),

@@ -16,6 +16,7 @@ from torch import Tensor
 from virtual_npu.contract import Breach, Call, Rule, is_dtype, shape
 from virtual_npu.operators.attention_shapes import DOC, FIELD, head_dim, num_kv_heads, order, packed
 from virtual_npu.operators.spans import UNBOUNDED, heads_last
+from virtual_npu.simulated_products import A5
 
 MOST_SEQUENCES = 4096
 
@@ -105,9 +106,8 @@ def _page_size(call: Call) -> Iterator[Breach]:
         return
     size, cache = call["block_size"], call["key"]
     tokens = cache.shape[1] if cache.dim() == 3 else cache.shape[2]
-    step, least, most = (
-        (16, 16, 1024) if packed(call) else (16, 16, 512) if _single(call) else (128, 128, 512)
-    )
+    takes_any = packed(call) and call.conditions.product is not A5
+    step, least, most = (16, 16, 1024) if takes_any else (16, 16, 512) if _single(call) else (128, 128, 512)
     if size != tokens:
         yield "block_size", f"{size} over {shape(cache)}"
     elif size % step or not least <= size <= most:
@@ -208,8 +208,8 @@ LENGTHS = (
 OPTIONS = (
     Rule(
         "page-size",
-        "block_size is the cache's: in TND a multiple of 16 up to 1024, for single queries of other layouts "
-        "one up to 512, else 128, 256, 384 or 512",
+        "block_size is the cache's: in TND on A2 and A3 a multiple of 16 up to 1024, for single queries "
+        "elsewhere one up to 512, else 128, 256, 384 or 512",
         DOC,
         "choose cache.page_size 128",
         _page_size,
