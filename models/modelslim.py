@@ -59,15 +59,20 @@ NEEDS = {
 
 @dataclass(frozen=True, slots=True)
 class Described(Quantization):
-    """The types that a description gives to linears. A linear that it does not name is not quantised."""
+    """The types that a description gives to linears. A linear that it does not name is not quantised.
 
-    file: str = ""  # path of the description
+    Its repr is the same in every process and folder, because the identity of stored pages follows from it.
+    """
+
+    file: str = field(default="", repr=False)  # path of the description
     types: Mapping[str, str] = field(default_factory=dict, hash=False)
-    norm_biases: frozenset[str] = frozenset()  # norms that have a bias
+    norm_biases: tuple[str, ...] = ()  # norms that have a bias, sorted
     cache_scale: str | None = None  # a tensor that has scales of keys or values, if there are any
-    scaled_caches: frozenset[str] = frozenset()  # attention whose keys and values have scales by channel (C8)
+    # Attention whose keys and values have scales by channel (C8), sorted
+    scaled_caches: tuple[str, ...] = ()
     is_rotated: bool = False  # whether hidden states are multiplied with an orthogonal matrix (QuaRot)
-    rotation: str | None = None  # path of the file with this matrix, if it was exported
+    # The file with this matrix, if it was exported, as a path from the description's folder
+    rotation: str | None = None
 
     def covers(self, name: str) -> bool:
         """Whether a checkpoint's linear is quantised."""
@@ -166,9 +171,9 @@ def described(config: DecoderConfig, path: Path) -> DecoderConfig:
         form = Described(
             file=str(file),
             types=types,
-            norm_biases=frozenset(_norm_biases(said, config)),
+            norm_biases=tuple(sorted(_norm_biases(said, config))),
             cache_scale=next((key for key in said if CACHE_SCALE.search(key)), None),
-            scaled_caches=frozenset(_scaled_caches(said)),
+            scaled_caches=tuple(sorted({*_scaled_caches(said)})),
             is_rotated=bool(_quarot(said, "metadata") or _quarot(said, "optional")),
             rotation=_rotation(said, file.parent),
         )
@@ -231,7 +236,7 @@ def _quarot(said: Mapping[str, Any], part: str) -> Mapping[str, Any]:
 
 
 def _rotation(said: Mapping[str, Any], folder: Path) -> str | None:
-    """Return the path of the file with the rotation of hidden states; ValueError if it leads elsewhere."""
+    """Return the file in this folder with the rotation of hidden states; ValueError if it leads elsewhere."""
     named = _quarot(said, "optional").get("rotation_map")
     name = named.get("global_rotation") if isinstance(named, Mapping) else None
     if name is None:
@@ -241,7 +246,7 @@ def _rotation(said: Mapping[str, Any], folder: Path) -> str | None:
             f"optional.quarot.rotation_map.global_rotation is {abbreviate(name)}, which is no file of this"
             " folder; copy it again"
         )
-    return str(folder / name)
+    return name
 
 
 def _type_of(name: str, said: Mapping[str, Any]) -> str:

@@ -13,6 +13,8 @@ import mmap
 import os
 import re
 import secrets
+import stat
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 _FOLDER = Path("/dev/shm")
 _NAME = re.compile(r"pages-[0-9a-f]{32}")
+_NAMED_S = 60.0  # A peer opens a window within connection.GREETING_S, or its connection ends
 
 
 class PageWindow(Protocol):
@@ -108,7 +111,7 @@ class Tcp:
 class _SharedWindow:
     """A file in memory, whose name is removed once the peer has opened it.
 
-    So no crash leaves it behind.
+    A process that is killed before that leaves it behind, until this user's next window is exposed.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -138,6 +141,17 @@ class _SharedWindow:
         self.reached()
 
 
+def _remove_forgotten() -> None:
+    """Remove the windows of this user whose process has ended before a peer opened them."""
+    oldest_s = time.time() - _NAMED_S
+    for path in _FOLDER.glob("pages-*"):
+        with suppress(OSError):  # another process may remove it, too
+            found = path.lstat()
+            is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+            if is_own and found.st_mtime < oldest_s and _NAME.fullmatch(path.name):
+                path.unlink()
+
+
 class _SharedReach:
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory: Bytes = np.frombuffer(memory, dtype=np.uint8)
@@ -156,6 +170,7 @@ class SharedMemory:
 
     def expose(self, num_bytes: int) -> PageWindow:
         """Create a file in memory that only this user may open."""
+        _remove_forgotten()
         return _SharedWindow(num_bytes)
 
     def reach(self, description: bytes, num_bytes: int) -> Reach:

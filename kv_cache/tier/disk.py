@@ -30,6 +30,7 @@ LOCK, INCOMING = "lock", "incoming"
 # Share of the bound that is freed at once when there is no room, because scanning all files takes a while
 _ROOM = 0.1
 _COUNT_BYTES = 8
+_AHEAD_NS = 60 * 10**9  # A file's time is further ahead only if the clock has been set back since
 _MOST_LOCKS = 8  # Opened in turn at most: some file systems never tell twice the same of a file
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV)  # a link, a socket, a device that is not there
@@ -205,13 +206,17 @@ class DiskStore:
         return used
 
     def _files(self) -> Iterator[tuple[int, os.stat_result, Path]]:
-        """Yield all entries, of any identity, with the time of their last use."""
+        """Yield all entries, of any identity, with the time of their last use.
+
+        It is 0 where the clock has been set back since: such files would otherwise outlast all later ones.
+        """
+        latest_ns = time.time_ns() + _AHEAD_NS
         for path in self._folder.glob("*/*/*"):
             if _ENTRY.fullmatch("/".join(path.parts[-3:])):
                 with contextlib.suppress(FileNotFoundError):
                     found = path.lstat()
                     if not stat.S_ISDIR(found.st_mode):
-                        yield found.st_mtime_ns, found, path
+                        yield found.st_mtime_ns if found.st_mtime_ns <= latest_ns else 0, found, path
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()

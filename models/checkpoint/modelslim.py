@@ -128,13 +128,13 @@ def rotation_of(form: Quantization | None, hidden_size: int) -> Tensor | None:
     """
     if not isinstance(form, Described) or not form.is_rotated:
         return None
-    if form.rotation is None or not Path(form.rotation).is_file():
+    file = None if form.rotation is None else Path(form.file).parent / form.rotation
+    if file is None or not file.is_file():
         raise ValueError(
             f"hidden states of the model are rotated (metadata.quarot in {Path(form.file).name}), and it has"
             " no file of the rotation (optional.quarot.rotation_map.global_rotation): export it with the"
             " rotation, or take another kind of drafts"
         )
-    file = Path(form.rotation)
     opened = open_checkpoint(file)
     if ROTATION not in names_in(opened):
         raise ValueError(f"{file} has no tensor {ROTATION}; copy it again")

@@ -98,6 +98,18 @@ def test_who_runs_goes_on_while_others_wait_for_pages() -> None:
     check(running)
 
 
+def test_without_steps_lookups_find_no_more_than_fills_the_hosts_pool() -> None:
+    pages, first = kept()
+    engine = engine_with(pages, num_host_pages=15)
+    requests = [again(first, str(number)) for number in range(6)]
+    for each in requests:
+        engine.add(each)
+    assert [each.awaits_pages for each in requests] == [True, True, False, False, False, False]
+    assert engine.tier.num_lookups == 2, "each has found seven of fourteen pages"
+    run_out(engine)
+    check(*requests)
+
+
 @pytest.mark.parametrize("end", ["abort", "timeout"])
 def test_who_gives_up_while_its_pages_are_looked_up_leaves_nothing(end: str) -> None:
     pages, first = kept()

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections import deque
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,6 +95,25 @@ def test_a_name_in_shared_memory_is_gone_once_it_was_reached() -> None:
     name = forgotten.description.decode()
     del forgotten
     assert not os.path.exists(f"/dev/shm/{name}")
+
+
+def test_windows_that_a_killed_process_left_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transports, "_FOLDER", tmp_path)
+    left, link, waiting = (tmp_path / f"pages-{each * 32}" for each in "abc")
+    of_others, elsewhere = tmp_path / "pages-of-others", tmp_path / "elsewhere"
+    for file in (left, waiting, of_others, elsewhere):
+        file.write_bytes(b"page")
+    link.symlink_to(elsewhere)
+    for file, age_s in ((left, 90), (link, 90), (waiting, 30), (of_others, 90)):
+        os.utime(file, (time.time() - age_s,) * 2, follow_symlinks=False)
+    SharedMemory().expose(1 << 12).close()
+    assert {*tmp_path.iterdir()} == {link, waiting, of_others, elsewhere}
+    os.utime(waiting, (time.time() - 90,) * 2)
+    monkeypatch.setattr(transports.os, "geteuid", lambda: os.getuid() + 1)
+    SharedMemory().expose(1 << 12).close()
+    assert waiting.exists(), "it is another user's"
 
 
 def test_only_a_window_is_opened_and_only_of_its_size() -> None:

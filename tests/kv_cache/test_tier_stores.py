@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -78,6 +79,19 @@ def test_those_used_longest_ago_make_room(opened: Open) -> None:
     assert {0, 9, 10, 11} <= {*left}, "the last that were used stay"
     assert 1 not in left
     assert len(left) <= 10
+
+
+def test_files_from_before_the_clock_was_set_back_make_room_first(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 10 * SIZE, ONE)
+    for number in range(9):
+        store.write(key(number), entry(number))
+    ahead_s = time.time() + 3600.0
+    for file in tmp_path.glob("*/*/*"):
+        os.utime(file, (ahead_s, ahead_s))
+    assert store.read([key(0)]) != [None]
+    for number in range(9, 13):
+        assert store.write(key(number), entry(number))
+    assert {0, 9, 10, 11, 12} <= {*held(store)}
 
 
 def test_the_bound_holds_for_all_engines_and_models_together_while_they_write(opened: Open) -> None:

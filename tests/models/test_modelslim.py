@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -715,3 +719,30 @@ def test_a_checkpoint_that_multiplies_nothing_in_int8_asks_for_no_such_products(
     for kind, is_int8 in (("FLOAT", False), ("W8A16", False), ("W8A8", True)):
         _, path = checkpoint("qwen3", tmp_path / kind, everywhere(kind))
         assert config_in(path).is_int8 == is_int8
+
+
+def test_a_description_is_named_alike_in_every_process_and_folder(tmp_path: Path) -> None:
+    """The identity of stored pages follows from the name, and each process hashes strings in its own way."""
+    form = {"norm_biases": True, "has_cache_scales": True}
+    _, path = checkpoint("llama_biased", tmp_path / "one", everywhere("W8A8"), form=form)
+    said = json.loads((path / DESCRIPTION).read_text())
+    said["optional"] = {"quarot": {"rotation_map": {"global_rotation": "optional/quarot.safetensors"}}}
+    (path / DESCRIPTION).write_text(json.dumps(said))
+    other = shutil.copytree(path, tmp_path / "other")
+    command = (
+        "import sys; from pathlib import Path; from recipes.assembly.families import config_in;"
+        " print(repr(config_in(Path(sys.argv[1]))))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", command, other],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONHASHSEED": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    name = repr(config_in(path))
+    assert "norm_biases=(" in name
+    assert "scaled_caches=(" in name
+    assert "rotation='optional/quarot.safetensors'" in name
+    assert found.stdout.strip() == name
