@@ -33,7 +33,7 @@ MOST_LEVELS_IN_ALL = 600  # levels with those that references lead to; the match
 MOST_DEPTH = 200  # lists and objects in each other, in constants and annotations, too
 MOST_PROPERTIES = 500  # properties of all objects together; a step's cost grows with them
 MOST_VALUES = 1000  # values of all enums together
-MOST_BRANCHES = 200  # branches of all anyOf, oneOf and allOf together
+MOST_BRANCHES = 200  # branches of all anyOf, oneOf and allOf together, beside those that bring no choice
 LONGEST_TEXT = 16 * MOST_SCHEMA_BYTES  # characters of a schema's text, with its spaces and escapes
 LARGEST_STEP = 1000  # largest multipleOf without its decimal point; the matcher has as many states
 _BOUNDS = numbers(-(2**53), 2**53)  # JavaScript's largest integers, which its schemas name as bounds
@@ -70,6 +70,7 @@ _FORMATS = frozenset(
 )
 _PLAIN = frozenset({"type", "format", "pattern", "required"})
 _NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_BESIDE_FORMAT = frozenset({"pattern", "minLength", "maxLength", "enum", "const"})
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 _NAMED = frozenset({"properties", "patternProperties"})
 _LISTS = frozenset({"prefixItems", "anyOf", "oneOf", "allOf"})
@@ -168,7 +169,7 @@ class _Preparation:
         self._names: dict[Path, str] = {}  # the name in `$defs` of each place that a reference leads to
         self._waiting: list[Path] = []  # those of them that `$defs` does not have yet
         self._taken = set[str]()  # the names
-        self._compiles: dict[str, bool] = {}  # whether the matcher can hold each pattern
+        self._compiles: dict[str, bool] = {}  # whether the matcher can hold each text's schema
         self._notes: dict[Path, str] = {}
         self._unknown = set[Path]()  # those of them that are about a keyword which nobody knows
 
@@ -176,7 +177,6 @@ class _Preparation:
         """Return the schema for the matcher."""
         made = self._schema(self._root, (), 1)
         whole = {} if made is True else made
-        assert isinstance(whole, dict), "an object stays one, and true becomes one"
         self._count_levels(())
         defs: dict[str, Any] = {}
         while self._waiting:  # what a reference leads to may hold further references
@@ -189,9 +189,12 @@ class _Preparation:
         if not _can_end(whole, _endless(defs)):
             problem = "has no answer that ends, since a value that it requires holds another of itself"
             raise self._bad((), problem, "leave it out of required, or let it be null")
+        # Its type and its properties are looked at where it is used.
+        while isinstance(whole, dict) and whole.keys() == {"$ref"}:
+            whole = defs[whole["$ref"].removeprefix("#/$defs/")]
+        if not isinstance(whole, dict):
+            raise self._bad((), "refers to false, which no answer follows", "refer to another part")
         if defs:
-            while whole.keys() == {"$ref"}:  # its type and its properties are looked at where it is used
-                whole = defs[whole["$ref"].removeprefix("#/$defs/")]
             whole = {**whole, "$defs": defs}
             if (size := _as_json(whole, self._field)[1]) > (most := 2 * MOST_SCHEMA_BYTES):
                 problem = f"comes to {size} bytes with what its references lead to; it may have {most}"
@@ -235,7 +238,7 @@ class _Preparation:
                 made[keyword] = self._list(value, at, level)
                 if keyword != "prefixItems":
                     self._num_branches = self._counted(
-                        at, "branches", self._num_branches + len(value), MOST_BRANCHES
+                        at, "branches", self._num_branches + _num_choices(value), MOST_BRANCHES
                     )
             elif keyword == "items" and isinstance(value, list):
                 made |= self._tuple(schema, at, level)
@@ -251,10 +254,12 @@ class _Preparation:
                     made[keyword] = int(value)  # the matcher takes no 3.0
                 elif keyword != "pattern":
                     made[keyword] = value
-                elif self._holds(plain := str(_PLAINLY.get(value, value))):
+                elif self._holds(pattern=(plain := str(_PLAINLY.get(value, value)))):
                     made[keyword] = plain
                 else:
                     self._note(at)
+        if "format" in made and not self._strict:
+            self._drop_impossible_format(made, (*place, "format"))
         if _may_repeat_names(schema):
             problem = "is above 1 beside properties of any name, which could then come twice"
             fix = "set additionalProperties to false, or list required properties"
@@ -333,6 +338,9 @@ class _Preparation:
         if keyword == "format" and isinstance(value, str) and value not in _FORMATS:
             self._note(place, value)
             return False
+        if keyword in _NUMBERS and not self._strict and _is_of_a_type(keyword, value):
+            self._note(place)
+            return False
         if keyword in known:
             return True
         if keyword in _HARD and self._strict:
@@ -347,22 +355,33 @@ class _Preparation:
                 self._unknown.add(place)
         return False
 
-    def _holds(self, pattern: str) -> bool:
-        """Whether a pattern is left to the matcher, which refuses a strict one that it cannot compile.
+    def _holds(self, **keywords: Any) -> bool:
+        """Whether these of a text are left to the matcher, which refuses strict ones that it cannot compile.
 
-        Patterns beyond those that are tried are not.
+        What is beyond those that are tried is not.
         """
         if self._strict:
             return True
-        if pattern not in self._compiles:
+        asked = json.dumps({"type": "string", **keywords})
+        if asked not in self._compiles:
             if len(self._compiles) == _MOST_PATTERNS:
                 return False
-            self._compiles[pattern] = _compiles(pattern)
-        return self._compiles[pattern]
+            self._compiles[asked] = _compiles(asked)
+        return self._compiles[asked]
+
+    def _drop_impossible_format(self, made: dict[str, Any], place: Path) -> None:
+        """Leave out a format that no text meets together with the keywords beside it.
+
+        JSON Schema has it as an annotation, while what stands beside it constrains the text. The matcher
+        would leave out the property instead, or allow only its other types.
+        """
+        beside = {keyword: made[keyword] for keyword in _BESIDE_FORMAT & made.keys()}
+        if beside and not self._holds(**beside, format=made["format"]) and self._holds(**beside):
+            self._note(place, made.pop("format"))
 
     def _check_names(self, patterns: Iterable[str], place: Path) -> None:
         for each in patterns:
-            if not self._holds(each):
+            if not self._holds(pattern=each):
                 problem = "is a pattern that cannot be enforced"
                 raise self._bad((*place, each), problem, "use no look-around and no reference back")
 
@@ -387,6 +406,9 @@ class _Preparation:
 
     def _value(self, keyword: str, value: Any, place: Path) -> None:
         """Check the value of a keyword that is enforced and holds no schemas."""
+        if keyword in ("enum", "const") and _is_rounded(value):
+            problem = "holds an integer that a double cannot hold, and another one would be answered"
+            raise self._bad(place, problem, "send it as a string")
         if keyword == "enum":
             if not isinstance(value, list) or not value:
                 raise self._bad(
@@ -535,12 +557,40 @@ def _digits(value: float) -> int:
     return int("".join(map(str, Decimal(str(value)).normalize().as_tuple().digits)))
 
 
-def _compiles(pattern: str) -> bool:
-    """Whether the matcher can compile a pattern; without it, each request that needs it is refused."""
+def _num_choices(branches: Sequence[Any]) -> int:
+    """Return how many branches count: null beside others does not, nor does one that is alone then."""
+    has_null = any(isinstance(each, Mapping) and each.get("type") == "null" for each in branches)
+    num_choices = len(branches) - has_null
+    return num_choices if num_choices > 1 else 0
+
+
+def _is_of_a_type(keyword: str, bound: object) -> bool:
+    """Whether a bound is that of a type, as int64's or float32's, which excludes next to nothing.
+
+    The matcher takes none so large.
+    """
+    if isinstance(bound, bool) or not isinstance(bound, int | float):
+        return False
+    return bound < _BOUNDS.least if keyword in ("minimum", "exclusiveMinimum") else bound > _BOUNDS.most
+
+
+def _is_rounded(value: Any) -> bool:
+    """Whether a constant holds an integer that the matcher, which reads numbers as doubles, would change."""
+    if isinstance(value, Mapping):
+        return any(map(_is_rounded, value.values()))
+    if isinstance(value, list):
+        return any(map(_is_rounded, value))
+    try:
+        return isinstance(value, int) and int(float(value)) != value
+    except OverflowError:
+        return True
+
+
+def _compiles(schema: str) -> bool:
+    """Whether the matcher can compile a text's schema; without it, each request that needs it is refused."""
     with contextlib.suppress(ImportError):
         from llguidance import LLMatcher
 
-        schema = json.dumps({"type": "string", "pattern": pattern})
         return not LLMatcher.validate_grammar(f"start: %json {schema}")
     return True
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -151,18 +152,11 @@ class Grammars:
     def beginning(self, grammar: str) -> llguidance.LLMatcher:
         """Return llguidance's matcher at the beginning of a grammar; raises BadRequest."""
         tokenizer = self._ready()
-        from llguidance import LLMatcher, LLParserLimits
+        from llguidance import LLMatcher
 
         field, kind, asked = json.loads(grammar)
         text = _as_library_has_it(field, kind, asked)
-        limits = LLParserLimits(
-            initial_lexer_fuel=_INITIAL_FUEL,
-            step_lexer_fuel=_STEP_FUEL,
-            max_items_in_row=_ROW_ITEMS,
-            max_grammar_size=min(max(_SYMBOLS, len(text) // _CHARACTERS_PER_SYMBOL), _MOST_SYMBOLS),
-            verbose_errors=False,
-        )
-        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=_limits(text))
         if matcher.is_error():
             raise _refused(field, kind, matcher.get_error())
         tried = matcher.deep_copy()
@@ -257,6 +251,18 @@ class _Matcher:
         return self._cut(spelt) if spelt else []
 
 
+def _limits(text: str) -> llguidance.LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=_INITIAL_FUEL,
+        step_lexer_fuel=_STEP_FUEL,
+        max_items_in_row=_ROW_ITEMS,
+        max_grammar_size=min(max(_SYMBOLS, len(text) // _CHARACTERS_PER_SYMBOL), _MOST_SYMBOLS),
+        verbose_errors=False,
+    )
+
+
 def _as_library_has_it(field: str, kind: str, asked: Any) -> str:
     """Return the grammar in the form that llguidance reads."""
     from llguidance import LLMatcher, grammar_from
@@ -287,6 +293,17 @@ def json_rule(schema: Any) -> str:
     return "%json " + json.dumps({**asked, "x-guidance": JSON_OPTIONS})
 
 
+@lru_cache(maxsize=256)  # an agent sends the same tools with each turn; each takes 1 ms or more
+def why_not(rule: str) -> str:
+    """Return why the matcher refuses a rule's body by itself; nothing where it takes it, or is not here."""
+    try:
+        from llguidance import LLMatcher
+    except ImportError:
+        return ""
+    text = f"{_NO_FORCING}start: {rule}"
+    return _said(LLMatcher.validate_grammar(text, limits=_limits(text)))
+
+
 def quoted(text: str) -> str:
     """Return a text as a literal of a grammar, in which the library takes no U+007F as it is."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -310,13 +327,17 @@ _NAMES = {
 
 
 def _refused(field: str, kind: str, why: str) -> BadRequest:
+    return BadRequest(field, f"cannot be followed: {_said(why)}", subject=f"{_NAMES[kind]} in {field}")
+
+
+def _said(why: str) -> str:
+    """Return an error of the matcher in the words of a refusal."""
     said = _PLACE.sub("", _in_one_line(why))  # the place lies in the text that was generated from the request
     if "coerce_one_of" in said:
         said = "a value could satisfy two branches of its oneOf; use anyOf, or let a const tell them apart"
     if said.startswith("NoExtension"):
         said = "no answer follows it"
-    problem = f"cannot be followed: {said}"
-    return BadRequest(field, problem, subject=f"{_NAMES[kind]} in {field}")
+    return said
 
 
 def _in_one_line(text: str) -> str:

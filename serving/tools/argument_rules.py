@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
-from serving.grammars.matching import json_rule, quoted
+from serving.grammars.matching import json_rule, quoted, why_not
 from serving.tools.alternatives import (
     TYPES,
     Alternative,
@@ -82,6 +82,7 @@ class _Writer:
         self._numbers = count()
         self._rules: list[str] = []
         self.unheld: dict[str, None] = {}  # the constraints that are not held
+        self._has_bad_parts = bool(why_not(json_rule(schema)))  # parts of any other schema need no look
 
     def written(self) -> list[str]:
         """Return the rules."""
@@ -168,10 +169,14 @@ class _Writer:
         self._rules.append(f"{name}: {body}")
         return name
 
-    def _json(self, schema: Any) -> str:
-        """Return a rule's body for JSON of a part of the schema."""
+    def _json(self, schema: Any, place: str) -> str:
+        """Return a rule's body for JSON of a part of the schema; of its type where the matcher refuses it."""
         shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
-        return json_rule({**schema, **shared} if isinstance(schema, Mapping) else schema)
+        rule = json_rule({**schema, **shared} if isinstance(schema, Mapping) else schema)
+        if not self._has_bad_parts or not why_not(rule):
+            return rule
+        self._note(place, "a schema that cannot be followed")
+        return json_rule({"type": schema["type"]} if "type" in schema else True)
 
     def _content(self, schema: Alternative, place: str, end: str = "") -> str:
         """Return regular expressions of a text, with `end` behind it."""
@@ -211,10 +216,10 @@ class _KeywordRules(_Writer):
     key_rule = f"/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ & ~/({'|'.join(keyword.kwlist)})/"
 
     def _item(self, key: str, schema: Any, place: str) -> str:
-        return f"{quoted(key + '=')} {self._json(schema)}"
+        return f"{quoted(key + '=')} {self._json(schema, place)}"
 
     def _open_item(self, key: str, schema: Any, place: str) -> str:
-        return f'{key} "=" {self._json(schema)}'
+        return f'{key} "=" {self._json(schema, place)}'
 
     def _can_write(self, key: str) -> bool:
         return key.isascii() and key.isidentifier() and not keyword.iskeyword(key)
@@ -290,7 +295,7 @@ class _PairRules(_Writer):
         ways = [self._tagged(pairs.value, each) for each in self._texts(texts, unlike, place, types)]
         for each in others:
             written = self._scalars(each) if is_mixed else None
-            value = written or f"{self._json(_few_types(each))} {self._spelt(self._close)}"
+            value = written or f"{self._json(_few_types(each), place)} {self._spelt(self._close)}"
             ways.append(self._tagged(pairs.json_value or pairs.value, value))
         return f"({' | '.join(dict.fromkeys(ways))})"
 
@@ -465,7 +470,7 @@ class _BareRules(_Writer):
             if "object" in types:
                 yield f'"{{" {self._object(schema, place)} "}}"'
             if plain := sorted(types - {"string", "array", "object"}):
-                yield self._json(_few_types({**schema, "type": plain}))
+                yield self._json(_few_types({**schema, "type": plain}), place)
 
     def _constant(self, value: Any) -> str:
         if not isinstance(value, str):

@@ -17,7 +17,7 @@ from typing import Any
 from borders.field_table import MOST_TOOLS
 from borders.refusal import BadRequest, abbreviate_json
 from serving.grammars.json_schema import LONGEST_NOTE, Prepared, prepared
-from serving.grammars.matching import json_rule
+from serving.grammars.matching import json_rule, why_not
 from serving.grammars.structured_output import CHANNELS, FormedAnswer
 from serving.tools.argument_rules import argument_rules, literal, slashed
 from serving.tools.channels import ChannelFormat, ChannelParser
@@ -39,8 +39,10 @@ def lark_of(
 
     Text may come first, or stand alone, unless the answer `must_call`. With an `answer`, JSON by its schema
     may stand alone, and no text comes first. Raises BadRequest where the schema of a `strict` tool has what
-    the format's notation cannot be held to.
+    the format's notation cannot be held to, or what the matcher refuses.
     """
+    if form.arguments == "json":
+        schemas = _followed(schemas, strict)
     has_text = not must_call and answer is None
     # When the answer is JSON as well, only a grammar of whole JSON values can tell the two apart.
     as_json = answer is not None and form.is_whole and form.arguments == "json"
@@ -77,6 +79,22 @@ def lark_of(
         start_rules = _with_text(form, mark) if has_text else ["start: calls"]
     field = "tools" if answer is None else answer.field
     return json.dumps([field, "lark", "\n".join([*start_rules, *rules])], ensure_ascii=False)
+
+
+def _followed(schemas: Mapping[str, Any], strict: Collection[str]) -> dict[str, Any]:
+    """Return the schema of each tool, or that of any object where the matcher refuses it.
+
+    Otherwise one tool would have all of them refused. Raises BadRequest where that one is strict.
+    """
+    followed: dict[str, Any] = {}
+    for name, schema in schemas.items():
+        why = why_not(json_rule(schema))
+        if why and name in strict:
+            problem = f"has parameters that cannot be followed: {why}"
+            fix = "change the schema, or leave out strict"
+            raise BadRequest("tools", problem, fix=fix, subject=f"the strict tool {name} in tools")
+        followed[name] = _ANY if why else schema
+    return followed
 
 
 def _held(
@@ -195,11 +213,17 @@ class ToolUse:
         )
 
     def notes_in(self, form: ToolFormat | None) -> tuple[str, ...]:
-        """Return all notes; in some formats, the grammar cannot hold all that a schema says."""
-        if form is None or self.is_free:
+        """Return all notes; the grammar cannot hold all that a schema says, least in some formats.
+
+        Without a `form`, calls come on channels, with arguments as JSON.
+        """
+        if self.is_free:
             return self.notes
         found = {
-            name: argument_rules(form, "arguments", schema, {})[1] for name, schema in self.schemas.items()
+            name: ["parameters"] * bool(why_not(json_rule(schema)))
+            if form is None or form.arguments == "json"
+            else argument_rules(form, "arguments", schema, {})[1]
+            for name, schema in self.schemas.items()
         }
         return (*self.notes, *(_note(f"{name}: {each}") for name in found for each in found[name]))
 
@@ -320,7 +344,6 @@ def channel_grammar(
     answer may call instead.
     """
     place = ChannelParser(form, (), prompt).place
-    schemas = {} if use is None else use.schemas
     must_call = use is not None and use.must_call
     if place == "text" and answer is not None:
         return answer  # the prompt has already begun the message that has the form
@@ -330,6 +353,7 @@ def channel_grammar(
     def spelt(text: str) -> str:
         return literal(text, mark)
 
+    schemas = {} if use is None else _followed(use.schemas, use.strict)
     goes_on = spelt(form.goes_on)
     starts = {
         "head": "turn",

@@ -361,19 +361,21 @@ def test_a_pattern_that_cannot_be_held_is_refused_where_it_is_strict_alone(
         fields = {"tools": [tool(parameters=schema, strict=is_strict)], "tool_choice": "required"}
         use = tool_use(fields)
         assert use is not None
-        asked = [use.grammar(TOOL_FORMATS["hermes"], {}), grammar_of({"response_format": form})]
-        notes = use.notes_in(TOOL_FORMATS["hermes"]), form_notes({"response_format": form})
-        for grammar in asked:
-            assert grammar is not None
-            if is_strict:
-                with pytest.raises(BadRequest, match="cannot be followed"):
-                    grammars.beginning(grammar)
-            else:
-                assert grammars.beginning(grammar)
-        place = "properties.a.pattern"
-        assert notes == (
-            ((), ()) if is_strict else ((f"{use.tools[0]['function']['name']}: {place}",), (place,))
-        )
+        place, name = "properties.a.pattern", use.tools[0]["function"]["name"]
+        formed = grammar_of({"response_format": form})
+        assert formed is not None
+        assert form_notes({"response_format": form}) == (() if is_strict else (place,))
+        if is_strict:
+            with pytest.raises(BadRequest, match=f"strict tool {name} in tools .* cannot be followed"):
+                use.grammar(TOOL_FORMATS["hermes"], {})
+            with pytest.raises(BadRequest, match="cannot be followed"):
+                grammars.beginning(formed)
+        else:
+            called = use.grammar(TOOL_FORMATS["hermes"], {})
+            assert called is not None
+            assert grammars.beginning(called)
+            assert grammars.beginning(formed)
+            assert use.notes_in(TOOL_FORMATS["hermes"]) == (f"{name}: {place}",)
     named = {"type": "object", "patternProperties": {pattern: {"type": "integer"}}}
     use = tool_use({"tools": [tool(parameters=named)], "tool_choice": "required"})
     assert use is not None

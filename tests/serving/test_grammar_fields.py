@@ -69,6 +69,7 @@ def test_each_field_says_its_kind() -> None:
     assert asked(guided_regex=None) is None
 
 
+CLOCK = r"^(?:[01]\d|2[0-3]):[0-5]\d(?::[0-5]\d(?:\.\d+)?)?$"  # as zod has it; the format needs a time zone
 LARGE = {f"p{number}": {} for number in range(MOST_PROPERTIES)}
 
 
@@ -79,6 +80,8 @@ LARGE = {f"p{number}": {} for number in range(MOST_PROPERTIES)}
         {"properties": LARGE},
         {"enum": list(range(MOST_VALUES))},
         {"anyOf": [{}] * MOST_BRANCHES},
+        {"anyOf": [{}] * MOST_BRANCHES + [{"type": "null"}]},
+        {"properties": {name: {"anyOf": [{"type": "string"}, {"type": "null"}]} for name in LARGE}},
         {"const": "x" * (MOST_SCHEMA_BYTES - len('{"const":""}'))},
         {"multipleOf": 0.01, "minimum": -1e15},
         {"minProperties": 2, "required": ["a", "b"]},
@@ -125,6 +128,22 @@ def test_what_is_within_the_limits_is_taken(schema: dict[str, Any]) -> None:
         ({"if": {}, "then": {}, "dependentRequired": {}}, {}, ("if", "then", "dependentRequired")),
         ({"type": "string", "maxlength": 2}, {"type": "string"}, ("maxlength",)),
         (True, {}, ()),
+        # Bounds of int64, which the matcher does not take
+        (
+            {"type": "integer", "minimum": -(2**63), "exclusiveMaximum": 2**63, "maximum": 2**53},
+            {"type": "integer", "maximum": 2**53},
+            ("minimum", "exclusiveMaximum"),
+        ),
+        (
+            {"type": "string", "format": "time", "pattern": CLOCK},
+            {"type": "string", "pattern": CLOCK},
+            ("format time",),
+        ),
+        ({"format": "time", "enum": ["09:00"]}, {"enum": ["09:00"]}, ("format time",)),
+        ({"format": "date", "const": "2026-01-01"}, {"format": "date", "const": "2026-01-01"}, ()),
+        ({"format": "date", "enum": [1]}, {"format": "date", "enum": [1]}, ()),
+        ({"format": "date", "maxLength": 3}, {"maxLength": 3}, ("format date",)),
+        ({"const": [2**60, 0.1, True, None]}, {"const": [2**60, 0.1, True, None]}, ()),
     ],
 )
 def test_what_is_not_enforced_is_noted(schema: Any, kept: dict[str, Any], notes: tuple[str, ...]) -> None:
@@ -166,6 +185,17 @@ def test_notes_name_the_tool_and_what_became_any_object() -> None:
     tools[0]["function"]["strict"] = True
     with pytest.raises(BadRequest, match="come twice"):
         tool_use({"tools": tools})
+
+
+def test_a_strict_schema_keeps_what_the_matcher_refuses() -> None:
+    for schema, said in (({"minimum": -(2**63)}, "it must be a number from"), ({"format": "time"}, "")):
+        asked_for = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+        schema["pattern"] = CLOCK
+        if said:
+            with pytest.raises(BadRequest, match=said):
+                grammar_of({"response_format": asked_for})
+        else:
+            assert asked(response_format=asked_for)[2] == schema
 
 
 A = {"type": "object", "properties": {"k": {"const": "a"}}, "required": ["k"]}
@@ -415,8 +445,12 @@ def test_what_may_hold_another_of_itself_is_taken_where_it_can_end(schema: dict[
         ({"type": "int"}, 'at type, is "int", which this keyword does not accept'),
         ({"required": "a"}, "at required"),
         ({"enum": []}, "it must be a list of at least one value"),
+        ({"anyOf": [{"type": "null"}] * (MOST_BRANCHES + 2)}, "to 201 branches"),
+        ({"enum": [1234567890123456789, 2]}, "at enum, holds an integer that a double cannot hold"),
+        ({"const": [{"id": 10**400}]}, "and another one would be answered: send it as a string"),
         ({"maxLength": -1}, "it must be an integer from 0 to 100000"),
         ({"minimum": "1"}, "it must be a number from -9007199254740992 to 9007199254740992"),
+        ({"minimum": 2**63}, "it must be a number from -9007199254740992 to 9007199254740992"),
         ({"multipleOf": 9_999_991}, "at multipleOf"),
         ({"multipleOf": 0.00123457}, "at multipleOf"),
         (
@@ -425,6 +459,8 @@ def test_what_may_hold_another_of_itself_is_taken_where_it_can_end(schema: dict[
         ),
         ({"$ref": "#/$defs/b", "$defs": {"a": {}}}, "which leads to no place in the schema: refer to a part"),
         ({"$ref": "#/allOf/1", "allOf": [{}]}, "which leads to no place in the schema"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": False}}, "refers to false, which no answer follows"),
+        ({"$ref": "#/$defs/b", "$defs": {"a": False, "b": {"$ref": "#/$defs/a"}}}, "refers to false, which"),
         ({"$ref": 5}, "is 5, which leads to no place in the schema"),
         ({"$ref": "#"}, "refers to itself before it comes to a value: give it one"),
         (

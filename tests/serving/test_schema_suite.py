@@ -25,7 +25,7 @@ from continuous_batching.constraints import Constraint
 from continuous_batching.request import Request, SamplingParams
 from recipes.schema.recipe import ROOT
 from serving.grammars.matching import Grammars
-from serving.grammars.structured_output import grammar_of
+from serving.grammars.structured_output import form_notes, grammar_of
 from serving.text.tokenizer import Text
 
 SUITE = os.environ.get("JSON_SCHEMA_SUITE")
@@ -43,11 +43,13 @@ def takes(constraint: Constraint, instance: Any, text: Text) -> bool:
 def schemas(
     folder: Path, grammars: Grammars
 ) -> Iterator[tuple[str, Constraint | None, list[dict[str, Any]]]]:
-    """The file, the constraint or None where the schema is refused, and the instances."""
+    """The file, the constraint or None where the schema is refused or not held whole, and the instances."""
     for path in sorted(folder.glob("*.json")):
         for case in json.loads(path.read_text(encoding="utf-8")):
             try:
-                grammar = grammar_of({"guided_json": case["schema"]})
+                form = {"name": "a", "schema": case["schema"], "strict": True}
+                fields = {"response_format": {"type": "json_schema", "json_schema": form}}
+                grammar = None if form_notes(fields) else grammar_of(fields)
                 request = Request("a", np.array([1]), SamplingParams(grammar=grammar))
                 grammars.constrain(request)
                 yield path.stem, request.constraint, case["tests"]
@@ -64,7 +66,7 @@ def test_no_invalid_instance_is_an_answer() -> None:
     for stem, constraint, instances in schemas(
         Path(SUITE), Grammars(lambda: text, text.vocab_size, text.eos_token_ids)
     ):
-        counts["schemas taken" if constraint else "schemas refused"] += 1
+        counts["schemas held" if constraint else "schemas refused or noted"] += 1
         for each in instances if constraint else ():
             assert constraint is not None
             is_taken = takes(constraint, each["data"], text)

@@ -11,8 +11,10 @@ import pytest
 from llguidance import LLMatcher
 
 from borders.refusal import BadRequest
+from serving.grammars.matching import json_rule
 from serving.grammars.structured_output import FormedAnswer
-from serving.tools.definitions import ToolUse, tool_use
+from serving.tools.channels import HARMONY
+from serving.tools.definitions import ToolUse, channel_grammar, tool_use
 from serving.tools.formats import TOOL_FORMATS
 from serving.tools.parsing import ToolParser
 from tests.each_of import each_of
@@ -264,6 +266,54 @@ def test_all_parts_of_a_strict_schema_are_held(name: str, schema: Any, right: An
     check_taken(name, use, right, wrong)
 
 
+APART = [{"type": "object", "properties": {n: {}}, "required": [n], **CLOSED} for n in "ab"]
+
+
+@each_of(
+    "schema",
+    [
+        {"properties": {"a": {}, "b": {}}, "minProperties": 2, **CLOSED},
+        {"patternProperties": {"a": {}, "b": {}}},
+        {"properties": {"a": {}}, "required": ["b"], **CLOSED},
+        {"allOf": APART},
+    ],
+)
+@each_of("name", ["hermes", "llama3_json"])
+def test_a_tool_that_the_matcher_refuses_takes_no_other_with_it(name: str, schema: Any) -> None:
+    """Its arguments are any object unless it is strict; in the other formats, its parts are looked at."""
+    form = TOOL_FORMATS[name]
+    tools = [tool("f", parameters=schema), tool("add", parameters=SCHEMA, strict=True)]
+    for choice in ("auto", "required"):
+        use = tool_use({"tools": tools, "tool_choice": choice})
+        assert use is not None
+        assert takes(use, name, written(name, [("f", {"c": 1})]))
+        assert takes(use, name, written(name, [("add", {"y": "a"})]))
+        assert not takes(use, name, written(name, [("add", {"y": "c"})]))
+        assert use.notes_in(form) == use.notes_in(None) == ("f: parameters",)
+    formed = FormedAnswer("response_format", SCHEMA)
+    tools.pop()
+    loose = tool_use({"tools": tools})
+    assert loose is not None
+    assert takes(loose, name, written(name, [("f", {"c": 1})]), formed)
+    said = channel_grammar(HARMONY, {}, "", use=one_tool(schema))
+    assert said is not None
+    assert json_rule({"type": "object"}) in json.loads(said)[2]["outer"]
+    strict = one_tool(schema, strict=True)
+    with pytest.raises(BadRequest, match="strict tool f in tools has parameters that cannot be followed"):
+        strict.grammar(form, {})
+    with pytest.raises(BadRequest, match="strict tool f in tools"):
+        channel_grammar(HARMONY, {}, "", use=strict)
+
+
+@each_of("name", ["glm45", "pythonic"])
+def test_a_part_that_the_matcher_refuses_is_any_of_its_type(name: str) -> None:
+    schema = {"properties": {"v": {"type": "object", "patternProperties": {"a": {}, "b": {}}}, "w": TEXT}}
+    check_taken(name, one_tool(schema), [{"v": {"ab": 1}, "w": "a"}], [{"v": [1]}])
+    assert one_tool(schema).notes_in(TOOL_FORMATS[name]) == ("f: v: a schema that cannot be followed",)
+    with pytest.raises(BadRequest, match="strict tool f in tools has v: a schema that cannot be followed"):
+        one_tool(schema, strict=True).grammar(TOOL_FORMATS[name], {})
+
+
 @pytest.mark.parametrize(
     ("schema", "what"),
     [
@@ -282,7 +332,8 @@ def test_what_a_notation_cannot_hold_is_named(schema: Any, what: str) -> None:
             BadRequest, match=f"strict tool f in tools has {re.escape(what)} in its parameters"
         ):
             strict.grammar(TOOL_FORMATS[name], {})
-    assert loose.notes_in(json_form) == loose.notes
+    taken_as_json = "required" not in what
+    assert loose.notes_in(json_form) == (() if taken_as_json else ("f: parameters",))
     free = tool_use({"tools": [tool("f", parameters=schema)]})
     assert free is not None
     assert free.notes_in(TOOL_FORMATS["glm45"]) == ()
