@@ -543,6 +543,8 @@ def _told_by_weights(path: Path, hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields that a checkpoint's tensors tell in place of config.json: their type, and a tied head.
 
     A decoder without a head answers by its embedding, whatever is said of the head that it was trained with.
+    One with a head answers by it where the text within is said to have its own, as where transformers has
+    saved a class's default beside it.
     """
     if not any(path.glob("*.safetensors")):
         return {}
@@ -554,7 +556,17 @@ def _told_by_weights(path: Path, hf: Mapping[str, Any]) -> dict[str, Any]:
             told["dtype"] = dtype
     if hf.get("tie_word_embeddings") is not True and _is_body(path):
         told["tie_word_embeddings"] = True
+    is_disputed = isinstance(text, Mapping) and text.get("tie_word_embeddings") is False
+    if hf.get("tie_word_embeddings") is True and is_disputed and _has_head(path):
+        told["tie_word_embeddings"] = False
     return told
+
+
+def _has_head(path: Path) -> bool:
+    """Whether a checkpoint has a head of its own; one whose files cannot be read has none."""
+    with suppress(OSError, ValueError):  # what is wrong with files is refused where the weights are read
+        return any(name.startswith("lm_head.") for name in tensor_names(path))
+    return False
 
 
 def _is_body(path: Path) -> bool:
@@ -588,7 +600,7 @@ def told_by_weights(recipe: Recipe) -> list[str]:
         told = {} if path is None else _told_by_weights(path, _json(path / "config.json"))
         if "dtype" in told and dtype == "auto":
             lines.append(f"{path} has no dtype in config.json: it is the first tensor's, {told['dtype']}")
-        if "tie_word_embeddings" in told:
+        if told.get("tie_word_embeddings"):
             lines.append(f"{path} was saved without a head, which is tied to the embedding")
     return lines
 

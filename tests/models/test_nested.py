@@ -19,7 +19,7 @@ from models.checkpoint.files import open_checkpoint
 from models.checkpoint_names import TOWERS
 from models.quantization import covers
 from recipes.assembly.engine import build
-from recipes.assembly.families import decoder_config
+from recipes.assembly.families import config_in, decoder_config
 from recipes.assembly.int8_checkpoint import BESIDE_A_TEXT, quantize
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
@@ -111,6 +111,20 @@ def served(path: Path, prompt: list[int], *overrides: str, adapter: int = 0) -> 
     while engine.has_work:
         engine.step()
     return request.answer.tolist()
+
+
+def test_a_head_that_is_stored_is_used_where_the_levels_of_the_file_disagree(tmp_path: Path) -> None:
+    """transformers saves its default of the whole, which ties them, beside a text that is not tied."""
+    mistral3().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["tie_word_embeddings"] = False
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert not config_in(tmp_path).tie_embeddings
+    tensors = load_file(tmp_path / "model.safetensors")
+    (head,) = (name for name in tensors if name.endswith("lm_head.weight"))
+    del tensors[head]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert config_in(tmp_path).tie_embeddings
 
 
 @pytest.mark.parametrize("made", [mistral3, gemma3])
