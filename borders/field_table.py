@@ -94,7 +94,8 @@ _PROMPT = (
     RequestField("truncate_prompt_tokens",
         integer(1, also=-1, allowed="-1, or 1 to the model's maximum context length"),
         "none are cut", _EVERY + _PYTHON,
-        "keep only so many of the prompt's last tokens; -1: as many as leave the answer its room"),
+        "keep only so many of the prompt's last tokens, or of an embedding's first ones with what the "
+            "tokenizer ends a text with; -1: as many as leave the answer its room"),
     RequestField("add_generation_prompt", _BOOLEAN, True, _TEMPLATED,
         "the template ends with what the assistant's turn begins with; needs `messages`"),
     RequestField("continue_final_message", _BOOLEAN, False, _TEMPLATED,

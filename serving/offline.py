@@ -122,7 +122,7 @@ def run_jobs(
             yield job
             continue
         if job.fits_prompt:
-            fit(job.request, longest_allowed(engine.slots, engine.scheduler.pool))
+            fit(job.request, longest_allowed(engine.slots, engine.scheduler.pool), text)
         try:
             grammars.constrain(job.request)
             processors.give(job.request)

@@ -28,6 +28,7 @@ from recipes.assembly.families import config_in
 from recipes.assembly.memory_plan import in_gib
 
 PAGE_SIZE = 16
+MOST_LOGITS = 2**24  # computed at once, of a line's tokens; as float32 they take 64 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,11 @@ def _score(decoder: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     slots.page_table[row, :num_pages] = np.arange(1, 1 + num_pages)
     batch = Batch(row, np.zeros_like(row), np.array([num_tokens]), np.array([0]), row, np.array([num_tokens]))
     hidden = decoder(step_inputs(batch, slots, decoder, cache))
-    logprobs = decoder.logits(hidden[:-1]).float().log_softmax(-1)
-    following = torch.tensor(tokens[1:])
-    return logprobs.gather(1, following[:, None])[:, 0], logprobs.argmax(-1)
+    following, logprobs, likeliest = torch.tensor(tokens[1:]), list[Tensor](), list[Tensor]()
+    # The logits of a whole line of 32,768 tokens would take 20 GB and more, beside the model
+    num_rows = max(1, MOST_LOGITS // decoder.config.vocab_size)
+    for states, wanted in zip(hidden[:-1].split(num_rows), following.split(num_rows)):
+        found = decoder.logits(states).float().log_softmax(-1)
+        logprobs.append(found.gather(1, wanted[:, None])[:, 0])
+        likeliest.append(found.argmax(-1))
+    return torch.cat(logprobs), torch.cat(likeliest)

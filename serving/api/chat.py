@@ -70,10 +70,13 @@ class ChatFormat:
                 }
                 for each in calls
             ]
-        choice = self._choice(delta, index, {"message": message})
-        if self._with_prompt_logprobs:
-            choice["prompt_logprobs"] = by_token(self._text, self._answer.prompt_logprobs)
-        return choice
+        return self._choice(delta, index, {"message": message})
+
+    def tail(self) -> Json:
+        """Return the prompt's log-probabilities, which all choices share, if they were asked for."""
+        if not self._with_prompt_logprobs:
+            return {}
+        return {"prompt_logprobs": by_token(self._text, self._answer.prompt_logprobs)}
 
     def event(self, delta: AnswerDelta, index: int) -> Json | None:
         """Return an event of a choice.

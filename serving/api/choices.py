@@ -117,6 +117,10 @@ class ChoiceFormat(Protocol):
         """Return a whole choice."""
         ...
 
+    def tail(self) -> Json:
+        """Return what a whole response has beside its choices, once these are known."""
+        ...
+
     def event(self, delta: AnswerDelta, index: int) -> Json | None:
         """Return the choice of one event; None where new tokens say nothing yet, such as half a character."""
         ...
@@ -160,7 +164,7 @@ class Choices:
         self._name_weights()
         head = {"object": self._form.whole, **self._head}
         choices = (self._form.choice(self._taken[index], index) for index in sorted(self._taken))
-        return object_around(head, choices, {"usage": self._usage()})
+        return object_around(head, choices, {"usage": self._usage(), **self._form.tail()})
 
     def events(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> Iterator[bytes]:
         """Yield an event for each piece of a choice; a long event is yielded in several parts."""

@@ -80,6 +80,10 @@ class CompletionFormat:
         """Return a whole choice."""
         return self._choice(delta, index)
 
+    def tail(self) -> Json:
+        """Return nothing, since a completion's choices may be of several prompts and hold all of these."""
+        return {}
+
     def event(self, delta: AnswerDelta, index: int) -> Json | None:
         """Return a piece of a choice; the first piece starts with the prompt, if an echo was asked for."""
         is_first = index not in self._offsets

@@ -98,7 +98,6 @@ class AnyChoice(AnswerObject):
     index: int
     finish_reason: str | None
     stop_reason: int | str | None
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
     token_ids: list[int] | None = None
 
 
@@ -107,6 +106,7 @@ class CompletionChoice(AnyChoice):
 
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 class AnswerHead(AnswerObject):
@@ -193,6 +193,7 @@ class ChatCompletion(AnswerHead):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: AnswerUsage
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 class FunctionDelta(AnswerObject):

@@ -126,7 +126,11 @@ def object_around(head: Json, choices: Iterator[Json], tail: Json) -> Iterator[b
     for index, choice in enumerate(choices):
         yield b"," if index else b""
         yield from pieces_of(choice)
-    yield b"]" + b"".join(b"," + to_json(name) + b":" + to_json(field) for name, field in tail.items()) + b"}"
+    yield b"]"
+    for name, field in tail.items():
+        yield b"," + to_json(name) + b":"
+        yield from pieces_of(field)
+    yield b"}"
 
 
 def gathered(pieces: Iterator[bytes]) -> Iterator[bytes]:

@@ -199,6 +199,10 @@ class ScoreRoutes:
         if judge is None:
             problem = "scores no texts: its recipe has neither server.score_question nor model.pooling"
             raise BadRequest("model", problem)
+        if isinstance(judge, AskedJudge) and body.truncate_prompt_tokens is not None:
+            problem = "would cut texts out of the question that server.score_question asks"
+            fix = "leave it out, and send shorter documents"
+            raise BadRequest("truncate_prompt_tokens", problem, fix=fix)
         if not pairs:
             raise BadRequest(named[-1], "is empty; it must hold at least one text")
         shared, name = generation.fields(body, request), f"{kind}-{uuid.uuid4().hex}"

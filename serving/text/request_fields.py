@@ -6,8 +6,9 @@ a value out of range are refused by name.
 
 A prompt is cut where the request allows it: as in vLLM the last tokens are kept, `truncate_prompt_tokens` of
 them, or with -1 as many as leave room for the answer. What the tokenizer or the chat template puts at the
-beginning is cut like the rest. Also as in vLLM, a word of `bad_words` is banned as its tokens, with and
-without a space before it: inside a longer token, or tokenized differently, it may still occur.
+beginning is cut like the rest. Of what is embedded the first tokens are kept, and what the tokenizer ends a
+text with. Also as in vLLM, a word of `bad_words` is banned as its tokens, with and without a space before it:
+inside a longer token, or tokenized differently, it may still occur.
 """
 
 from __future__ import annotations
@@ -50,10 +51,13 @@ def spellings(words: Sequence[str], text: Text | None) -> tuple[TokenSequence, .
     return tuple(found)
 
 
-def truncated(prompt: TokenIds, asked: int, limit: int | None, num_answer: int) -> TokenIds:
+def truncated(
+    prompt: TokenIds, asked: int, limit: int | None, num_answer: int, *, ends: Sequence[int] | None = None
+) -> TokenIds:
     """Return the tokens of a prompt that are kept beside an answer of `num_answer`.
 
-    Raises BadRequest if more than `limit` are asked for.
+    They are the last ones; with `ends`, of an embedding, the first ones, and these where the prompt ends with
+    them. Raises BadRequest if more than `limit` are asked for.
 
     Without a limit, -1 keeps all tokens (see `fit`). Where the answer leaves no room, one token is kept, and
     the scheduler refuses the request as too long.
@@ -68,12 +72,17 @@ def truncated(prompt: TokenIds, asked: int, limit: int | None, num_answer: int) 
         if limit is None:
             return prompt
         asked = max(1, limit - num_answer)
-    return prompt[-asked:]
+    if ends is None or asked >= len(prompt):
+        return prompt[-asked:]
+    is_ended = prompt[len(prompt) - len(ends) :].tolist() == [*ends]
+    num_last = min(asked, len(ends)) if is_ended else 0
+    return np.concatenate((prompt[: asked - num_last], prompt[len(prompt) - num_last :]))
 
 
-def fit(request: Request, limit: int) -> None:
+def fit(request: Request, limit: int, text: Text | None) -> None:
     """Cut the prompt of a request that asked for -1, and of its samples, once the limit is known."""
-    prompt = truncated(request.prompt, -1, limit, request.params.max_tokens)
+    params = request.params
+    prompt = truncated(request.prompt, -1, limit, params.max_tokens, ends=_ends(params.pooling, text))
     for each in (request, *request.followers):
         each.prompt = each.tokens = prompt
 
@@ -126,11 +135,10 @@ def parse_request(
     tools = _tools(values, text)
     adapter = adapters.find(values["adapter"]) if "adapter" in values else None
     prompt = np.array(_prompt(values, text, tools), dtype=np.int32) if tokens is None else tokens
-    asked = values.get("truncate_prompt_tokens")
     # Cut for an answer that leaves no room, a prompt would be one token: that is refused instead
-    shorten = shorten and asked != -1
-    if asked is not None and tokens is None:
-        prompt = truncated(prompt, asked, limit, _least_answer(values, fills=longest is not None))
+    shorten = shorten and values.get("truncate_prompt_tokens") != -1
+    if tokens is None:
+        prompt = _cut(prompt, values, text, limit, fills=longest is not None)
     is_given = bool(values.keys() & {"max_tokens", "max_completion_tokens"})
     if longest is not None and (shorten or not is_given):
         most = defaults.get("max_tokens", longest)
@@ -256,6 +264,27 @@ def _prompt(values: dict[str, Any], text: Text | None, tools: ToolUse | None) ->
     if text is None:
         raise BadRequest(forms[0], "needs a tokenizer, and this model has none; send token ids")
     return text.encode(prompt) if forms[0] == "prompt" else text.chat(prompt, ChatOptions(**options))
+
+
+def _cut(
+    prompt: TokenIds, values: dict[str, Any], text: Text | None, limit: int | None, *, fills: bool
+) -> TokenIds:
+    """Return the tokens of a prompt that its request keeps: all of them, if it asks for no cut."""
+    asked = values.get("truncate_prompt_tokens")
+    if asked is None:
+        return prompt
+    ends = _ends(values.get("pooling"), text)
+    return truncated(prompt, asked, limit, _least_answer(values, fills=fills), ends=ends)
+
+
+def _ends(pooling: str | None, text: Text | None) -> Sequence[int] | None:
+    """Return what a truncated prompt keeps behind its first tokens; None: it keeps its last ones instead.
+
+    An embedding is trained with what the tokenizer puts around a text, and `last` is taken at its end.
+    """
+    if pooling is None:
+        return None
+    return () if text is None else text.closing_ids()
 
 
 def _least_answer(values: dict[str, Any], *, fills: bool) -> int:

@@ -242,6 +242,13 @@ class Text:
         check_unicode("prompt", text)
         return self._vocabulary.encode(text, add_special_tokens=add_special_tokens)
 
+    def closing_ids(self) -> list[int]:
+        """Return the ids that the tokenizer's files put behind a whole text."""
+        bare, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        places = range(len(whole) - len(bare), -1, -1)
+        at = next((at for at in places if whole[at : at + len(bare)] == bare), len(whole))
+        return whole[at + len(bare) :]
+
     def encode_within(self, text: str) -> list[int]:
         """Return the ids of a piece of text that follows other text."""
         return self._vocabulary.encode(text, start=False)

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from models.checkpoint.files import INDEX, SINGLE, checkpoint_files
-from recipes.assembly import int8_checkpoint
+from models.decoder import Decoder
+from recipes.assembly import int8_checkpoint, scoring
 from recipes.assembly.families import config_in
 from recipes.assembly.int8_checkpoint import quantize
 from recipes.assembly.scoring import Score, score
@@ -60,6 +62,23 @@ def test_a_score_is_that_of_transformers() -> None:
     assert found.distance(theirs) < 0.03
     assert found.mean_logprob == pytest.approx(theirs.mean_logprob, abs=0.01)
     assert found.agreement(found) == 1
+
+
+def test_a_long_line_is_scored_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of a line at once could take more memory than the model."""
+    line, taken, logits = ["One day Tom saw a whale."], list[int](), Decoder.logits
+
+    def counted(decoder: Decoder, hidden: Tensor) -> Tensor:
+        taken.append(len(hidden))
+        return logits(decoder, hidden)
+
+    whole = scored(TINY, line)
+    monkeypatch.setattr(Decoder, "logits", counted)
+    monkeypatch.setattr(scoring, "MOST_LOGITS", 3 * config_in(TINY).vocab_size)
+    found = scored(TINY, line)
+    assert max(taken) == 3
+    assert sum(taken) == found.num_tokens == whole.num_tokens
+    assert found.distance(whole) < 1e-3
 
 
 @pytest.mark.slow

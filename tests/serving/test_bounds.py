@@ -243,13 +243,14 @@ def test_what_others_ask_for_counts_until_it_is_sent_or_dropped(served: Served) 
 
 
 def test_pieces_are_the_same_json() -> None:
-    head, tail = {"id": "a"}, {"usage": {"n": 1}}
+    head, usage = {"id": "a"}, {"n": 1}
     for length in (0, 1, LONGEST_LIST, LONGEST_LIST + 1, 5000):
         values = [{"x": index, "y": None} for index in range(length)]
         made = [{"index": 0, "logprobs": {"a": items(iter(values), length)}, "b": Items(iter(values))}]
+        tail = {"usage": usage, "c": items(iter(values), length)}
         pieces = [*gathered(object_around(head, iter(made), tail))]
         whole = {"index": 0, "logprobs": {"a": values}, "b": values}
-        assert json.loads(b"".join(pieces)) == head | {"choices": [whole]} | tail
+        assert json.loads(b"".join(pieces)) == head | {"choices": [whole], "usage": usage, "c": values}
         assert all(PIECE_BYTES <= len(each) < 2 * PIECE_BYTES for each in pieces[:-1])
 
 

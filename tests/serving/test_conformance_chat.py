@@ -58,6 +58,14 @@ def test_n_answers_have_their_indices(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens > 12
 
 
+def test_a_prompts_log_probabilities_come_once_as_in_vllm(client: openai.OpenAI) -> None:
+    answer = ask(client, n=2, max_tokens=1, extra_body={"prompt_logprobs": 0}).model_dump()
+    first, *others = answer["prompt_logprobs"]
+    assert first is None
+    assert len(others) == answer["usage"]["prompt_tokens"] - 1
+    assert not [each for each in answer["choices"] if "prompt_logprobs" in each]
+
+
 def test_a_seed_repeats_every_answer(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"temperature": 2, "seed": 7, "max_tokens": 12, "n": 3}
     first, again = ask(client, **fields), ask(client, **fields)

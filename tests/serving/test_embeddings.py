@@ -76,9 +76,10 @@ def test_a_text_and_its_tokens_have_the_same_embedding(client: openai.OpenAI, po
     answer = client.embeddings.create(model="tiny", input=[tokens, tokens[:3]])
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == len(tokens) + 3
     cut = {"truncate_prompt_tokens": 3}
-    end = client.embeddings.create(model="tiny", input=tokens[-3:]).data[0].embedding
-    whole = client.embeddings.create(model="tiny", input=tokens, extra_body=cut).data[0].embedding
-    np.testing.assert_allclose(whole, end, atol=1e-6)
+    begin = client.embeddings.create(model="tiny", input=tokens[:3]).data[0].embedding
+    for given in (TEXTS[0], tokens):
+        whole = client.embeddings.create(model="tiny", input=given, extra_body=cut).data[0].embedding
+        np.testing.assert_allclose(whole, begin, atol=1e-6)
 
 
 def test_fewer_dimensions_are_the_first_scaled_again(client: openai.OpenAI) -> None:

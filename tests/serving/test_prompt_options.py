@@ -13,7 +13,7 @@ from serving.llm import LLM, SamplingParams
 from serving.offline import read_jobs, run_jobs
 from serving.text.chat_options import ChatOptions
 from serving.text.chat_template import ChatTemplate
-from serving.text.request_fields import parse_request, text_options
+from serving.text.request_fields import fit, parse_request, text_options
 from serving.text.tokenizer import Text
 from tests.each_of import each_of
 from tests.lazy import transformers
@@ -164,6 +164,34 @@ def test_a_prompt_is_cut_from_its_beginning() -> None:
     both = {"max_tokens": 5, "max_completion_tokens": 20}
     assert kept(truncate_prompt_tokens=-1, **both) == list(range(70, 100)), "as the answer's own bound"
     assert kept(truncate_prompt_tokens=-1) == list(range(66, 100)), "beside the default of max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("ends", "kept"),
+    [([], [1, 5, 6, 7]), ([2], [1, 5, 6, 2]), ([3, 2], [1, 5, 3, 2]), ([9, 8, 3, 2, 4], [8, 3, 2, 4])],
+)
+def test_what_is_embedded_is_cut_from_its_end(
+    texts: dict[str, Text], monkeypatch: pytest.MonkeyPatch, ends: list[int], kept: list[int]
+) -> None:
+    """As sentence-transformers cuts it: what the tokenizer puts around a text stays."""
+    text = texts["byte_level"]
+
+    def encode(prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        bare = [5] if prompt == "a" else [5, 6, 7, 7, 7]
+        return [1, *bare, *ends] if add_special_tokens else bare
+
+    monkeypatch.setattr(text, "encode", encode)
+    for given in ({"prompt": "a text"}, {"prompt_token_ids": encode("a text")}):
+        fields = {"id": "a", "pooling": "last"} | given
+        assert parse_request(fields | {"truncate_prompt_tokens": 4}, text).prompt.tolist() == kept
+        fitted = parse_request(fields | {"truncate_prompt_tokens": -1}, text)
+        assert fitted.prompt.tolist() == encode("a text")
+        fit(fitted, 5, text)
+        assert fitted.prompt.tolist() == fitted.tokens.tolist() == kept
+        long = parse_request(fields | {"truncate_prompt_tokens": 40}, text)
+        assert long.prompt.tolist() == encode("a text")
+    unended = {"id": "a", "pooling": "mean", "prompt_token_ids": [*range(20, 40)]}
+    assert parse_request(unended | {"truncate_prompt_tokens": 2}, text).prompt.tolist() == [20, 21]
 
 
 def test_a_word_is_banned_with_and_without_its_space(texts: dict[str, Text]) -> None:

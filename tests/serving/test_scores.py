@@ -126,6 +126,13 @@ def test_control_tokens_in_a_document_are_text(asked: httpx.Client) -> None:
             "documents",
         ),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n is -1", "top_n"),
+        *(
+            (path, body | {"truncate_prompt_tokens": 8}, "would cut texts out", "truncate_prompt_tokens")
+            for path, body in (
+                ("/score", {"text_1": "a", "text_2": "b"}),
+                ("/rerank", {"query": "a", "documents": ["b"]}),
+            )
+        ),
         ("/rerank", {"query": "a", "documents": ["b" * 9999]}, "maximum context length", "documents"),
         ("/rerank", {"query": "a", "documents": ["b"] * 1025}, "query and documents asked for 1025", None),
     ],

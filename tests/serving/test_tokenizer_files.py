@@ -200,6 +200,11 @@ def test_the_post_processor_says_what_surrounds_a_text(
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     check_same(tmp_path)
+    text = Text.load(tmp_path)
+    assert text is not None
+    ended = [*text.encode("ok 1", add_special_tokens=False), *text.closing_ids()]
+    assert text.encode("ok 1")[-len(ended) :] == ended
+    assert len(text.closing_ids()) >= single.count(" <")
 
 
 def test_deepseeks_files_add_the_token_that_only_their_configuration_names(
