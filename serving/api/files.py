@@ -48,6 +48,8 @@ def _parsed(header: str, value: str) -> Message:
 
 def read_form(content_type: str, body: bytes) -> Mapping[str, FormField]:
     """Return the fields by name; raises BadRequest."""
+    if len(content_type) > _LONGEST_HEAD:  # the standard library is slow to read a long one
+        raise BadRequest(None, _NO_FORM)
     kind = _parsed("content-type", content_type)
     with _refused_if_unreadable():
         boundary = kind.get_boundary()

@@ -108,7 +108,7 @@ def _thinking_turns(messages: Sequence[Json]) -> list[list[Json]]:
 
 
 class _Turns:
-    """The messages read so far, in the form of chats."""
+    """The messages read so far, in the form of chats, but that thoughts are lists until all are there."""
 
     def __init__(self) -> None:
         self.messages: list[Json] = []
@@ -144,6 +144,9 @@ class _Turns:
         """Return all messages; a turn of the assistant that says nothing has no content, as in chats."""
         if not self.messages:
             raise BadRequest("messages", "hold no text", fix="send a message of the user")
+        for each in self.messages:
+            if "reasoning_content" in each:
+                each["reasoning_content"] = "\n".join(each["reasoning_content"])
         for each in self.messages[:-1]:  # the last one would be continued, and is refused if it is empty
             if each["role"] == "assistant" and each["content"] == "" and len(each) > 2:
                 del each["content"]
@@ -156,8 +159,7 @@ class _Turns:
             case "thinking":
                 turn = self._turn(role)
                 if thoughts := _thoughts(place, block):
-                    before = turn.get("reasoning_content")
-                    turn["reasoning_content"] = thoughts if before is None else f"{before}\n{thoughts}"
+                    turn.setdefault("reasoning_content", []).append(thoughts)
             case "tool_use":
                 calls = self._turn(role).setdefault("tool_calls", [])
                 if len(calls) == MOST_CALLS:
@@ -338,8 +340,9 @@ def _joined(texts: list[Json]) -> str | list[Json]:
 
 
 def _appended(content: str | list[Json], text: str) -> str | list[Json]:
-    """Return a content with another text."""
+    """Return a content with another text; a list is extended, since a copy for each text takes too long."""
     part = {"type": "text", "text": text}
     if isinstance(content, list):
-        return [*content, part]
+        content.append(part)
+        return content
     return text if content == "" else [{"type": "text", "text": content}, part]

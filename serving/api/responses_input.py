@@ -37,11 +37,11 @@ def messages_of(given: str | Sequence[Any], instructions: str | None) -> list[Js
         raise BadRequest("input", "is empty; it must hold at least one item")
     for index, item in enumerate(given):
         turns.add(f"[{index}]", item)
-    return turns.messages
+    return turns.finished()
 
 
 class _Turns:
-    """The messages read so far."""
+    """The messages read so far, whose thoughts are lists until all are there."""
 
     def __init__(self) -> None:
         self.messages: list[Json] = []
@@ -67,6 +67,13 @@ class _Turns:
             self.messages.append({"role": "tool", "content": content, **named})
         else:
             self._thoughts(place, given)
+
+    def finished(self) -> list[Json]:
+        """Return all messages."""
+        for each in self.messages:
+            if "reasoning_content" in each:
+                each["reasoning_content"] = "\n".join(filter(None, each["reasoning_content"]))
+        return self.messages
 
     def _message(self, place: str, given: Mapping[str, Any]) -> None:
         message = {"role": given.get("role"), "content": _text(f"{place}.content", given.get("content", ""))}
@@ -105,8 +112,8 @@ class _Turns:
         self._end_text()
         if sent and held is None and not thoughts:
             return  # the service that wrote it alone can read it
-        turn, said = self._open_message(), "\n".join(thoughts) or held or ""
-        turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), said)))
+        said = "\n".join(thoughts) or held or ""
+        self._open_message().setdefault("reasoning_content", []).append(said)
 
     def _end_text(self) -> None:
         """Close a message that has text, unless it has calls, too: their results follow its end."""
@@ -166,11 +173,17 @@ def response_format_of(text: Mapping[str, Any]) -> Any:
 
 
 def _together(first: Any, second: Any) -> Any:
-    """Return two contents as one, whose parts stay apart, since a template may join them in its own way."""
+    """Return two contents as one, whose parts stay apart, since a template may join them in its own way.
+
+    A list is extended, since a copy for each content takes too long.
+    """
     if not first or not second:
         return first or second
-    parts = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second))
-    return [part for each in parts for part in each]
+    parts, more = (
+        [{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second)
+    )
+    parts.extend(more)
+    return parts
 
 
 def _text(place: str, content: object) -> Any:

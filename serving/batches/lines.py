@@ -6,6 +6,8 @@ client would send to that path, and is passed on exactly as it was written.
 
 from __future__ import annotations
 
+import itertools
+import re
 import uuid
 from typing import Any
 
@@ -16,6 +18,7 @@ from borders.field_types import LONGEST_NAME
 from borders.refusal import abbreviate_json
 
 MOST_LINES = 50_000  # OpenAI's limit for a file
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|[\r\n]|\Z)")
 
 
 class BatchLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,23 +71,19 @@ def split_lines(content: bytes) -> list[tuple[int, bytes]]:
     """Return the numbered lines of a file with their line ends.
 
     A blank line is joined to the line before it, or to the first line if there is none before. Raises
-    ValueError where there are no lines, or too many.
+    ValueError where there are no lines, or too many; blank ones are bounded, too, by ten times as many.
     """
-    found: list[tuple[int, bytes]] = []
-    blank = b""
-    for number, line in enumerate(content.splitlines(keepends=True), 1):
-        if line.strip():
-            found.append((number, blank + line))
-            blank = b""
-        elif found:
-            found[-1] = found[-1][0], found[-1][1] + line
-        else:
-            blank += line
-        if len(found) > MOST_LINES:
+    begins: list[tuple[int, int]] = []  # the number of each line and where it begins
+    for number, line in enumerate(_LINE.finditer(content), 1):
+        if line[0].strip():
+            begins.append((number, line.start()))
+        if len(begins) > MOST_LINES or number > 10 * MOST_LINES:
             raise ValueError(f"holds more than {MOST_LINES:,} lines")
-    if not found:
+    if not begins:
         raise ValueError("holds no line")
-    return found
+    bounds = [0, *(at for _, at in begins[1:]), len(content)]
+    parts = (content[begin:end] for begin, end in itertools.pairwise(bounds))
+    return [(number, part) for (number, _), part in zip(begins, parts)]
 
 
 def name_of(text: bytes) -> str | None:

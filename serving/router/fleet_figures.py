@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from continuous_batching.routing.routing import RoutedPrompt, Routing, Sent
 from continuous_batching.routing.splitting import SplitChoice
+from serving.api.api_keys import Client
 from serving.router.fair_turns import ModelTurns
 from serving.router.replicas import FleetReplica
 from serving.router.resuming import KnownAnswers
@@ -113,8 +114,11 @@ class FleetFigures:
         """Record an answer that was lost after it began, and whose client was told."""
         self.num_cut_off += 1
 
-    def as_json(self) -> dict[str, Any]:
-        """Return all figures as one JSON object."""
+    def as_json(self, client: Client) -> dict[str, Any]:
+        """Return all figures that a client may see as one JSON object.
+
+        Choices tell of the requests of all keys, so that only an operator sees them.
+        """
         queued, requests = (
             each.astype(int).tolist() for each in (self._routing.queued_tokens, self._routing.requests)
         )
@@ -131,7 +135,7 @@ class FleetFigures:
             "known_answer_bytes": self._answers.num_bytes,
             "best_hit_tokens": self.best_hit_tokens,
             "known_pages": len(self._routing.held),
-            "choices": [each._asdict() for each in reversed(self._choices)],
+            "choices": [each._asdict() for each in reversed(self._choices)] if client.may_operate else [],
             "replicas": [
                 {
                     "url": each.url,

@@ -10,6 +10,7 @@ replicas at once.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from borders.field_types import LONGEST_NAME
 from borders.refusal import BadRequest
 from continuous_batching.routing.routing import RoutedPrompt, Routing, Sent
 from continuous_batching.routing.splitting import PROMPT_REPLICA_HEADER, PromptPlace, Splitting
@@ -179,9 +181,11 @@ class Proxy:
         tenant = (named or asked.user or client.tenant) if client.names_tenants else client.tenant
         if value := headers.get(SESSION_HEADER):
             of_model = "" if self._models.is_one else turn_of  # a session has a replica of each model
-            routed.session = f"{client.owner}\0{of_model}\0{value.decode('latin-1')}"
+            # Thousands of sessions and tenants are remembered, and long names of them would fill the memory
+            name = hashlib.sha256(value).hexdigest() if len(value) > LONGEST_NAME else value.decode("latin-1")
+            routed.session = f"{client.owner}\0{of_model}\0{name}"
         came_s, turns = time.monotonic(), self._turns.of(turn_of)
-        await turns.enter(tenant, routed.prompt.num_tokens)
+        await turns.enter(tenant[:LONGEST_NAME], routed.prompt.num_tokens)
         try:
             self._figures.waited(time.monotonic() - came_s)
             known = KnownAnswer(self._answers, routed.scope["path"], routed.body, _owner(routed.scope))

@@ -94,7 +94,9 @@ class FleetApplication:
             case _ if path in page_files.PATHS:
                 return page_files.file(path)
             case "/fleet":
-                return Response(msgspec.json.encode(self._figures.as_json()), media_type="application/json")
+                client: Client = scope.get("state", {}).get("client") or ANYBODY
+                figures = self._figures.as_json(client)
+                return Response(msgspec.json.encode(figures), media_type="application/json")
             case "/metrics":
                 return Response(
                     self._figures.as_metrics(), headers={"content-type": fleet_figures.CONTENT_TYPE}

@@ -9,6 +9,7 @@ ordinary text is encoded. A template that takes words out of a text may still jo
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -73,7 +74,8 @@ class Shield:
         """Yield the parts of a text, cut at the edges across which a control token would lie."""
         begin = at = 0
         while edges and (found := self._pattern.search(text, at)):
-            edge = next((each for each in edges if found.start() < each < found.end()), None)
+            place = bisect_right(edges, found.start())
+            edge = edges[place] if place < len(edges) and edges[place] < found.end() else None
             at = found.end() if edge is None else edge
             if edge is not None:
                 yield text[begin:edge], False

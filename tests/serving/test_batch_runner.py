@@ -29,7 +29,15 @@ from serving.api.app import application
 from serving.api.batch_runner import PRIORITY, Batches
 from serving.async_llm import AsyncLLM
 from serving.batches import store as kept_batches
-from serving.batches.lines import LineCheck, WrongLine, expired, num_samples, read_line, split_lines
+from serving.batches.lines import (
+    MOST_LINES,
+    LineCheck,
+    WrongLine,
+    expired,
+    num_samples,
+    read_line,
+    split_lines,
+)
 from serving.batches.store import WINDOW_S, BatchStore, StoredBatch
 from serving.engine.messages import SampleEnd
 from serving.failures import EngineEnded, Failure, Overloaded, PartlyOverloaded, SetAside, Unavailable
@@ -57,6 +65,26 @@ def test_lines_are_the_file_again(content: bytes) -> None:
     whole = content.splitlines()
     assert all(whole[number - 1].strip() in text for number, text in lines)
     assert len(lines) == sum(bool(each.strip()) for each in whole)
+
+
+@each_of(
+    "content, said",
+    [
+        (b"\n" * 10 * MOST_LINES, "more than 50,000 lines"),  # the last line break begins another line
+        (b"a\r\n" + b"\r\n" * (10 * MOST_LINES - 1), "more than 50,000 lines"),
+        (b"a\n" * (MOST_LINES + 1), "more than 50,000 lines"),
+        (b"\n" * 1000, "no line"),
+    ],
+)
+def test_lines_are_bounded_also_where_they_are_blank(content: bytes, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        split_lines(content)
+
+
+def test_lines_keep_their_numbers_ends_and_the_blank_ones_beside_them() -> None:
+    found = split_lines(b"\n \r\na\r\r\n\nb\n\r\n\t\nc")
+    assert found == [(3, b"\n \r\na\r\r\n\n"), (6, b"b\n\r\n\t\n"), (9, b"c")]
+    assert len(split_lines(b"a\n" * MOST_LINES)) == MOST_LINES
 
 
 @each_of(

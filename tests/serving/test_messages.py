@@ -10,7 +10,14 @@ import pytest
 
 from borders.refusal import BadRequest
 from serving.api.messages import Blocks, CountBody
-from serving.api.messages_input import messages_of, signature_of, thinking_of, tool_choice_of, tools_of
+from serving.api.messages_input import (
+    _Turns,
+    messages_of,
+    signature_of,
+    thinking_of,
+    tool_choice_of,
+    tools_of,
+)
 from serving.tools.parsing import CallDelta, Parsed
 from tests.each_of import each_of
 from tests.patience import PATIENCE_S
@@ -316,6 +323,22 @@ def test_turns_of_a_conversation_become_those_of_a_chat() -> None:
         {"role": "assistant", "content": "e"},
     ]
     assert messages_of([{"role": "user", "content": []}], "s")[-1] == {"role": "user", "content": ""}
+
+
+def test_no_block_copies_those_before_it() -> None:
+    """A copy for each would be quadratic, and is made where all other requests wait."""
+    turns = _Turns()
+    turns.system([{"type": "text", "text": each} for each in "ab"])
+    for role, field in (("system", "content"), ("user", "content"), ("assistant", "reasoning_content")):
+        kind, name = ("thinking", "thinking") if role == "assistant" else ("text", "text")
+        kept = []
+        for each in "cde":
+            turns.add("", {"role": role, "content": [{"type": kind, name: each}]})
+            kept.append(turns.messages[-1][field])
+        assert kept[1] is kept[2], role
+    system, user, assistant = turns.finished()
+    assert [each["text"] for each in system["content"] + user["content"]] == [*"abcdecde"]
+    assert assistant == {"role": "assistant", "content": "", "reasoning_content": "c\nd\ne"}
 
 
 def thought(text: str, *more: Any) -> dict[str, Any]:

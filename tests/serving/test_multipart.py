@@ -36,6 +36,13 @@ def test_a_form_that_is_none_is_refused(body: bytes) -> None:
         read_form("multipart/form-data", body)
 
 
+@pytest.mark.parametrize("many", [";", ';"'])
+def test_a_long_type_is_refused_unread(many: str) -> None:
+    """The standard library's time for one is quadratic."""
+    with pytest.raises(BadRequest, match="must be a form"):
+        read_form("multipart/form-data; boundary=b" + many * 4096, b"--b--")
+
+
 _UNREADABLE = [
     "idna''%ff",
     "undefined''x",

@@ -28,7 +28,7 @@ from serving.api.items import carrying
 from serving.api.messages import MessageObject, MessagesBody
 from serving.api.pieces import Turns
 from serving.api.responses import ResponseObject, ResponsesBody
-from serving.api.responses_input import messages_of
+from serving.api.responses_input import _Turns, messages_of
 from serving.api.writer import AnswerWriter, ResponseForm
 from serving.engine.messages import SampleEnd
 from serving.failures import CutOff, EngineEnded, Failure, Overloaded, RequestFailed, Unavailable
@@ -419,6 +419,18 @@ def test_a_turn_of_the_assistant_is_one_message_that_results_follow(items: Any, 
         said = f"{joined(each.get('content', ''))}:{each.get('reasoning_content')}:{calls}"
         found.append(said if each["role"] == "assistant" else each["role"])
     assert found == told
+
+
+def test_no_item_copies_those_before_it() -> None:
+    """A copy for each would be quadratic, and is made where all other requests wait."""
+    turns, kept = _Turns(), list[Any]()
+    for item in (ADD, SAID, SAID, SAID, reasoned("x"), reasoned("y"), reasoned("z")):
+        turns.add("", item)
+        kept.append((turns.messages[0]["content"], turns.messages[0].get("reasoning_content")))
+    assert kept[2][0] is kept[3][0]
+    assert kept[4][1] is kept[5][1] is kept[6][1]
+    [message] = turns.finished()
+    assert (joined(message["content"]), message["reasoning_content"]) == ("So\nSo\nSo", "x\ny\nz")
 
 
 KIMI = "<|tool_call_begin|>functions.add:{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"

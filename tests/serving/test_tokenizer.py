@@ -6,6 +6,7 @@ import ast
 import json
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from serving.text.chat_options import ChatOptions
+from serving.text.shield import Shield
 from serving.text.tokenizer import Text
 from serving.text.tokenizer_settings import MORE_KEYS, SPECIAL_KEYS
 from serving.text.vocabulary import read_tokenizer_files
@@ -176,6 +178,29 @@ def test_a_template_may_show_values_as_python_or_json_writes_them(tmp_path: Path
     ids = text.chat([{"role": "user", "content": "a"}], ChatOptions(chat_template_kwargs={"extra": values}))
     assert not {*ids} & text._control_ids
     assert ast.literal_eval(text.decode(ids, skip_special_tokens=False)) == values
+
+
+def test_edges_are_looked_up_and_not_gone_through() -> None:
+    """There is an edge for each message, and a control token: all of each would be quadratic."""
+    token, num_compared = "<|end|>", 0
+
+    class Edge(int):
+        def __lt__(self, other: int) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return int(self) < other
+
+        def __gt__(self, other: int) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return int(self) > other
+
+    many, size = 1000, len(token)
+    edges = [Edge(at * size + 3) for at in range(many)]
+    cut = [*Shield([token])._cut(token * many, [*edges])]
+    ends = [0, *map(int, edges), many * size]
+    assert cut == [((token * many)[begin:end], False) for begin, end in pairwise(ends)]
+    assert num_compared < many * 20
 
 
 @each_of(

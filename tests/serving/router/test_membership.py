@@ -223,6 +223,22 @@ def test_paths_that_are_open_to_all_take_no_body() -> None:
     run(test)
 
 
+def test_only_operators_see_the_lengths_of_all_prompts() -> None:
+    async def test() -> None:
+        one = Held(0)
+        async with Joined(one) as fleet:
+            await fleet.order("add", 0)
+            await until(lambda: bool(fleet.routing.is_open[0]))
+            await fleet.ask(CHAT, {"messages": [{"role": "user", "content": "x" * 600}]})
+            keys = ApiKeys({"tenant": Rights(max_priority=0), "gateway": Rights("*"), "operator": Rights()})
+            clients = [keys.client(f"Bearer {key}") for key in ("tenant", "gateway", "operator")]
+            told = [(await fleet.ask("/fleet", method="GET", client=each))[1] for each in (*clients, ANYBODY)]
+            assert [len(each["choices"]) for each in told] == [0, 1, 1, 1]
+            assert [each["replicas"][0]["sent"] for each in told] == [1] * 4
+
+    run(test)
+
+
 @pytest.mark.parametrize("order", ["add", "remove", "drain", "resume"])
 def test_orders_are_for_operators(order: str) -> None:
     """Whoever can add a replica reads the prompts that go there."""

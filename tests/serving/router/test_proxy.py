@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from borders.field_types import LONGEST_NAME
 from continuous_batching.routing.routing import Routing
 from continuous_batching.routing.splitting import Split, Splitting
 from serving.api import streamed
 from serving.api.access import AccessControl, BodyMemory
-from serving.api.api_keys import ApiKeys
+from serving.api.api_keys import ANYBODY, ApiKeys
 from serving.router.fair_turns import ModelTurns
 from serving.router.fleet_figures import FleetFigures
 from serving.router.prompts import OWN_LIMIT, Prompts
@@ -427,12 +428,28 @@ def test_a_drained_replica_gets_nothing_and_a_session_stays() -> None:
     run(test)
 
 
+def test_names_of_any_length_are_kept_as_short_ones() -> None:
+    """Thousands of tenants and sessions are remembered."""
+
+    async def test() -> None:
+        async with Fleet(stream(*WHOLE)) as fleet:
+            for last in "ab":
+                await fleet.ask(session="s" * 5000 + last, user="u" * 5000 + last)
+            [tenant] = fleet.turns.of("")._served
+            assert tenant == "u" * LONGEST_NAME
+            sessions = [*fleet.routing._sessions]
+            assert len(sessions) == 2, "each is itself"
+            assert max(map(len, sessions)) < LONGEST_NAME
+
+    run(test)
+
+
 def test_where_requests_went_is_told_with_what_spoke_for_it() -> None:
     async def test() -> None:
         async with Fleet(whole(503, b"{}"), stream(*WHOLE)) as fleet:
             await fleet.ask()
             await fleet.ask("/v1/models")  # no prompt
-            second, first = fleet.figures.as_json()["choices"]
+            second, first = fleet.figures.as_json(ANYBODY)["choices"]
             tokens = first["prompt_tokens"]
             assert tokens > 100
             assert first == {
@@ -442,7 +459,7 @@ def test_where_requests_went_is_told_with_what_spoke_for_it() -> None:
             }  # fmt: skip
             assert (second["replica"], second["is_again"]) == (fleet.replicas[1].url, True)
             fleet.replicas[0].forget()
-            told = fleet.figures.as_json()
+            told = fleet.figures.as_json(ANYBODY)
             assert [each["url"] for each in told["replicas"]] == [second["replica"]]
             assert told["choices"] == [second, first], "also of what has gone"
 
