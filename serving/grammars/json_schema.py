@@ -407,7 +407,9 @@ class _Preparation:
     def _value(self, keyword: str, value: Any, place: Path) -> None:
         """Check the value of a keyword that is enforced and holds no schemas."""
         if keyword in ("enum", "const") and _is_rounded(value):
-            problem = "holds an integer that a double cannot hold, and another one would be answered"
+            problem = (
+                "holds an integer that cannot be kept to its last digit, and another one would be answered"
+            )
             raise self._bad(place, problem, "send it as a string")
         if keyword == "enum":
             if not isinstance(value, list) or not value:
@@ -580,10 +582,15 @@ def _is_rounded(value: Any) -> bool:
         return any(map(_is_rounded, value.values()))
     if isinstance(value, list):
         return any(map(_is_rounded, value))
+    if isinstance(value, bool) or not isinstance(value, int):
+        return False
     try:
-        return isinstance(value, int) and int(float(value)) != value
+        double = float(value)
     except OverflowError:
         return True
+    # It writes an int64 whole, and others by the fewest digits of their double; -2**63 crashes it.
+    is_wide = not -(2**63) < value < 2**63
+    return int(double) != value or (is_wide and int(Decimal(repr(double))) != value)
 
 
 def _compiles(schema: str) -> bool:

@@ -293,7 +293,9 @@ def json_rule(schema: Any) -> str:
     return "%json " + json.dumps({**asked, "x-guidance": JSON_OPTIONS})
 
 
-@lru_cache(maxsize=256)  # an agent sends the same tools with each turn; each takes 1 ms or more
+# An agent sends the same tools with each turn, and a schema of 500 properties may have as many parts, each
+# of which takes 1 ms or more.
+@lru_cache(maxsize=1024)
 def why_not(rule: str) -> str:
     """Return why the matcher refuses a rule's body by itself; nothing where it takes it, or is not here."""
     try:

@@ -9,6 +9,7 @@ compiles it in the engine's process.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ _OUTPUTS = {  # the fields of `structured_outputs`, and the kind of grammar of e
     "grammar": "grammar",
 }
 _ANY_OBJECT = {"type": "object"}
+_FRAGMENT = re.compile(r"%json[ \t\r\n]*(?=\{)")  # what precedes a JSON schema in a grammar
 
 
 def grammar_of(values: Mapping[str, Any]) -> str | None:
@@ -160,6 +162,8 @@ def _written(field: str, kind: str, asked: Any, *, strict: bool = False) -> str:
         _check_choices(field, asked)
     else:
         _check_text(field, asked)
+        if kind == "grammar":
+            _check_fragments(field, asked)
     return json.dumps([field, kind, asked], ensure_ascii=False, separators=(",", ":"))
 
 
@@ -197,6 +201,16 @@ def _check_text(field: str, text: object) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise BadRequest(field, f"is not Unicode text: character {error.start} is half a pair") from error
+
+
+def _check_fragments(field: str, grammar: str) -> None:
+    """Hold the JSON schemas in a grammar to the bounds of others, beyond which the matcher may crash."""
+    for found in _FRAGMENT.finditer(grammar):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+        except (ValueError, RecursionError):
+            continue  # it is part of a text, or the matcher refuses it
+        prepared(schema, field, strict=True)
 
 
 def _check_names(field: str, value: Mapping[str, Any], known: set[str]) -> None:

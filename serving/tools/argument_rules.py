@@ -82,7 +82,6 @@ class _Writer:
         self._numbers = count()
         self._rules: list[str] = []
         self.unheld: dict[str, None] = {}  # the constraints that are not held
-        self._has_bad_parts = bool(why_not(json_rule(schema)))  # parts of any other schema need no look
 
     def written(self) -> list[str]:
         """Return the rules."""
@@ -155,13 +154,15 @@ class _Writer:
 
     def _mapping(self, schema: Any, place: str, least: int, most: int | str) -> str:
         """Return an expression of arguments, or keys, of any name, each with a value of this schema."""
+        if isinstance(most, int) and least > most:
+            self._note(place, "the number of properties")
+            least = 0
         if most == 0:
             return '""'
         key = f"{self._name.upper()}_K{next(self._numbers)}"
         pair = self._named_rule(self._open_item(key, schema, place))
         self._rules.append(f"{key}: {self.key_rule}")
-        between = quoted(self.between)
-        rest = f"({between} {pair}){{{max(least - 1, 0)},{most - 1 if isinstance(most, int) else ''}}}"
+        rest = _repeated(f"{quoted(self.between)} {pair}", least - 1, most)
         return f"{pair} {rest}" if least else f"({pair} {rest})?"
 
     def _named_rule(self, body: str) -> str:
@@ -173,10 +174,18 @@ class _Writer:
         """Return a rule's body for JSON of a part of the schema; of its type where the matcher refuses it."""
         shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
         rule = json_rule({**schema, **shared} if isinstance(schema, Mapping) else schema)
-        if not self._has_bad_parts or not why_not(rule):
+        if not why_not(rule):
             return rule
         self._note(place, "a schema that cannot be followed")
         return json_rule({"type": schema["type"]} if "type" in schema else True)
+
+    def _held_text(self, schema: Alternative, place: str) -> Alternative:
+        """Return a text's schema; that of any text where no text follows it, or the matcher refuses it."""
+        limits = {key: schema[key] for key in _OF_TEXT & schema.keys()}
+        if not limits or not why_not(json_rule({**limits, "type": "string"})):
+            return schema
+        self._note(place, "a schema that cannot be followed")
+        return {"type": ["string"]}
 
     def _content(self, schema: Alternative, place: str, end: str = "") -> str:
         """Return regular expressions of a text, with `end` behind it."""
@@ -196,6 +205,11 @@ def _is_possible(schema: Alternative) -> bool:
     except Unheld:
         return False
     return True
+
+
+def _repeated(further: str, least: int, most: int | str) -> str:
+    """Return how all but the first of at most `most` things are written; the matcher takes no {0,0}."""
+    return "" if most == 1 else f"({further}){{{max(least, 0)},{most - 1 if isinstance(most, int) else ''}}}"
 
 
 def _in_order(name: str, items: Mapping[str, str], required: set[str], between: str) -> Iterator[str]:
@@ -340,6 +354,7 @@ class _PairRules(_Writer):
 
     def _text(self, schema: Alternative, unlike: list[str], place: str) -> str:
         """Return an expression of a text and the closing tag behind it."""
+        schema = self._held_text(schema, place)
         close, begin = self._close, self._before_mark()
         word, end = f"{self._name.upper()}_T{next(self._numbers)}", slashed(begin)
         parts = [self._content(schema, place, end), *(f"~/(?s:{each}){end}/" for each in unlike)]
@@ -479,6 +494,7 @@ class _BareRules(_Writer):
         return f"{literal(self._quote, self._mark)} {literal(value + self._quote, self._mark)}"
 
     def _text(self, schema: Alternative, place: str) -> str:
+        schema = self._held_text(schema, place)
         quote, name = literal(self._quote, self._mark), f"{self._name.upper()}_T{next(self._numbers)}"
         if self._quote in self._mark:
             self._rules.append(f"{name}: {self._content(schema, place)}")
@@ -492,11 +508,14 @@ class _BareRules(_Writer):
         if "prefixItems" in schema:
             self._note(place, "prefixItems")
         items = True if "prefixItems" in schema else schema.get("items", True)
-        least, most = schema.get("minItems", 0), schema.get("maxItems", "")
-        if most == 0 or items is False:
+        least, most = schema.get("minItems", 0), 0 if items is False else schema.get("maxItems", "")
+        if most != "" and least > most:
+            self._note(place, "the number of items")
+            least = 0
+        if most == 0:
             return '"[]"'
         item = self._named_rule(self._value(items, f"{place}[]"))
-        rest = f'("," {item}){{{max(least - 1, 0)},{most - 1 if most != "" else ""}}}'
+        rest = _repeated(f'"," {item}', least - 1, most)
         return f'"[" {item} {rest} "]"' if least else f'"[" ({item} {rest})? "]"'
 
     def _any(self) -> str:

@@ -314,6 +314,53 @@ def test_a_part_that_the_matcher_refuses_is_any_of_its_type(name: str) -> None:
         one_tool(schema, strict=True).grammar(TOOL_FORMATS[name], {})
 
 
+@each_of("name", ["pythonic", "glm45", "gemma4"])
+@each_of(
+    "value, any_of_its_type",
+    [
+        ({"type": "integer", "minimum": 5, "maximum": 3}, 4),
+        ({"type": "string", "minLength": 3, "maxLength": 1}, ""),
+        ({"type": "string", "pattern": "^a{5}$", "maxLength": 3}, "b"),
+        ({"type": "array", "minItems": 2, "maxItems": 1}, []),
+        ({"type": "array", "minItems": 1, "items": False}, []),
+        ({"type": "object", "minProperties": 1, "maxProperties": 0}, {}),
+    ],
+)
+def test_an_argument_that_nothing_satisfies_is_of_its_type(
+    name: str, value: Any, any_of_its_type: Any
+) -> None:
+    """The matcher takes the whole schema, since the argument may be left out."""
+    schema = {"type": "object", "properties": {"v": value, "w": TEXT}}
+    use = one_tool(schema)
+    wrong = [] if value["type"] == "string" else [{"v": None}]  # which is a text like others in pairs
+    check_taken(name, use, [{"w": "x"}, {"v": any_of_its_type, "w": "x"}], wrong)
+    (note,) = use.notes_in(TOOL_FORMATS[name])
+    assert note.startswith("f: v: ")
+    with pytest.raises(BadRequest, match="strict tool f in tools has v: "):
+        one_tool(schema, strict=True).grammar(TOOL_FORMATS[name], {})
+
+
+@each_of("name", NOT_JSON)
+def test_at_most_one_item_and_property(name: str) -> None:
+    for least in (0, 1):
+        items = {"type": "array", "items": {"type": "integer"}, "minItems": least, "maxItems": 1}
+        keys = {
+            "type": "object",
+            "additionalProperties": {"type": "integer"},
+            "minProperties": least,
+            "maxProperties": 1,
+        }
+        schema = {"properties": {"v": items, "w": keys}}
+        right: list[Any] = [{"v": [1], "w": {"a": 1}}, *([] if least else [{"v": [], "w": {}}])]
+        wrong: list[Any] = [
+            {"v": [1, 2]},
+            {"w": {"a": 1, "b": 2}},
+            *([{"v": []}, {"w": {}}] if least else []),
+        ]
+        check_taken(name, one_tool(schema, strict=True), right, wrong)
+    check_taken(name, one_tool(keys, strict=True), [{"a": 1}], [{}, {"a": 1, "b": 2}])
+
+
 @pytest.mark.parametrize(
     ("schema", "what"),
     [
