@@ -9,12 +9,15 @@ ordinary text is encoded. A template that takes words out of a text may still jo
 from __future__ import annotations
 
 import itertools
+import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from serving.text.chat_options import strings_in, with_strings
 from serving.text.vocabulary import any_of
+
+_WRITTEN = re.compile(r"(?:\ue000|\\ue000)([0-9]+)(?:\ue001|\\ue001)")  # marks, as such or escaped
 
 
 class Shield:
@@ -34,11 +37,8 @@ class Shield:
         All other text is unchanged. The text of the mark that keeps texts apart is empty.
         """
         written = "".join(strings_in(values))
-        numbers = (
-            number
-            for number in itertools.count()
-            if _mark(number) not in written and _escaped(number) not in written
-        )
+        taken = set(_WRITTEN.findall(written))  # looked for once: a client may write as many as it likes
+        numbers = (number for number in itertools.count() if str(number) not in taken)
         edge = _mark(next(numbers))
         found = sorted(set(self._pattern.findall(written)))
         marks = {name: _mark(number) for name, number in zip(found, numbers)}
@@ -104,7 +104,3 @@ class Shield:
 
 def _mark(number: int) -> str:
     return f"\ue000{number}\ue001"  # private-use characters of Unicode
-
-
-def _escaped(number: int) -> str:
-    return ascii(_mark(number))[1:-1]

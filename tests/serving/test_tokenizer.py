@@ -14,6 +14,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from serving.text import shield
 from serving.text.chat_options import ChatOptions
 from serving.text.shield import Shield
 from serving.text.tokenizer import Text
@@ -178,6 +179,19 @@ def test_a_template_may_show_values_as_python_or_json_writes_them(tmp_path: Path
     ids = text.chat([{"role": "user", "content": "a"}], ChatOptions(chat_template_kwargs={"extra": values}))
     assert not {*ids} & text._control_ids
     assert ast.literal_eval(text.decode(ids, skip_special_tokens=False)) == values
+
+
+def test_marks_that_a_client_writes_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text may hold as many as fit into a body: to try each number in all of it would be quadratic."""
+    made = list[int]()
+    mark = shield._mark
+    monkeypatch.setattr(shield, "_mark", lambda number: made.append(number) or mark(number))
+    many = 500
+    marks = "".join(map(mark, range(many))) + ascii("".join(map(mark, range(many, 2 * many))))
+    (shielded,), spelt = Shield(["<|end|>"]).shielded([f"{marks}<|end|>"])
+    assert made == [2 * many, 2 * many + 1]
+    assert spelt[mark(2 * many + 1)] == "<|end|>"
+    assert shielded.replace(mark(2 * many), "") == marks + mark(2 * many + 1)
 
 
 def test_edges_are_looked_up_and_not_gone_through() -> None:
