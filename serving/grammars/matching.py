@@ -36,6 +36,12 @@ _INITIAL_FUEL, _STEP_FUEL, _ROW_ITEMS = 200_000, 50_000, 4000
 # characters. An allOf of alternatives becomes all their combinations, which may double with each level: few
 # characters then need many symbols. One mask of 100,000 symbols may take seconds.
 _SYMBOLS, _CHARACTERS_PER_SYMBOL, _MOST_SYMBOLS = 30_000, 4, 120_000
+# llguidance compiles a rule inside the one that refers to it, and a chain of 2,687 rules overflows 8 MiB of
+# stack, which ends the process; brackets take less each.
+MOST_GRAMMAR_LEVELS = 1000
+# A thread has 2 MiB of stack where the process may have it without a limit, which the deepest grammars and
+# schemas overflow. Only what is used of it takes memory.
+threading.stack_size(16 * 2**20)
 # Otherwise, where the text must go on in one way, a mask would allow only the first of its usual tokens.
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 # The space between the parts of a JSON value is nothing, one space, or a new line with its indentation. If it
@@ -279,12 +285,49 @@ def _as_library_has_it(field: str, kind: str, asked: Any) -> str:
         return f"{_NO_FORCING}{written['lark_grammar']}"
     if kind == "choice":
         return f"{_NO_FORCING}start: {' | '.join(map(quoted, asked))}"
-    if not _GBNF.search(asked):
-        return f"{_NO_FORCING}{asked}"
-    try:
-        return f"{_NO_FORCING}{grammar_from('grammar', asked)}"
-    except Exception as error:
-        raise _refused(field, kind, str(error)) from error
+    if _GBNF.search(asked):
+        try:
+            asked = grammar_from("grammar", asked)
+        except Exception as error:
+            raise _refused(field, kind, str(error)) from error
+    if (levels := _levels(asked)) > MOST_GRAMMAR_LEVELS:
+        problem = (
+            f"has {levels} levels, one for each rule that refers to others and one for each bracket around "
+            f"its innermost part; it may have {MOST_GRAMMAR_LEVELS}"
+        )
+        raise BadRequest(field, problem, fix="make it simpler", subject=f"{_NAMES[kind]} in {field}")
+    return f"{_NO_FORCING}{asked}"
+
+
+def _levels(grammar: str) -> int:
+    """Return a bound on the levels of rules and brackets of a Lark grammar in each other.
+
+    That is where each rule that names others lies inside the last, none twice, and the deepest of the rest
+    inside them all. No order of the rules can nest deeper, so that none has to be found.
+    """
+    levels = deepest_leaf = 0
+    opened = deepest = num_names = at = 0
+    while found := _PIECE.search(grammar, at):
+        at = found.end()
+        piece = found["piece"]
+        if piece is None:
+            if found["json"]:
+                with contextlib.suppress(ValueError, RecursionError):  # then the matcher refuses it
+                    _, at = json.JSONDecoder().raw_decode(grammar, at)
+        elif piece in "([{":
+            opened += 1
+            deepest = max(deepest, opened)
+        elif piece in ")]}":
+            opened = max(opened - 1, 0)
+        elif piece[0] != ":":
+            num_names += 1
+        else:  # the last name before it is that of the next rule
+            if num_names > 1:
+                levels += 1 + deepest
+            deepest_leaf = max(deepest_leaf, 1 + deepest)
+            deepest, num_names = opened, 0
+    last = 1 + deepest
+    return levels + (last + deepest_leaf if num_names else max(last, deepest_leaf))
 
 
 def json_rule(schema: Any) -> str:
@@ -316,6 +359,13 @@ def _part(grammar: str) -> str:
 
 
 _GBNF = re.compile(r"^[ \t]*[A-Za-z_][\w-]*\s*::=", re.MULTILINE)  # a rule of it; others are Lark's
+# The pieces of a Lark grammar that nest it, as llguidance's lexer has them, and those that may hold the like:
+# texts, comments, regular expressions, tokens and JSON. What is not closed ends with the grammar.
+_PIECE = re.compile(
+    r"""(?sx) "(?:[^"\\]|\\.)*(?:"i?|\\?\Z) | (?:\#|//)[^\n]* | /(?:[^/\\]|\\.)+(?:/[imslux]*|\\?\Z)
+    | <[^<>]+> | (?P<json>%(?:json|regex|llguidance)[ \t\r\n]*(?=\{))
+    | (?P<piece>[a-z_][a-z0-9_-]*|[A-Z][A-Z0-9_-]*|:+|[()\[\]{}])"""
+)
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _QUOTED = re.compile(r"\n(?:<state>|\s*\d+ \|)")
 _NAMES = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from serving.grammars.json_schema import (
     MOST_PROPERTIES,
     MOST_VALUES,
 )
-from serving.grammars.matching import Grammars
+from serving.grammars.matching import MOST_GRAMMAR_LEVELS, Grammars
 from serving.grammars.structured_output import form_notes, grammar_of
 from serving.tools.definitions import tool_use
 from serving.tools.formats import TOOL_FORMATS
@@ -308,6 +310,60 @@ def test_no_chain_of_references_overflows_the_matcher_s_stack(levels: int, keywo
         else:
             with pytest.raises(BadRequest, match=r"600 levels of schemas|bytes as compact JSON"):
                 grammar_of({"guided_json": schema})
+
+
+def rules(levels: int, brackets: int = 0, mark: str = ":", name: str = "a") -> str:
+    """A grammar of so many levels: rules that each name the next, within brackets, and a last one."""
+    num_rules = (levels - 1) // (1 + brackets)
+    named = (f"{name}{n}{mark} {'(' * brackets}{name}{n + 1}{')' * brackets}\n" for n in range(1, num_rules))
+    start = "root" if "=" in mark else "start"
+    return f'{start}{mark} {name}1\n{"".join(named)}{name}{num_rules}{mark} "b"\n'
+
+
+HIDDEN = 'x: <\x1c"> /[#"(]/ "/\\"" "a"i\n# "\n'  # none of which opens or closes a text around the next rules
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        rules(MOST_GRAMMAR_LEVELS + 1),
+        rules(2 * MOST_GRAMMAR_LEVELS, brackets=16),
+        rules(MOST_GRAMMAR_LEVELS + 1, name="A"),
+        rules(MOST_GRAMMAR_LEVELS + 1, mark=" ::="),
+        HIDDEN + rules(MOST_GRAMMAR_LEVELS + 1) + 'y: <"> "',
+        "start: " + "%lark {\nstart: " * 50 + "x",
+    ],
+)
+def test_a_grammar_that_could_overflow_the_matcher_s_stack_is_refused(grammar: str) -> None:
+    written = json.dumps(asked(guided_grammar=grammar))
+    with pytest.raises(BadRequest, match=rf"has \d+ levels, .*it may have {MOST_GRAMMAR_LEVELS}"):
+        Grammars(lambda: Bytes(), 257, [256]).beginning(written)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"guided_grammar": rules(MOST_GRAMMAR_LEVELS)}, {"guided_json": chained(19, 30, "prefixItems")}],
+)
+def test_the_deepest_that_is_taken_fits_the_stack_of_a_thread(fields: dict[str, Any]) -> None:
+    """However little stack the threads of a process have by themselves."""
+    code = (
+        "import sys, threading; from serving.grammars.matching import Grammars\n"
+        "from tests.serving.test_grammar_fields import Bytes\n"
+        "grammars = Grammars(lambda: Bytes(), 257, [256])\n"
+        "def compile(): print(grammars.beginning(sys.stdin.read()).is_error())\n"
+        "threading.Thread(target=compile).start()\n"
+    )
+    command = ["bash", "-c", 'ulimit -Ss 2048; exec "$0" "$@"', sys.executable, "-c", code]
+    done = subprocess.run(command, input=json.dumps(asked(**fields)), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+def test_rules_that_name_no_others_and_what_only_looks_nested_are_no_levels() -> None:
+    """Grammars of languages have hundreds of keywords, and rules that lead back to others."""
+    words = "".join(f'W{number}: ("w{number}"i)\n' for number in range(1500))
+    opened = '"(" ' * 1500
+    grammar = f'start: "x" | {opened} start // {opened}\n{words}'
+    Grammars(lambda: Bytes(), 257, [256]).beginning(json.dumps(["guided_grammar", "grammar", grammar]))
 
 
 @each_of(
