@@ -62,13 +62,16 @@ def cache_figures(built: BuiltEngine) -> Result:
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
 
 
-def run(options: argparse.Namespace, *, at_once: bool = False) -> Result:
+def run(options: argparse.Namespace) -> Result:
     """Return the run of median throughput, after one uncounted run, so that no figure includes a compilation.
-
-    `at_once`: all requests come at the start, whatever times the trace has.
 
     Raises ValueError where a request failed.
     """
+    return measured(options, at_once=False)
+
+
+def measured(options: argparse.Namespace, *, at_once: bool) -> Result:
+    """Return what `run` returns; `at_once`, all requests come at the start, whatever times the trace has."""
     recipe = recipe_of(options)
     text = Text.of(recipe)
     load_trace(options.trace, text)  # read before the model is built, so that a bad file fails at once
@@ -120,7 +123,7 @@ def run_beside(options: argparse.Namespace) -> Result:
     machine changes it less.
     """
     recipe = recipe_of(options)
-    ours = run(options, at_once=True)  # static batches wait for no arrival either
+    ours = measured(options, at_once=True)  # static batches wait for no arrival either
     gc.collect()  # the engine has gone out of scope, and gives its memory back
     if recipe.device.kind != "cpu":
         torch.accelerator.empty_cache()

@@ -239,6 +239,7 @@ class EngineProcess:
                     os.killpg(self._group, signal.SIGKILL)
                 self._group = None  # other processes may get its number from now on
             await self._killed()
+            self._process.stdin.close()
             await asyncio.wait([self._relaying], timeout=_LAST_WORDS_S)
             self._relaying.cancel()
         self.socket.close()
