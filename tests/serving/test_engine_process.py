@@ -187,7 +187,7 @@ def test_an_engine_that_is_not_to_end_in_order_does_not_hear_of_its_end(
         await asyncio.wait_for(engine.end(in_order=False), PATIENCE_S)
 
     asyncio.run(end())
-    assert steps == ["killed"]
+    assert steps == ["killed", "input closed"]
 
 
 def test_who_is_cancelled_in_the_moment_in_which_a_process_ends_ends(monkeypatch: pytest.MonkeyPatch) -> None:
