@@ -25,7 +25,12 @@ from serving.tools.arguments import LONGEST_KEY, as_json
 from serving.tools.formats import Pairs, ToolFormat
 from serving.tools.patterns import whole_text
 
-_MOST_NAMED = 1000  # rules of parts that Gemma's notation may need for one schema
+# Rules of parts that Gemma's notation may need for one schema. Each may lie inside the last, some rules deep,
+# and the matcher's stack is finite
+_MOST_NAMED = 200
+# Characters of parts that the matcher is asked of alone: so many, or so many times those of the schema
+_LEAST_LOOKED, _TIMES_LOOKED = 2**16, 8
+_REFERENCE = re.compile(r'"\$ref": ("(?:[^"\\]|\\.)*")')
 _MOST_ALTERNATIVES = 2000  # alternatives of all parts of one schema
 _ANY: Alternative = {"type": [*TYPES]}
 _OF_TEXT = frozenset({"minLength", "maxLength", "pattern", "allOf"})
@@ -81,6 +86,8 @@ class _Writer:
         self._num_alternatives = 0
         self._numbers = count()
         self._rules: list[str] = []
+        # Parts repeat what they refer to, so looking at each of them could cost the schema's square
+        self._num_to_look = max(_LEAST_LOOKED, _TIMES_LOOKED * len(json.dumps(schema)))
         self.unheld: dict[str, None] = {}  # the constraints that are not held
 
     def written(self) -> list[str]:
@@ -172,17 +179,36 @@ class _Writer:
 
     def _json(self, schema: Any, place: str) -> str:
         """Return a rule's body for JSON of a part of the schema; of its type where the matcher refuses it."""
-        shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
-        rule = json_rule({**schema, **shared} if isinstance(schema, Mapping) else schema)
-        if not why_not(rule):
+        rule = json_rule({**schema, **self._definitions(schema)} if isinstance(schema, Mapping) else schema)
+        if not self._refuses(rule):
             return rule
         self._note(place, "a schema that cannot be followed")
         return json_rule({"type": schema["type"]} if "type" in schema else True)
 
+    def _definitions(self, part: Any) -> dict[str, dict[str, Any]]:
+        """Return those of the schema's definitions that a part of it leads to."""
+        shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+        found: dict[str, dict[str, Any]] = {}
+        waiting = [part]
+        while waiting:
+            for written in _REFERENCE.findall(json.dumps(waiting.pop())):
+                _, key, name = (*json.loads(written).split("/", 2), "", "")[:3]
+                if name not in shared.get(key, {}):
+                    return shared  # it leads somewhere within one
+                if name not in found.setdefault(key, {}):
+                    found[key][name] = shared[key][name]
+                    waiting.append(shared[key][name])
+        return found
+
+    def _refuses(self, rule: str) -> bool:
+        """Whether the matcher refuses a part's rule, as far as it is still asked."""
+        self._num_to_look -= len(rule)
+        return self._num_to_look >= 0 and bool(why_not(rule))
+
     def _held_text(self, schema: Alternative, place: str) -> Alternative:
         """Return a text's schema; that of any text where no text follows it, or the matcher refuses it."""
         limits = {key: schema[key] for key in _OF_TEXT & schema.keys()}
-        if not limits or not why_not(json_rule({**limits, "type": "string"})):
+        if not limits or not self._refuses(json_rule({**limits, "type": "string"})):
             return schema
         self._note(place, "a schema that cannot be followed")
         return {"type": ["string"]}

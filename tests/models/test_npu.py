@@ -536,7 +536,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch, tmp_
         engine = engine_of("device.graphs=2")
         with torch.npu.stream(engine.runner.attention.update_stream):
             serve(engine)
-        ops, attention = operators("npu", "fused", shape(page_size=32))
+        ops, attention = operators("npu", "fused", shape(page_size=128))
         attention.graph_sizes([1, 2, 4])
         attention.product = replace(product("950", ""), unmasks_decodes=True)
         Bench(attention).step({0: 20, 3: 1})
@@ -604,7 +604,7 @@ import json, logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 from tests.models.test_npu import engine_of, requests
 
-engine = engine_of("device.product=950", "device.graphs=10", "scheduler.num_slots=10")
+engine = engine_of("device.product=950", "device.graphs=10", "scheduler.num_slots=10", "cache.page_size=128")
 engine.add(requests()[0])
 while engine.has_work:
     engine.step()

@@ -11,8 +11,10 @@ import pytest
 from llguidance import LLMatcher
 
 from borders.refusal import BadRequest
+from serving.grammars import matching
 from serving.grammars.matching import json_rule
 from serving.grammars.structured_output import FormedAnswer
+from serving.tools import argument_rules
 from serving.tools.channels import HARMONY
 from serving.tools.definitions import ToolUse, channel_grammar, tool_use
 from serving.tools.formats import TOOL_FORMATS
@@ -219,6 +221,43 @@ def check_taken(name: str, use: ToolUse, right: list[Any], wrong: list[Any]) -> 
 @each_of("name", NOT_JSON)
 def test_a_grammar_visits_each_reference_once(name: str) -> None:
     check_taken(name, one_tool(MANY_WAYS), [{"v": "x"}], [{}, {"v": 1, "w": 2}])
+
+
+def test_parts_of_parts_lie_no_deeper_than_the_matchers_stack_reaches() -> None:
+    """Two cycles of references in one part have as many ends as the product of their lengths."""
+
+    def ring(name: str, size: int) -> dict[str, Any]:
+        further = (
+            {"y": {"const": 1}, "z": {"$ref": f"#/$defs/{name}{(at + 1) % size}"}} for at in range(size)
+        )
+        return {f"{name}{at}": {"type": "object", "properties": each} for at, each in enumerate(further)}
+
+    both = {"allOf": [{"$ref": "#/$defs/a0"}, {"$ref": "#/$defs/b0"}]}
+    use = one_tool({"type": "object", "properties": {"z": both}, "$defs": ring("a", 31) | ring("b", 33)})
+    asked = use.grammar(TOOL_FORMATS["gemma4"], {}, None)
+    assert asked is not None
+    assert matching._levels(json.loads(asked)[2]) < 2600, "8 MiB hold 2,687"
+    (note,) = use.notes_in(TOOL_FORMATS["gemma4"])
+    assert note.startswith("f: z.z.")
+
+
+def test_what_a_part_leads_to_is_looked_at_in_proportion_to_the_schema(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked = list[str]()
+    monkeypatch.setattr(argument_rules, "why_not", lambda rule: looked.append(rule) or "")
+    wide = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(200)}}
+    part = {"type": "array", "items": {"$ref": "#/$defs/wide"}}
+    some = {f"a{at}": part | {"minItems": at} for at in range(100)}
+    schema = {"properties": some | {"n": {"type": "integer"}}, "$defs": {"wide": wide, "other": wide}}
+    argument_rules.argument_rules(TOOL_FORMATS["pythonic"], "f", schema, {})
+    assert 10 < len(looked) < 100
+    assert sum(map(len, looked)) <= max(2**16, 8 * len(json.dumps(schema)))
+    looked.clear()
+    argument_rules.argument_rules(
+        TOOL_FORMATS["pythonic"], "f", schema | {"properties": {"n": {"enum": [1]}}}, {}
+    )
+    assert not any("wide" in rule for rule in looked), "what a part does not lead to is no part of its rule"
 
 
 CLOSED = {"additionalProperties": False}
