@@ -377,8 +377,8 @@ class Engine:
     def _look_up(self, tier: Tier, request: Request) -> None:
         """Start a lookup in the tier for the pages that a new request lacks here.
 
-        The request waits for it. Only a step takes in what was found: while none is made, as in a paused
-        engine, no lookup is started once what others have found would fill the host's pool.
+        The request waits for it. Only a step takes in what was found: until the next one, which a paused
+        engine does not make, no lookup is started once what others have found would fill the host's pool.
         """
         num_held = sum(len(lookup.contents) for _, lookup in self._awaited)
         if num_held and num_held >= self.scheduler.prefix.num_host_pages:

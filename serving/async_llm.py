@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from typing import Any, TypeVar
 from borders.refusal import BadRequest
 from continuous_batching.request import Request
 from kv_cache.page_keys import page_keys
+from recipes.cluster.cluster import find_cluster
 from recipes.fitting import fitted, one_of, with_settings
 from recipes.schema.reader import load
 from recipes.schema.server_section import ServerSection
@@ -65,7 +67,7 @@ BODY_S = 1.0  # time for which a request holds its place while its body is still
 
 
 def prompt_entries(request: Request, num_answers: int) -> int:
-    """Return the number of prompt log-probabilities in a response, which each answer repeats."""
+    """Return the number of prompt log-probabilities in a response, which `num_answers` of it repeat."""
     asked = request.params.prompt_logprobs
     return 0 if asked is None else request.num_prompt_tokens * (asked + 1) * num_answers
 
@@ -120,7 +122,7 @@ class ServerLimits:
         The requests share the given fields. `longest` is the most tokens of prompt and answer. Raises
         BadRequest for too many in one response, and Overloaded for too many beside those already reserved.
         """
-        num_answers = fields.get("n") or 1
+        num_answers = 1 if "messages" in fields else fields.get("n") or 1  # those of a chat stand once
         of_prompts = [prompt_entries(each, num_answers) for each in requests]
         of_answers = [answer_entries(each, longest) for each in requests]
         total = sum(of_prompts) + sum(of_answers)
@@ -283,7 +285,11 @@ class AsyncLLM:
         self.limits = ServerLimits(self.recipe.server, self.stats.rejected)
         chosen = [] if profile is None else ["--profile", profile]
         self._arguments = [str(Path(recipe).resolve()), *overrides, *chosen]
-        self.engine = Supervisor(self._arguments_of, self.recipe.server, self._hear, self._lose_engine)
+        parallel = self.recipe.parallel
+        self.engine = Supervisor(
+            *(self._arguments_of, self.recipe.server, self._hear, self._lose_engine),
+            leads_others=parallel.ranks > 1 and find_cluster(parallel, os.environ).num_nodes > 1,
+        )
         self.stats.is_slow = lambda: self.engine.status == "slow"
         self.stats.silence_limit_s = lambda: self.engine.silence.limit_s
         self.adapters = ServedAdapters(self.recipe.adapters, self.engine.send, self._requests)

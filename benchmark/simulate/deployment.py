@@ -191,8 +191,8 @@ class Deployment:
             )
         if self.placement.pipeline > 1 and (self.replicas > 1 or self.split is not None):
             raise ValueError(
-                f"{self.placement.pipeline} stages of layers are simulated for one engine alone; leave out"
-                " --pp and add parallel.pipeline=1, or leave out --dp and --split"
+                f"{self.placement.pipeline} stages of layers are simulated for one engine alone; add"
+                " parallel.pipeline=1, and no --pp, or simulate one engine"
             )
 
     @property

@@ -151,9 +151,8 @@ class LiveMemory:
     def _check_same(self, config: DecoderConfig) -> None:
         """Raise ValueError unless a checkpoint describes the model that is served."""
         old, form = self._runner.config, config.quantization
-        if isinstance(form, Described) and isinstance(old.quantization, Described):  # they name their folders
-            same = replace(form, file=old.quantization.file, rotation=old.quantization.rotation)
-            config = replace(config, quantization=same)
+        if isinstance(form, Described) and isinstance(old.quantization, Described):  # it names its folder
+            config = replace(config, quantization=replace(form, file=old.quantization.file))
         for field in fields(old):
             asked, own = (getattr(each, field.name) for each in (config, old))
             if asked != own:

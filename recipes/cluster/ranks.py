@@ -11,10 +11,11 @@ import logging
 import os
 import select
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -235,8 +236,13 @@ def _close(processes: Sequence[RankProcess], listeners: Listeners) -> None:
     listeners.close()
     for process in processes:
         process.end(_GRACE_S)
-    if dist.is_initialized():
+    if dist.is_initialized() and listeners.lost is None:
         dist.destroy_process_group()
+    elif dist.is_initialized():  # a library may wait there for the lost rank for ever
+        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        with suppress(RuntimeError):  # at the interpreter's end no thread begins, and nothing is left to free
+            ending.start()
+            ending.join(_GRACE_S)
 
 
 def _has_ended(name: str, connection: socket.socket) -> bool:

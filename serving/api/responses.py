@@ -300,7 +300,7 @@ class ResponsesBody(SamplingBody):
     instructions: str | None = Field(None, description="a system message before all others")
     max_output_tokens: int | None = Field(None, description="of thoughts and all else; null: as many as fit")
     text: dict[str, Any] | None = Field(None, description="`format`: the form of the answer")
-    reasoning: dict[str, Any] | None = Field(None, description="`effort`: how hard to think")
+    reasoning: dict[str, Any] | None = Field(None, description="`effort`: how hard to think; `summary`: auto")
     tools: list[Any] | None = Field(None, description="functions that the answer may call")
     tool_choice: str | dict[str, Any] | None = Field(
         None, description="none, auto, required, or the function that must be called; null: auto"

@@ -55,7 +55,10 @@ class Supervisor:
         limits: ServerSection,
         hear: Callable[[FromEngine], None],
         lose: Callable[[str], None],
+        *,
+        leads_others: bool = False,
     ) -> None:
+        self._leads_others = leads_others  # the engine leads ranks of other machines
         self.state: State = "starting"
         self.facts: EngineFacts | None = None  # facts of the engine, while it is ready
         self.long_factors = False  # kept from the latest engine's facts, for answers that it began
@@ -202,7 +205,8 @@ class Supervisor:
                 engine = self._engine = await self._next()
                 await self._attend(engine, born_s)
             except EngineLost as error:
-                in_order = self.state == "draining"  # else another follows, which needs ranks elsewhere too
+                # Another may follow, which needs those ranks, and they end for good where their leader closes
+                in_order = self.state == "draining" or not self._leads_others
                 log.error("%s", error)
                 self.trouble = without_paths(str(error))
             finally:

@@ -40,7 +40,7 @@ _BOUNDS = numbers(-(2**53), 2**53)  # JavaScript's largest integers, which its s
 LONGEST_NOTE = 100  # characters of a note
 MOST_REPEATS = 100_000  # largest minLength, maxLength, minItems, ...
 MOST_NOTES = 50  # notes of one schema
-_MOST_PATTERNS = 200  # patterns of one schema that are tried, which takes 1.5 ms each
+_MOST_PATTERNS = 200  # patterns of one schema, and formats beside others, that are tried; 1.5 ms each
 _MOST_KEPT_BYTES = 2**21  # prepared schemas are kept; an agent sends the same ones with each turn
 # A string that is not closed ends with the text; searches would otherwise begin again at each quote in it.
 _QUOTED = re.compile(r'(?s)"(?:[^"\\]|\\.)*(?:"|\\?\Z)')

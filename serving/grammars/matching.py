@@ -8,13 +8,13 @@ asked for.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -337,10 +337,23 @@ def json_rule(schema: Any) -> str:
 
 
 # An agent sends the same tools with each turn, and a schema of 500 properties may have as many parts, each
-# of which takes 1 ms or more.
-@lru_cache(maxsize=1024)
+# of which takes 1 ms or more. Kept by their digests, since a rule may have hundreds of kilobytes.
+_MOST_SAID = 1024
+_SAID: dict[bytes, str] = {}
+
+
 def why_not(rule: str) -> str:
     """Return why the matcher refuses a rule's body by itself; nothing where it takes it, or is not here."""
+    key = hashlib.sha256(rule.encode()).digest()
+    found = _SAID.get(key)
+    if found is None:
+        if len(_SAID) >= _MOST_SAID:
+            _SAID.clear()
+        found = _SAID[key] = _asked(rule)
+    return found
+
+
+def _asked(rule: str) -> str:
     try:
         from llguidance import LLMatcher
     except ImportError:

@@ -91,7 +91,7 @@ def _is_sign(event: bytes) -> bool:
 
 
 def refuses(stream: bytes) -> bool:
-    """Return whether the first event of a stream refuses the request; another replica may accept it."""
+    """Return whether the first event of a stream behind its opening refuses; another replica may accept."""
     error = _error_in(first_data(stream))
     return _field(error, "type") in _OVERLOADED or any(code in _AGAIN for code in _codes(error))
 

@@ -25,9 +25,9 @@ from serving.tools.arguments import LONGEST_KEY, as_json
 from serving.tools.formats import Pairs, ToolFormat
 from serving.tools.patterns import whole_text
 
-# Rules of parts that Gemma's notation may need for one schema. Each may lie inside the last, some rules deep,
-# and the matcher's stack is finite
-_MOST_NAMED = 200
+# Parts that have rules of their own in Gemma's notation, and rules behind which further ones are any value:
+# each rule may lie inside the last, and the matcher's stack is finite
+_MOST_NAMED, _MOST_RULES = 500, 3000
 # Characters of parts that the matcher is asked of alone: so many, or so many times those of the schema
 _LEAST_LOOKED, _TIMES_LOOKED = 2**16, 8
 _REFERENCE = re.compile(r'"\$ref": ("(?:[^"\\]|\\.)*")')
@@ -468,6 +468,9 @@ class _BareRules(_Writer):
         first = " | ".join(f'"{{" {self._object(each, "")} "}}"' for each in self._objects())
         while self._waiting:
             name, schema, place = self._waiting.pop()
+            if len(self._rules) > _MOST_RULES:
+                self._note(place, "parts of parts without end")
+                schema = True
             self._rules.append(f"{name}: {self._direct(schema, place)}")
         return [f"{self._name}: {first}", *self._rules]
 

@@ -194,7 +194,7 @@ def test_a_recipes_own_ranks_are_simulated(
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (["--dp", "2"], "^2 stages of layers are simulated for one engine alone; leave out --pp and add"),
+        (["--dp", "2"], "^2 stages of layers are simulated for one engine alone; add parallel.pipeline=1"),
         (["--split", "1:1"], "^2 stages of layers are simulated for one engine alone; "),
         (["parallel.tensor=3"], r"^parallel\.tensor: 3 tensor ranks cannot share"),
         (["parallel.pipeline=3"], r"^parallel\.pipeline is 3; it must divide the model's 32 layers"),

@@ -80,9 +80,11 @@ def keeper_of(
     *lives: Short,
     heard: Callable[[FromEngine], None] = lambda message: None,
     lost: Callable[[str], None] = lambda reason: None,
+    leads_others: bool = False,
 ) -> Supervisor:
     """A supervisor without a spare whose engines live these lives, the last of them again and again."""
-    keeper, left = Supervisor(lambda life: [], ServerSection(spare_engine=False), heard, lost), [*lives]
+    limits, left = ServerSection(spare_engine=False), [*lives]
+    keeper = Supervisor(lambda life: [], limits, heard, lost, leads_others=leads_others)
 
     async def following() -> Short:
         return left.pop(0) if len(left) > 1 else left[0]
@@ -239,16 +241,22 @@ def test_an_engine_is_lost_before_its_process_has_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_lost", "drains", "in_order"), [(True, False, False), (True, True, True), (False, False, True)]
+    ("leads_others", "is_lost", "drains", "in_order"),
+    [
+        (True, True, False, False),
+        (True, True, True, True),
+        (True, False, False, True),
+        (False, True, False, True),
+    ],
 )
-def test_a_lost_engine_that_another_follows_does_not_end_in_order(
-    is_lost: bool, drains: bool, in_order: bool
+def test_a_lost_leader_of_other_machines_that_another_follows_does_not_end_in_order(
+    leads_others: bool, is_lost: bool, drains: bool, in_order: bool
 ) -> None:
-    """Ranks of other machines would take that for the end of the server, and be missing in the next one."""
+    """Their ranks would take that for the end of the server, and be missing in the next one."""
 
     async def ended_in_order() -> bool:
         engine = Loading()
-        keeper = keeper_of(engine)
+        keeper = keeper_of(engine, leads_others=leads_others)
         keeper.start()
         await until(lambda: keeper.stage)
         if drains:

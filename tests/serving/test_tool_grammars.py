@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -223,8 +224,8 @@ def test_a_grammar_visits_each_reference_once(name: str) -> None:
     check_taken(name, one_tool(MANY_WAYS), [{"v": "x"}], [{}, {"v": 1, "w": 2}])
 
 
-def test_parts_of_parts_lie_no_deeper_than_the_matchers_stack_reaches() -> None:
-    """Two cycles of references in one part have as many ends as the product of their lengths."""
+def rings() -> dict[str, Any]:
+    """Two cycles of references in one part, which has as many ends as the product of their lengths."""
 
     def ring(name: str, size: int) -> dict[str, Any]:
         further = (
@@ -233,12 +234,27 @@ def test_parts_of_parts_lie_no_deeper_than_the_matchers_stack_reaches() -> None:
         return {f"{name}{at}": {"type": "object", "properties": each} for at, each in enumerate(further)}
 
     both = {"allOf": [{"$ref": "#/$defs/a0"}, {"$ref": "#/$defs/b0"}]}
-    use = one_tool({"type": "object", "properties": {"z": both}, "$defs": ring("a", 31) | ring("b", 33)})
+    return {"type": "object", "properties": {"z": both}, "$defs": ring("a", 31) | ring("b", 33)}
+
+
+def spellings() -> dict[str, Any]:
+    """A part that refers to itself in 150 ways, each of which has rules for 150 properties."""
+    ways = {f"p{at}": {"$ref": "#/$defs/D", "maxProperties": 1000 + at} for at in range(150)}
+    return {
+        "properties": {"x": {"$ref": "#/$defs/D"}},
+        "$defs": {"D": {"type": "object", "properties": ways}},
+    }
+
+
+@pytest.mark.parametrize("made", [rings, spellings])
+def test_parts_of_parts_lie_no_deeper_than_the_matchers_stack_reaches(
+    made: Callable[[], dict[str, Any]],
+) -> None:
+    use = one_tool(made())
     asked = use.grammar(TOOL_FORMATS["gemma4"], {}, None)
     assert asked is not None
-    assert matching._levels(json.loads(asked)[2]) < 2600, "8 MiB hold 2,687"
-    (note,) = use.notes_in(TOOL_FORMATS["gemma4"])
-    assert note.startswith("f: z.z.")
+    assert matching._levels(json.loads(asked)[2]) < 5000, "16 MiB hold 5,400"
+    assert use.notes_in(TOOL_FORMATS["gemma4"]), "what is any value is told"
 
 
 def test_what_a_part_leads_to_is_looked_at_in_proportion_to_the_schema(
