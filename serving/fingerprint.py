@@ -28,7 +28,7 @@ class ServedWeights:
     fingerprint: str  # the `system_fingerprint` of their answers
 
 
-_PLACES = (  # where things are and who may read them, beside the keys that are a path
+_PLACES = (  # They say where things are and who may read them, as do the keys that are a path
     *("cache.tier", "cache.events", "cache.events_topic", "cache.events_open"),
     *("parallel.nodes", "parallel.interface"),
 )

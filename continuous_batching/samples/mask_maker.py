@@ -24,7 +24,7 @@ from kv_cache.pages import Index
 _NONE: Index = np.empty(0, dtype=np.int64)
 PATIENCE_S = 0.05  # how long a step waits for masks that were quick so far
 _LOOK_S = 0.001  # how often a wait looks whether it is called away
-MOST_THREADS = 16  # of the quick grammars, and of the slow ones, each of which occupies one
+MOST_THREADS = 16  # Quick grammars have so many, and so have slow ones, each of which occupies one
 
 
 class MaskPlace(NamedTuple):

@@ -240,7 +240,7 @@ def _close(processes: Sequence[RankProcess], listeners: Listeners) -> None:
         dist.destroy_process_group()
     elif dist.is_initialized():  # a library may wait there for the lost rank for ever
         ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        with suppress(RuntimeError):  # at the interpreter's end no thread begins, and nothing is left to free
+        with suppress(RuntimeError):  # No thread begins at the interpreter's end, and nothing is left to free
             ending.start()
             ending.join(_GRACE_S)
 

@@ -337,7 +337,7 @@ def json_rule(schema: Any) -> str:
 
 
 # An agent sends the same tools with each turn, and a schema of 500 properties may have as many parts, each
-# of which takes 1 ms or more. Kept by their digests, since a rule may have hundreds of kilobytes.
+# of which takes 1 ms or more. Answers are kept by digests, since a rule may have hundreds of kilobytes.
 _MOST_SAID = 1024
 _SAID: dict[bytes, str] = {}
 
