@@ -79,9 +79,8 @@ def clear_thoughts(messages: Sequence[Json], given: Mapping[str, Any]) -> None:
             raise wrong(field, f"{place}.type", edit.get("type"), _CLEARS)
         check_names(field, place, edit, {"type", "keep"})
         kept = edit.get("keep")
-        kept = (
-            {"type": "thinking_turns", "value": 1} if kept is None else kept
-        )  # That is the default of that API
+        if kept is None:
+            kept = {"type": "thinking_turns", "value": 1}  # This is the default of Anthropic's API
         if kept in ("all", {"type": "all"}):
             continue
         num_kept = kept.get("value") if isinstance(kept, Mapping) else None
