@@ -107,7 +107,7 @@ class Strings(FieldType):
 
     def read(self, name: str, value: Any) -> tuple[str, ...]:
         strings = [value] if isinstance(value, str) else value
-        if not isinstance(strings, list) or not all(isinstance(each, str) for each in strings):
+        if not isinstance(strings, (list, tuple)) or not all(isinstance(each, str) for each in strings):
             raise BadRequest(name, value=value, limit="a string or a list of strings")
         self.check(name, strings)
         for each in strings:
@@ -128,7 +128,7 @@ class TokenIds(FieldType):
     least: int = 0
 
     def read(self, name: str, value: Any) -> tuple[int, ...]:
-        if not isinstance(value, list):
+        if not isinstance(value, (list, tuple)):  # JSON has no tuples, but Python's requests may
             raise BadRequest(name, value=value, limit="a list of token ids")
         self.check(name, value)
         if value and ({*map(type, value)} != {int} or min(value) < 0 or max(value) > LAST_ID):

@@ -208,11 +208,12 @@ def whole_file(path: str | Path) -> Iterator[IO[str]]:
     A pipe or a device is written to directly. The error of a full disk, or of a file that is too large, names
     `path`.
     """
-    target = Path(path).resolve()
-    if target.exists() and not target.is_file():
-        with naming(path), target.open("w", encoding="utf-8") as output:
+    if Path(path).exists() and not Path(path).is_file():
+        # By the name that was given: what /dev/stdout resolves to, `pipe:[1]`, can't be opened.
+        with naming(path), Path(path).open("w", encoding="utf-8") as output:
             yield output
         return
+    target = Path(path).resolve()
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with naming(path), partial.open("w", encoding="utf-8") as output:

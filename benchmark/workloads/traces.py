@@ -173,6 +173,8 @@ def mooncake(path: Path, load: SyntheticLoad) -> Iterator[Item]:
             raise ValueError(
                 f"{length} tokens and hash_ids {abbreviate(ids)}; there must be one for each 512 tokens"
             )
+        if not all(type(each) is int for each in ids):
+            raise ValueError(f"hash_ids is {abbreviate(ids)}; each must be a whole number")
         parts = [
             np.random.default_rng([load.seed, MOONCAKE, int(each < 0), abs(each)])
             .integers(0, load.vocab_size, MOONCAKE_TOKENS)

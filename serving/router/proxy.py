@@ -51,6 +51,7 @@ from serving.router.reply import (
     WITH_DONE,
     Refusal,
     Reply,
+    before_loss,
     begun_with,
     first_data,
     has_event,
@@ -451,11 +452,17 @@ class Proxy:
             while unsent and not answer.is_read:  # the end is sent with the last bytes: the client wakes once
                 ready, held = whole_events(held + unsent)
                 unsent = b""
-                if ready:
-                    await reply.part(ready)
-                    sent = ready[-64:]
+                told = before_loss(ready)
+                if told:
+                    await reply.part(told)
+                    sent = told[-64:]
+                if len(told) < len(ready):
+                    raise Lost(_ENDED)
                 unsent = await answer.next()
-            unsent = held + unsent
+            ready = held + unsent
+            unsent = before_loss(ready)
+            if len(unsent) < len(ready):
+                raise Lost(_ENDED)
             if wants_done and not (sent + unsent[-64:]).rstrip().endswith(_ENDS):
                 raise Lost("the stream ended before its end")
         except Lost as lost:

@@ -34,6 +34,7 @@ _ENDS = (b"\r\n\r\n", b"\n\n", b"\r\r")  # how an event ends
 _END = re.compile(b"|".join(_ENDS))
 # What a response of OpenAI's begins with, whether it is answered or fails; its JSON is one line
 _OPENING = re.compile(rb"(?:event: response\.(?:created|in_progress)\ndata: [^\n]*\n\n){0,2}")
+_LOSS = b'"%s"' % EngineEnded.code.encode()  # within a string of an answer its quotes are escaped
 _MOST_FIRST = 2**16  # bytes after which an event is taken to be part of an answer before its end
 # How the two other APIs name what REFUSED names by status
 _OVERLOADED = ("overloaded_error", "rate_limit_error")
@@ -83,6 +84,15 @@ def whole_events(received: bytes) -> tuple[bytes, bytes]:
     """Split a part of a stream behind its last whole event; a very long event is not held back."""
     at = max(received.rfind(end) + len(end) if end in received else 0 for end in _ENDS)
     return (received[:at], received[at:]) if len(received) - at <= _MOST_FIRST else (received, b"")
+
+
+def before_loss(events: bytes) -> bytes:
+    """Return what comes before the event with which a server says that its engine ended; all without one."""
+    named = events.find(_LOSS)
+    if named < 0:
+        return events
+    at = max(events.rfind(end, 0, named) + len(end) if end in events[:named] else 0 for end in _ENDS)
+    return events[:at] if tells_of_loss(first_data(events[at:])) else events
 
 
 def _is_sign(event: bytes) -> bool:

@@ -80,6 +80,15 @@ def test_a_device_is_written_to_directly() -> None:
         output.write("anything")
 
 
+def test_a_pipe_is_written_to_by_the_name_that_the_shell_gives_it() -> None:
+    reading, writing = os.pipe()
+    with whole_file(f"/dev/fd/{writing}") as output:
+        output.write("anything")
+    os.close(writing)
+    with open(reading) as pipe:
+        assert pipe.read() == "anything"
+
+
 def test_a_time_line_of_a_bad_trace_is_not_begun(tmp_path: Path) -> None:
     trace, timeline = tmp_path / "trace.jsonl", tmp_path / "timeline.json"
     trace.write_text("no request\n")

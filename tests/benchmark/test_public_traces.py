@@ -127,6 +127,8 @@ def sharegpt(value: Any, role: Any = "gpt") -> str:
 BAD = [
     ("mooncake", json_lines(MOONCAKE[:1]) + "{oops\n" + json_lines(MOONCAKE[1:2]), "line 2: not JSON", 2),
     ("mooncake", mooncake(hash_ids=[1]), "line 4: 1300 tokens and", 3),
+    ("mooncake", mooncake(hash_ids=[0, 1.5, 2]), r"line 4: hash_ids is .* each must be a whole number", 3),
+    ("mooncake", mooncake(hash_ids=[True, 1, 2]), r"line 4: hash_ids is .* each must be a whole number", 3),
     ("mooncake", mooncake(timestamp=None), "line 4: .*timestamp.* is", 3),
     ("mooncake", mooncake(output_length=0), "line 4: output_length is 0", 3),
     ("mooncake", mooncake(input_length=10**400), "line 4: input_length", 3),

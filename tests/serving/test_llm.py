@@ -58,6 +58,14 @@ def test_the_tokenizers_own_end_is_no_stop_token_that_was_asked_for(
         assert (found.token_ids[-1], found.stop_reason, found.finish_reason) == (*expected, "stop")
 
 
+def test_lists_may_be_tuples(llm: LLM) -> None:
+    asked = SamplingParams(
+        temperature=0, max_tokens=3, stop=("never",), stop_token_ids=(1,), allowed_token_ids=(9,)
+    )
+    (answer,) = llm.generate(["One"], asked, use_tqdm=False)
+    assert answer.outputs[0].token_ids == [9, 9, 9]
+
+
 def test_answers_are_those_of_a_file(llm: LLM) -> None:
     outputs = llm.generate(PROMPTS, [SamplingParams(**each) for each in PARAMS], use_tqdm=False)
     lines = [

@@ -295,6 +295,33 @@ def test_other_servers_streams_are_known_to_be_whole() -> None:
     run(test)
 
 
+def test_a_server_whose_engine_ended_in_a_stream_is_a_loss() -> None:
+    """It lives and says so, however its pieces come; a text that says the same is none."""
+    ended = b'data: {"error":{"message":"it ended","type":"x","param":null,"code":"engine_lost"}}\n\n'
+    said = b'data: {"choices":[{"text":"{\\"code\\":\\"engine_lost\\"}"}]}\n\n'
+    done = b"data: [DONE]\n\n"
+
+    async def test() -> None:
+        for pieces in (
+            (ended, done),
+            (ended + done,),
+            (said + ended, done),
+            (ended[:9], ended[9:70], ended[70:]),
+        ):
+            async with Fleet(stream(WHOLE[0], *pieces)) as fleet:
+                status, body = await fleet.ask()
+                assert (status, error_of(body)["code"]) == (200, "replica_lost")
+                told = WHOLE[0] + (said if said in pieces[0] else b"")
+                assert body.startswith(told + b"data: ")
+                assert body.count(b"data: ") == told.count(b"data: ") + 1
+                assert fleet.figures.num_cut_off == 1
+        async with Fleet(stream(said, said, done)) as fleet:
+            assert await fleet.ask() == (200, said + said + done)
+            assert fleet.figures.num_cut_off == 0
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     "info", [b"<html>", b'{"recipe": {"cache": {"events": "tcp://127.0.0.1:9"}}, "page_size": 8}']
 )
