@@ -561,9 +561,17 @@ class DecoderConfig:
         """
         quantization = self.quantization
         is_tied = name == "lm_head" and self.tie_embeddings
-        if self.kept_form is not None and self.kept_form.covers(name):
+        if self.kept_form is not None and self.kept_form.covers(self._stored_name(name)):
             return Int4(self.kept_form.group_size, self.kept_form.has_zeros)
         return "plain" if quantization is None or is_tied else quantization.form(name)
+
+    def _stored_name(self, name: str) -> str:
+        """Return the name under which the checkpoint stores this linear, perhaps joined with others."""
+        block, _, role = name.rpartition(".")
+        for joined, roles in ((QKV, FUSED), (GATE_UP, MLP_ROLES[:2])):
+            if joined in self.stored_joined and role in roles:
+                return f"{block}.{joined}"
+        return name
 
     @property
     def int8_forms(self) -> frozenset[Stored]:

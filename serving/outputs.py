@@ -65,7 +65,8 @@ Logprobs = dict[int, Logprob]  # keyed by token id: the token at this position f
 class CompletionOutput:
     """One answer; `finish_reason` is stop, length, timeout, or error if the logits were not finite.
 
-    `token_ids` end with the token that ended the answer; `stop_reason` is the stop string or stop token.
+    `token_ids` end with the token that ended the answer; `stop_reason` is the stop string or stop token. The
+    model's further end tokens are stop tokens, too; the tokenizer's own is none.
     """
 
     index: int

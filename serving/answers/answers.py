@@ -41,7 +41,7 @@ class AnswerDelta:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
-    stop_reason: str | int | None = None  # the stop string, or the token, that ended it
+    stop_reason: str | int | None = None  # the stop string, or the stop token, that ended it
     sample: int = 0  # index of the sample that the answer comes from
     hypothesis: Found | None = None  # the beam-search hypothesis that the answer is, if any
 
@@ -157,10 +157,10 @@ class SampleAnswers:
             return self._grow(sample, delta)
         ended_by = tokens[-1] if reason == "stop" else None
         params = sample.request.params
-        # The tokenizer's own end is looked for first, as in vLLM, whether or not it was asked for, too
+        # The tokenizer's own end is looked for first, as in vLLM, whether or not it was asked for, too. Any
+        # other end is a stop token: one that was asked for, or a further one of the model's configuration
         own = () if self._text is None or params.ignore_eos else self._text.eos_token_ids
-        is_asked = ended_by in params.stop_token_ids and ended_by not in own
-        return self._finish(sample, delta, reason, ended_by if is_asked else None)
+        return self._finish(sample, delta, reason, None if ended_by in own else ended_by)
 
     def end(self, index: int, reason: str, hypotheses: Sequence[Found] = ()) -> list[AnswerDelta]:
         """End a sample without another token, and return the new parts of answers.

@@ -287,7 +287,7 @@ def joined(content: str | Sequence[Message] | None) -> str:
     """Return a checked content as one text, in which parts are lines."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(part["text"] for part in content if part["text"])  # vLLM drops empty parts, too
 
 
 def _is_content(expression: nodes.Node, named: Collection[str]) -> bool:
@@ -435,7 +435,8 @@ class ChatTemplate:
                 **kwargs,
             )
         except _FAILURES as error:
-            given = "messages and chat_template_kwargs" if kwargs else "messages"
+            further = {"tools": options.tools, "chat_template_kwargs": options.chat_template_kwargs}
+            given = " and ".join(["messages", *(name for name, each in further.items() if each)])
             problem = f"refuses these {given}: {_line(error)}"
             raise BadRequest("messages", problem, subject="the chat template") from error
 

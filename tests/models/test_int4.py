@@ -182,6 +182,21 @@ def test_what_is_multiplied_as_one_stays_packed_as_one(tmp_path: Path) -> None:
         kept_int4(replace(config, stored_form=left_out))
 
 
+@pytest.mark.parametrize("ignored", ["qkv_proj", "gate_up_proj"])
+def test_a_linear_that_is_stored_joined_is_left_out_by_that_name(ignored: str, tmp_path: Path) -> None:
+    _, path = stored("phi3", "awq", tmp_path)
+    config = config_in(path)
+    form = replace(config.stored_form, ignore=(f"re:.*{ignored}",))
+    kept = kept_int4(replace(config, stored_form=form))
+    block = "model.layers.0."
+    attention = {kept.form(f"{block}self_attn.{each}_proj") for each in "qkv"}
+    mlp = {kept.form(f"{block}mlp.{each}_proj") for each in ("gate", "up")}
+    packed = {kept.form(f"{block}self_attn.o_proj")}
+    assert packed != {"plain"}
+    assert attention == ({"plain"} if ignored == "qkv_proj" else packed)
+    assert mlp == ({"plain"} if ignored == "gate_up_proj" else packed)
+
+
 @pytest.mark.parametrize(
     ("name", "group", "largest", "words"),
     [

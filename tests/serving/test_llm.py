@@ -58,6 +58,18 @@ def test_the_tokenizers_own_end_is_no_stop_token_that_was_asked_for(
         assert (found.token_ids[-1], found.stop_reason, found.finish_reason) == (*expected, "stop")
 
 
+def test_an_end_of_the_model_that_is_not_the_tokenizers_own_is_a_stop_token(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (end,) = llm.engine.scheduler.eos_token_ids
+    asked = SamplingParams(temperature=0, max_tokens=16)
+    for own, expected in (((end,), None), ((end + 1,), end)):
+        monkeypatch.setattr(llm.text, "eos_token_ids", own)
+        (answer,) = llm.generate(["348+275="], asked, use_tqdm=False)
+        (found,) = answer.outputs
+        assert (found.token_ids[-1], found.stop_reason, found.finish_reason) == (end, expected, "stop")
+
+
 def test_lists_may_be_tuples(llm: LLM) -> None:
     asked = SamplingParams(
         temperature=0, max_tokens=3, stop=("never",), stop_token_ids=(1,), allowed_token_ids=(9,)

@@ -14,8 +14,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from borders.refusal import BadRequest
 from serving.text import shield
 from serving.text.chat_options import ChatOptions
+from serving.text.chat_template import ChatTemplate, joined
 from serving.text.shield import Shield
 from serving.text.tokenizer import Text
 from serving.text.tokenizer_settings import MORE_KEYS, SPECIAL_KEYS
@@ -270,6 +272,25 @@ def test_a_template_that_fails_is_a_refusal_of_one_line(tmp_path: Path, template
     with pytest.raises(ValueError, match="the chat template refuses these messages") as refusal:
         text.chat([{"role": "user", "content": "hello"}])
     assert "\n" not in str(refusal.value)
+
+
+@each_of(
+    "options, named",
+    [
+        ({"reasoning_effort": "none"}, "messages"),
+        ({"tools": [{"type": "function"}]}, "messages and tools"),
+        ({"tools": [{}], "chat_template_kwargs": {"a": 1}}, "messages and tools and chat_template_kwargs"),
+    ],
+)
+def test_a_template_that_fails_names_what_was_sent(options: dict[str, Any], named: str) -> None:
+    template = ChatTemplate("{{ enable_thinking }}{{ raise_exception('so') }}", {}, thinks=True)
+    with pytest.raises(BadRequest, match=f"the chat template refuses these {named}: so"):
+        template.render([{"role": "user", "content": "a"}], ChatOptions(**options))
+
+
+def test_an_empty_part_of_a_message_is_no_line() -> None:
+    parts = [{"type": "text", "text": each} for each in ("", "one", "", "two")]
+    assert joined(parts) == "one\ntwo"
 
 
 @each_of(

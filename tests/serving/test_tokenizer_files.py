@@ -391,6 +391,28 @@ def test_a_control_token_of_the_vocabulary_stays_one(folders: dict[str, Path], t
     check_same(tmp_path)
 
 
+@pytest.mark.parametrize("key", ["eos_token", "extra_special_tokens", "additional_special_tokens"])
+def test_a_plain_token_with_a_name_of_its_own_is_a_control_token(
+    key: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Though tokenizer.json calls it plain; one of a list without names stays so, as in transformers."""
+    write(tmp_path, folders["byte_level"], {})
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    index = 1 + max(content["model"]["vocab"].values(), default=0)
+    index = max(index, *(1 + each["id"] for each in content["added_tokens"]))
+    content["added_tokens"].append({"id": index, "content": "<|eot|>", **FIXED, "special": False})
+    path.write_text(json.dumps(content), encoding="utf-8")
+    value = {"extra_special_tokens": {"eot_token": "<|eot|>"}, "additional_special_tokens": ["<|eot|>"]}
+    settings = CHATML | {key: value.get(key, "<|eot|>")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    text, expected = Text.load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = expected.encode("a<|eot|>b", add_special_tokens=False)
+    assert index in ids
+    shown = expected.decode(ids, skip_special_tokens=True)
+    assert text.decode(ids) == shown == ("a<|eot|>b" if key == "additional_special_tokens" else "ab")
+
+
 GEMMA: dict[str, Any] = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad")}
 GEMMA |= {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True}
 
