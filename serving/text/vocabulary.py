@@ -342,14 +342,14 @@ def _read_tokenizer(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
     tokenizer.no_padding()
     if path.name == "tokenizer.json" and _is_rebuilt(tokenizer, path.parent, settings):
         _rebuild(tokenizer, settings)
-    indices = tokenizer.get_added_tokens_decoder()
-    own = indices.values()
+    by_id = tokenizer.get_added_tokens_decoder()
+    own = by_id.values()
     stored, special = _added_tokens(settings, {token.content for token in own if token.special})
     named = {token_text(each) for each in special_tokens(settings).values()}
-    for index, token in indices.items():  # one that has a name there is special, whatever the file says of it
+    for number, token in by_id.items():  # one that has a name there is special, whatever the file says of it
         if token.content in named and not token.special:
             token.special = True
-            stored.setdefault(index, token)
+            stored.setdefault(number, token)
     known = {token.content for token in own} | {token.content for token in stored.values()}
     # The library gives new tokens the next ids, in this order
     tokenizer.add_tokens([*stored.values(), *(each for each in special if each.content not in known)])
