@@ -25,7 +25,12 @@ MOST_TEXT = 2**25  # characters of one text, or entries of one list
 MOST_WORK = 2**28  # characters and entries that one rendering may make
 MOST_NUMBER = 10**6  # the largest width, indent or count
 _MOST_BITS = 2**12  # the size of an integer
-_WIDE = re.compile(r"[0-9]{7}|%[^a-zA-Z%]*\*|\{[^{}]*\{")  # a width of more digits, or one from an argument
+# A width of more digits than 6, or one from an argument: in braces, where a key in brackets may hold a brace
+# and any script's digits count, and in what follows a `%`
+_WIDE = re.compile(r"\d{7}|\{[^{}]*(?:\{|\[[^\[\]{}]*[{}])")
+_WIDE_PERCENT = re.compile(r"[0-9]{7}|\*")
+_PERCENT = re.compile(r"%([-+ #0-9.*hlL]*)%?")
+_NAMED_PERCENT = re.compile(r"[%)]([-+ #0-9.*hlL]*)")  # a name may hold both, so that each may begin a width
 _CHECK, _JOIN = "_check_the_time", "_join_texts"
 # Filters that look at what a list or a mapping holds without making text of it
 _STRUCTURAL = {
@@ -94,7 +99,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             case "+", (str() | list() | tuple()), (str() | list() | tuple()):
                 self._spend(len(left) + len(right))
             case "%", str(), _:
-                self._check_format(left, (right,))
+                self._check_percent(left, (right,))
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, called: Any, *args: Any, **named: Any) -> Any:
@@ -155,8 +160,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._spend(self._size_of(value))
         texts = [each for each in given if isinstance(each, str)]
         numbers = [each for each in given[1:] if isinstance(each, int)]
-        if name == "format" and isinstance(value, str):
-            self._check_format(value, tuple(given[1:]))
+        if name == "format":  # of the text of any value
+            self._check_percent(str(value), tuple(given[1:]))
         elif name == "replace" and len(texts) > 2:
             self._spend((texts[0].count(texts[1]) if texts[1] else len(texts[0]) + 1) * len(texts[2]))
         elif name in ("indent", "wordwrap") and texts:
@@ -168,11 +173,22 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._spend(self._size_of(value) * max(0, *numbers, 1))
 
     def _check_format(self, text: str, given: tuple[Any, ...]) -> None:
-        """Raise TooMuch for a format with a width that is large or comes from an argument."""
-        if _WIDE.search(text):
+        """Raise TooMuch for a text of `str.format` with a width that is large or comes from an argument."""
+        self._check_widths(_WIDE, text)
+        widths = sum(map(int, re.findall(r"\d+", text)))
+        self._spend(len(text) + widths + text.count("{") * self._size_of(given))
+
+    def _check_percent(self, text: str, given: tuple[Any, ...]) -> None:
+        """Raise TooMuch for a text of `%` with a width that is large or comes from an argument."""
+        specs = (_NAMED_PERCENT if "%(" in text else _PERCENT).findall(text)
+        said = "|".join(specs)
+        self._check_widths(_WIDE_PERCENT, said)
+        widths = sum(map(int, re.findall(r"[0-9]+", said)))
+        self._spend(len(text) + widths + len(specs) * self._size_of(given))
+
+    def _check_widths(self, wide: re.Pattern[str], text: str) -> None:
+        if wide.search(text):
             raise TooMuch("a format has a width above 6 digits, or takes it from an argument")
-        widths = sum(map(int, re.findall(r"[0-9]+", text)))
-        self._spend(len(text) + widths + (text.count("{") + text.count("%")) * self._size_of(given))
 
     def _check_bits(self, num_bits: int) -> None:
         if num_bits > _MOST_BITS:

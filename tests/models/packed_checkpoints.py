@@ -28,6 +28,7 @@ class Form:
     group: int = 16
     has_zeros: bool = True
     is_shuffled: bool = False
+    left_out: str | None = None  # linears with this in their names are not packed
 
 
 def compressed(bits: int, strategy: str, symmetric: bool, **more: Any) -> dict[str, Any]:
@@ -126,7 +127,7 @@ def store(path: Path, form: Form) -> dict[str, Tensor]:
     for number, (name, weight) in enumerate(sorted(tensors.items())):
         exact[name] = weight
         parts = {name: weight}
-        if LINEAR.search(name):
+        if LINEAR.search(name) and (form.left_out is None or form.left_out not in name):
             made, exact[name] = tensors_of(weight, form)
             parts = {f"{name.removesuffix('.weight')}.{end}": each for end, each in made.items()}
         for place, (end, each) in enumerate(parts.items()):

@@ -55,13 +55,13 @@ KEPT: dict[str, Form] = {
 FEW_FORMS = ("packed_zeros", "packed_by_channel")
 
 
-def stored(name: str, form: str, root: Path, **options: Any) -> tuple[Any, Path]:
+def stored(name: str, form: str | Form, root: Path, **options: Any) -> tuple[Any, Path]:
     """Transformers' model of what is stored, with heads of 64, and the directory."""
     torch.manual_seed(0)
     variant = wide(replace(BY_NAME[name], shard_size="5GB", saved_as=torch.float32))
     variant = replace(variant, options=variant.options | SIZES | options)
     model, path = make(variant, root)
-    fill(model, store(path, KEPT[form]))
+    fill(model, store(path, KEPT[form] if isinstance(form, str) else form))
     return model, path
 
 
@@ -182,19 +182,31 @@ def test_what_is_multiplied_as_one_stays_packed_as_one(tmp_path: Path) -> None:
         kept_int4(replace(config, stored_form=left_out))
 
 
-@pytest.mark.parametrize("ignored", ["qkv_proj", "gate_up_proj"])
-def test_a_linear_that_is_stored_joined_is_left_out_by_that_name(ignored: str, tmp_path: Path) -> None:
-    _, path = stored("phi3", "awq", tmp_path)
-    config = config_in(path)
-    form = replace(config.stored_form, ignore=(f"re:.*{ignored}",))
-    kept = kept_int4(replace(config, stored_form=form))
-    block = "model.layers.0."
-    attention = {kept.form(f"{block}self_attn.{each}_proj") for each in "qkv"}
-    mlp = {kept.form(f"{block}mlp.{each}_proj") for each in ("gate", "up")}
-    packed = {kept.form(f"{block}self_attn.o_proj")}
-    assert packed != {"plain"}
-    assert attention == ({"plain"} if ignored == "qkv_proj" else packed)
-    assert mlp == ({"plain"} if ignored == "gate_up_proj" else packed)
+@pytest.mark.parametrize("device", on_each("fused"))
+@pytest.mark.parametrize(
+    ("name", "form", "said", "left_out"),
+    [
+        ("phi3", "awq", {"modules_to_not_convert": ["qkv_proj"]}, "qkv_proj"),
+        ("phi3", "gptq", {"dynamic": {"-:.*gate_up_proj": {}}}, "gate_up_proj"),
+        ("glm4", "packed", {"ignore": ["lm_head", "re:.*gate_up_proj"]}, "gate_up_proj"),
+    ],
+)
+def test_a_linear_that_is_stored_joined_is_left_out_by_that_name(
+    device: tuple[Kind, Way], name: str, form: str, said: dict[str, Any], left_out: str, tmp_path: Path
+) -> None:
+    """By that name a file leaves it plain, and the others are packed."""
+    packed = KEPT[form]
+    _, path = stored(name, replace(packed, said=packed.said | said, left_out=left_out), tmp_path)
+    config = replace(config_in(path), dtype="float32")
+    made = built(kept_int4(config), path, *device)
+    layer = made.layers[0]
+    by_name = {
+        "qkv_proj": layer.attention.qkv,
+        "gate_up_proj": layer.mlp.gate_up,
+        "down_proj": layer.mlp.down,
+    }
+    assert [each for each, linear in by_name.items() if linear.form == "plain"] == [left_out]
+    torch.testing.assert_close(logits_of(made), logits_of(built(config, path)), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

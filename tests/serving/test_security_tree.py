@@ -132,6 +132,7 @@ BOMBS = (
     "{{ 'a'|center(10**9) }}", "{{ 'a'.ljust(10**9) }}", "{{ ('\t' * 1000).expandtabs(10**7) }}",
     "{{ '%1000000000d' % 1 }}", "{{ '%*d' % (10**9, 1) }}", "{{ '{:1000000000}'.format(1) }}",
     "{{ '{:{}}'.format(1, 10**9) }}", "{{ '%1000000000d'|format(1) }}",
+    "{{ ('%999999s' * 99) % ((1,) * 99) }}",
     "{{ ('a' * 10**6)|replace('a', 'b' * 10**6) }}", "{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}",
     "{{ ('b' * 10**5).join(['a'] * 10**6) }}", "{{ (['a' * 10**6] * 10**4)|join('') }}",
     "{{ range(99999)|map('string')|join(',' * 10**5) }}", "{{ messages|tojson(indent=10**9) }}",
@@ -161,6 +162,39 @@ def test_a_template_makes_no_more_than_it_may(source: str, monkeypatch: pytest.M
 def test_so_it_is_with_the_bounds_that_are_in_force(source: str) -> None:
     with pytest.raises(ValueError, match=r"more than 33,554,432 characters"):
         ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
+
+
+WIDE = (
+    *(f"'{each}' % 1" for each in ("%.9999999f", "%-9999999s", "%%%9999999s", "%5%%9999999s")),
+    *(f"'{each}' % {{'a': 1, '(a)b': 1, 'a%': 1}}"
+      for each in ("%(a)9999999s", "%((a)b)9999999s", "%(a%)9999999s", "%(a)%%(a)9999999s")),
+    "'%.*f' % (10**7, 1)", "'%9999999d'|format(1)", "['%9999999d']|format(1)",
+    "'{:9999999}'.format(1)", "'{:\u0669999999}'.format(1)", "'{:{}}'.format(1, 9)",
+    "'{a[}]:{w}}'.format(a={'}': 1}, w=9)",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("source", WIDE)
+def test_a_format_has_no_wide_width_and_none_of_an_argument(source: str) -> None:
+    with pytest.raises(ValueError, match="a format has a width above 6 digits"):
+        ChatTemplate(f"{{{{ {source} }}}}", {}).render([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "said"),
+    [
+        ('{"a": {"b": "%s"}}', "'x'", '{"a": {"b": "x"}}'),
+        ("Today 20261201 %s", "'x'", "Today 20261201 x"),
+        ("100%% 20261201 * %5.1f", "2", "100% 20261201 *   2.0"),
+        ("%s (20261201) *", "'x'", "x (20261201) *"),
+        ("{%(a)3s} 20261201", "{'a': 1}", "{  1} 20261201"),
+    ],
+)
+@pytest.mark.parametrize("notation", ["%", "|format"])
+def test_only_what_follows_a_percent_sign_is_a_width(notation: str, text: str, value: str, said: str) -> None:
+    given = {"%": f"% {value}", "|format": f"|format({'**' * value.startswith('{')}{value})"}[notation]
+    source = f"{{{{ '{text}' {given} }}}}"
+    assert ChatTemplate(source, {}).render([{"role": "user", "content": "a"}]) == said
 
 
 def test_what_templates_do_is_what_it_was() -> None:
