@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import threading
 from collections import OrderedDict
@@ -92,6 +93,7 @@ class Prepared:
 # Patterns with look-around that zod 4 writes of email() and iso.duration(), and pydantic of Decimal, and the
 # same texts without it
 _CLOCK = r"T(?:\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S)"
+_NEGATED = re.compile(r"(?s)\\.|\[\^[\]-]?")  # where a negated class begins, or what begins none
 _PLAINLY = {
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
         r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]"
@@ -231,6 +233,7 @@ class _Preparation:
                 made[keyword] = self._mapping(value, at, level)
                 if keyword == "patternProperties":
                     self._check_names(value, at)
+                    made[keyword] = {_without_nul(name): each for name, each in made[keyword].items()}
                 self._num_properties = self._counted(
                     at, "properties", self._num_properties + len(value), MOST_PROPERTIES
                 )
@@ -254,7 +257,7 @@ class _Preparation:
                     made[keyword] = int(value)  # the matcher takes no 3.0
                 elif keyword != "pattern":
                     made[keyword] = value
-                elif self._holds(pattern=(plain := str(_PLAINLY.get(value, value)))):
+                elif self._holds(pattern=(plain := _without_nul(str(_PLAINLY.get(value, value))))):
                     made[keyword] = plain
                 else:
                     self._note(at)
@@ -408,7 +411,7 @@ class _Preparation:
         """Check the value of a keyword that is enforced and holds no schemas."""
         if keyword in ("enum", "const") and _is_rounded(value):
             problem = (
-                "holds an integer that cannot be kept to its last digit, and another one would be answered"
+                "holds a number that cannot be kept to its last digit, and another one would be answered"
             )
             raise self._bad(place, problem, "send it as a string")
         if keyword == "enum":
@@ -576,21 +579,39 @@ def _is_of_a_type(keyword: str, bound: object) -> bool:
     return bound < _BOUNDS.least if keyword in ("minimum", "exclusiveMinimum") else bound > _BOUNDS.most
 
 
+def _without_nul(pattern: str) -> str:
+    """Return the pattern whose negated classes lack NUL, too.
+
+    Through a class that has all control characters the matcher lets quotes and backslashes, which it takes for
+    escapes, whatever the class says of them.
+    """
+
+    def written(found: re.Match[str]) -> str:
+        begun = found[0]
+        return begun if begun[0] == "\\" else "[^\\x00" + ("\\" + begun[2:] if begun[2:] else "")
+
+    return _NEGATED.sub(written, pattern)
+
+
 def _is_rounded(value: Any) -> bool:
-    """Whether a constant holds an integer that the matcher, which reads numbers as doubles, would change."""
+    """Whether a constant holds a number that the matcher, which reads numbers as doubles, would change."""
     if isinstance(value, Mapping):
         return any(map(_is_rounded, value.values()))
     if isinstance(value, list):
         return any(map(_is_rounded, value))
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    try:
-        double = float(value)
-    except OverflowError:
+    if isinstance(value, int) or value.is_integer():
+        # Beyond int64 it writes the nearest one where the type is integer, and -2**63 crashes it.
+        return not -(2**63) < value < 2**63 or int(float(value)) != value
+    if not math.isfinite(value):
         return True
-    # It writes an int64 whole, and others by the fewest digits of their double; -2**63 crashes it.
-    is_wide = not -(2**63) < value < 2**63
-    return int(double) != value or (is_wide and int(Decimal(repr(double))) != value)
+    # It reads the digits as one number, and divides that by a power of ten.
+    _, digits, power = Decimal(repr(value)).as_tuple()
+    read, places = float(int("".join(map(str, digits)))), -int(power)
+    while places > 308:
+        read, places = read / 1e308, places - 308
+    return read / float(10**places) != abs(value)
 
 
 def _compiles(schema: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -85,7 +86,7 @@ LARGE = {f"p{number}": {} for number in range(MOST_PROPERTIES)}
         {"anyOf": [{}] * MOST_BRANCHES + [{"type": "null"}]},
         {"properties": {name: {"anyOf": [{"type": "string"}, {"type": "null"}]} for name in LARGE}},
         {"const": "x" * (MOST_SCHEMA_BYTES - len('{"const":""}'))},
-        {"enum": [2**63 - 1024, 1024 - 2**63, 10**20, -(10**20)]},
+        {"enum": [2**63 - 1024, 1024 - 2**63, 0.1, -2.5e-300, 1e15, 3.0]},
         {"multipleOf": 0.01, "minimum": -1e15},
         {"minProperties": 2, "required": ["a", "b"]},
         {"minProperties": 2, "properties": {"a": {}, "b": {}}, "additionalProperties": False},
@@ -387,6 +388,22 @@ def test_a_property_is_no_other_one_by_another_spelling(schema: dict[str, Any]) 
         assert matcher.validate_tokens(further) == len(further)
 
 
+@each_of(
+    "pattern", [r'^[^"]*$', r"^[^\\]*$", r'^[^"\\]*$', r'^[^]"\\]*$', r'^[^-"\\]+$', r'^[^,"]+(?:,[^,"]+)*$']
+)
+def test_a_class_that_excludes_quotes_or_backslashes_lets_none_through(pattern: str) -> None:
+    """Neither in values nor in names, nor as escapes; the other control characters pass."""
+    grammars = Grammars(lambda: Bytes(), 257, [256])
+    value = {"type": "string", "pattern": pattern}
+    name = {"type": "object", "patternProperties": {pattern: {}}, "additionalProperties": False}
+    for schema, written in ((value, "%s"), (name, "{%s:1}")):
+        matcher = grammars.beginning(json.dumps(asked(guided_json=schema)))
+        for text in ("a", "a\n", "\x01é", 'a"', "a\\", "\\n"):
+            said = [*(written % json.dumps(text, ensure_ascii=False)).encode(), 256]
+            passes = re.search(pattern, text) is not None
+            assert (matcher.validate_tokens(said) == len(said)) is passes, (schema, text)
+
+
 def combined(levels: int) -> dict[str, Any]:
     """A schema of which each level has twice the alternatives of the next, all below an allOf."""
     parts: dict[str, Any] = {f"a{levels}": {"type": "object"}}
@@ -505,10 +522,13 @@ def test_what_may_hold_another_of_itself_is_taken_where_it_can_end(schema: dict[
         ({"anyOf": [{"type": "null"}] * (MOST_BRANCHES + 2)}, "to 201 branches"),
         (
             {"enum": [1234567890123456789, 2]},
-            "at enum, holds an integer that cannot be kept to its last digit",
+            "at enum, holds a number that cannot be kept to its last digit",
         ),
         ({"const": [{"id": 10**400}]}, "and another one would be answered: send it as a string"),
-        *(({"const": [each]}, "at const, holds an integer that cannot") for each in (2**63, 2**64, -(2**63))),
+        *(
+            ({"const": [each]}, "at const, holds a number that cannot")
+            for each in (2**63, 10**20, -(10**20), -1e19, 0.9836942765531325)
+        ),
         ({"maxLength": -1}, "it must be an integer from 0 to 100000"),
         ({"minimum": "1"}, "it must be a number from -9007199254740992 to 9007199254740992"),
         ({"minimum": 2**63}, "it must be a number from -9007199254740992 to 9007199254740992"),
@@ -585,12 +605,12 @@ def test_what_is_not_is_refused(schema: Any, said: str) -> None:
         ({"guided_regex": ""}, "a string of at least one character"),
         ({"guided_regex": "a" * (LONGEST_GRAMMAR + 1)}, "of at most 32768 characters"),
         ({"guided_grammar": 3}, "guided_grammar is 3"),
-        ({"guided_grammar": f'start: %json {{"const": {-(2**63)}}}'}, "at const, holds an integer"),
+        ({"guided_grammar": f'start: %json {{"const": {-(2**63)}}}'}, "at const, holds a number"),
         (
             {"structured_outputs": {"grammar": f"s: %json\n {json.dumps(chained(22, 30, 'items'))}"}},
             "more than 600 levels",
         ),
-        ({"guided_json": f'{{"enum": [{-(2**63)}]}}'}, "at enum, holds an integer"),
+        ({"guided_json": f'{{"enum": [{-(2**63)}]}}'}, "at enum, holds a number"),
         ({"guided_grammar": "a", "guided_regex": "b"}, "both set the form of the answer"),
         ({"response_format": {"type": "text"}, "guided_regex": "b"}, "both set the form of the answer"),
     ],
