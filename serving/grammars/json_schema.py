@@ -582,8 +582,8 @@ def _is_of_a_type(keyword: str, bound: object) -> bool:
 def _without_nul(pattern: str) -> str:
     """Return the pattern whose negated classes lack NUL, too.
 
-    Through a class that has all control characters the matcher lets quotes and backslashes, which it takes for
-    escapes, whatever the class says of them.
+    Through a class that has all control characters the matcher lets quotes and backslashes as escapes,
+    whatever the class says of them.
     """
 
     def written(found: re.Match[str]) -> str:
