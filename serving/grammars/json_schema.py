@@ -93,7 +93,7 @@ class Prepared:
 # Patterns with look-around that zod 4 writes of email() and iso.duration(), and pydantic of Decimal, and the
 # same texts without it
 _CLOCK = r"T(?:\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S)"
-_NEGATED = re.compile(r"(?s)\\.|\[\^[\]-]?")  # where a negated class begins, or what begins none
+_NEGATED = re.compile(r"(?s)\\.|\[\^[\]-]?")  # A negated class begins so, and not behind a backslash
 _PLAINLY = {
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
         r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]"

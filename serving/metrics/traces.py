@@ -99,7 +99,7 @@ class Traces(ServerStats):
         span.set_attributes(
             {
                 "gen_ai.response.finish_reasons": [each.reason for each in ends],
-                "gen_ai.usage.output_tokens": answer.num_tokens,  # None is beyond a stop string
+                "gen_ai.usage.output_tokens": answer.num_tokens,  # Those beyond a stop string do not count
                 "gen_ai.usage.cache_read.input_tokens": max(each.num_cached_tokens for each in ends),
                 "gen_ai.latency.e2e": since_arrival_s,
             }

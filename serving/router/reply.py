@@ -34,7 +34,7 @@ _ENDS = (b"\r\n\r\n", b"\n\n", b"\r\r")  # how an event ends
 _END = re.compile(b"|".join(_ENDS))
 # What a response of OpenAI's begins with, whether it is answered or fails; its JSON is one line
 _OPENING = re.compile(rb"(?:event: response\.(?:created|in_progress)\ndata: [^\n]*\n\n){0,2}")
-_LOSS = b'"%s"' % EngineEnded.code.encode()  # within a string of an answer its quotes are escaped
+_LOSS = b'"%s"' % EngineEnded.code.encode()  # Within a string of an answer its quotes are escaped
 _MOST_FIRST = 2**16  # bytes after which an event is taken to be part of an answer before its end
 # How the two other APIs name what REFUSED names by status
 _OVERLOADED = ("overloaded_error", "rate_limit_error")

@@ -160,7 +160,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._spend(self._size_of(value))
         texts = [each for each in given if isinstance(each, str)]
         numbers = [each for each in given[1:] if isinstance(each, int)]
-        if name == "format":  # of the text of any value
+        if name == "format":  # It takes the text of any value
             self._check_percent(str(value), tuple(given[1:]))
         elif name == "replace" and len(texts) > 2:
             self._spend((texts[0].count(texts[1]) if texts[1] else len(texts[0]) + 1) * len(texts[2]))

@@ -346,7 +346,7 @@ def _read_tokenizer(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
     own = by_id.values()
     stored, special = _added_tokens(settings, {token.content for token in own if token.special})
     named = {token_text(each) for each in special_tokens(settings).values()}
-    for number, token in by_id.items():  # one that has a name there is special, whatever the file says of it
+    for number, token in by_id.items():  # What has a name is special, whatever the file says of it
         if token.content in named and not token.special:
             token.special = True
             stored.setdefault(number, token)
