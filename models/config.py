@@ -456,6 +456,7 @@ class DecoderConfig:
     # What attention returns is weighed by gates from 0 to 1, which its query projection has beside each head
     has_output_gate: bool = False
     own_scale: float | None = None  # scale of attention scores; None: head_dim**-0.5
+    first_layer: int = 0  # number in the checkpoint of the first of `layers`; later stages begin with another
     window_rope: RopeConfig | None = None  # rotary embedding of layers with a window, if it differs
     # Layers that a checkpoint may have to predict further tokens; they are not read here. They are numbered
     # behind the model's own, unless they lie beside these under a name
@@ -610,14 +611,18 @@ class DecoderConfig:
     @property
     def without_cache_scales(self) -> list[str]:
         """The names of attention for which `has_cache_scales` is false, in the order of the layers."""
-        names = (f"model.layers.{layer}.self_attn" for layer in range(self.num_layers))
+        names = (f"{self.layer_prefix(layer)}self_attn" for layer in range(self.num_layers))
         return [name for name in names if not self.has_cache_scales(name)]
+
+    def layer_prefix(self, layer: int) -> str:
+        """Return how the checkpoint's names of a layer begin; `layer` counts from the first held here."""
+        return f"model.layers.{self.first_layer + layer}."
 
     def linears(self) -> Iterator[tuple[str, int, int]]:
         """Yield the checkpoint name, inputs and outputs of every linear."""
         hidden = self.hidden_size
         for layer in range(self.num_layers):
-            prefix = f"model.layers.{layer}."
+            prefix = self.layer_prefix(layer)
             block = self.mixer_name(layer)
             for name, inputs, outputs in self.mixer_linears(layer):
                 yield f"{prefix}{block}.{name}", inputs, outputs
@@ -705,7 +710,7 @@ class DecoderConfig:
 
         `name` is the layer's prefix, if it is not counted from the first layer of the checkpoint.
         """
-        prefix, mixture = name or f"model.layers.{layer}.", self.mixture_of(layer)
+        prefix, mixture = name or self.layer_prefix(layer), self.mixture_of(layer)
         if mixture is None:
             return [_joined(f"{prefix}mlp.", MLP_ROLES)]
         experts = f"{prefix}{mixture.block}.experts."
@@ -721,7 +726,7 @@ class DecoderConfig:
         mixture = self.mixture_of(layer)
         if mixture is None or not mixture.shared_size:
             return None
-        prefix = name or f"model.layers.{layer}."
+        prefix = name or self.layer_prefix(layer)
         return _joined(f"{prefix}{mixture.block}.{mixture.shared_block}.", MLP_ROLES)
 
     @property
@@ -900,11 +905,14 @@ class DecoderConfig:
             mlps += self.num_mixtures * of_each
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         names = [
-            f"model.layers.{layer}.{name}" for layer in range(self.num_layers) for name in self.norms if name
+            f"{self.layer_prefix(layer)}{name}"
+            for layer in range(self.num_layers)
+            for name in self.norms
+            if name
         ]
         biases = sum(self.has_norm_bias(name) for name in (*names, LAST_NORM)) * self.hidden_size
         if self.latent is not None and self.latent.query_rank is not None:
-            names = [f"model.layers.{layer}.self_attn.{QUERY_NORM}" for layer in range(self.num_layers)]
+            names = [f"{self.layer_prefix(layer)}self_attn.{QUERY_NORM}" for layer in range(self.num_layers)]
             biases += sum(map(self.has_norm_bias, names)) * self.latent.query_rank
         return embeddings + mixers + self.num_layers * layer + mlps + self.hidden_size + biases
 

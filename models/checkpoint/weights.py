@@ -241,7 +241,7 @@ def destinations_by_name(decoder: Decoder) -> dict[str, Destination]:
         all_parts.vectors.update(parts.vectors)
         all_parts.joined.extend(parts.joined)
         all_parts.orders.update(parts.orders)
-    held = {share.whole_name(name, config): outputs for name, _, outputs in decoder.part.linears()}
+    held = {name: outputs for name, _, outputs in decoder.part.linears()}
     places = placed(all_parts, config, held, share)
     if share.holds_embedding(config):
         shape = config.vocab_size, config.hidden_size

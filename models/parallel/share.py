@@ -109,13 +109,6 @@ class Share:
         first = self.tensor // self.of_an_expert[1] * count
         return range(first, first + count)
 
-    def whole_name(self, name: str, config: DecoderConfig) -> str:
-        """Return the name in the whole decoder of a linear of this part, where layers begin at 0."""
-        parts = name.split(".")
-        if parts[:2] == ["model", "layers"]:
-            parts[2] = str(int(parts[2]) + self.layers(config).start)
-        return ".".join(parts)
-
     def part(self, config: DecoderConfig) -> DecoderConfig:
         """Return the decoder that this rank computes; raises ValueError if the ranks cannot share `config`.
 
@@ -143,6 +136,7 @@ class Share:
         return replace(
             config,
             layers=config.layers[layers.start : layers.stop],
+            first_layer=layers.start,
             mixture=mixture,
             recurrent=recurrent,
             num_heads=config.num_heads // self.tensors,

@@ -64,11 +64,10 @@ class Adapters:
 
     def _attached(self, decoder: Decoder) -> Iterator[_Room]:
         config, share, device = decoder.config, decoder.share, decoder.attention.device
-        held = {share.whole_name(name, config): outputs for name, _, outputs in decoder.part.linears()}
-        taken = {share.whole_name(name, config): inputs for name, inputs, _ in decoder.part.linears()}
+        sizes = {name: each for name, *each in decoder.part.linears()}
         for number, layer in zip(share.layers(config), decoder.layers):
             for names, linear, orders in _linears(layer, f"model.layers.{number}.", config, number):
-                widths, inputs = [held[name] for name in names], taken[names[0]]
+                widths, inputs = [sizes[name][1] for name in names], sizes[names[0]][0]
                 linear.low_rank = LowRank(self.rooms, decoder.ops, inputs, widths, self._dtype, device)
                 for index, (name, order) in enumerate(zip(names, orders)):
                     slices = share.slices(f"{name}.weight", config)

@@ -26,7 +26,7 @@ from typing import Any
 
 from borders.field_table import MOST_SCHEMA_BYTES
 from borders.numbers import POSITIVE, integers, numbers
-from borders.refusal import BadRequest, abbreviate_json
+from borders.refusal import BadRequest, abbreviate_json, one_line
 from serving.grammars.schema_references import Path, References, are_apart, written
 
 MOST_LEVELS = 32  # levels of nested schemas
@@ -70,7 +70,9 @@ _FORMATS = frozenset(
     }
 )
 _PLAIN = frozenset({"type", "format", "pattern", "required"})
-_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_NUMBERS = frozenset({*_LOWER, *_UPPER})
+_LEAST_STEP = 1e-12  # from an exclusive bound of 0, or of few digits, to what is let through
 _BESIDE_FORMAT = frozenset({"pattern", "minLength", "maxLength", "enum", "const"})
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 _NAMED = frozenset({"properties", "patternProperties"})
@@ -261,6 +263,7 @@ class _Preparation:
                     made[keyword] = plain
                 else:
                     self._note(at)
+        _close(made)
         if "format" in made and not self._strict:
             self._drop_impossible_format(made, (*place, "format"))
         if _may_repeat_names(schema):
@@ -440,7 +443,7 @@ class _Preparation:
         return count
 
     def _bad(self, place: Path, problem: str, fix: str = "") -> BadRequest:
-        subject = f"the JSON schema in {self._field}" + (f", at {written(place)}," if place else "")
+        subject = f"the JSON schema in {self._field}" + (f", at {one_line(written(place))}," if place else "")
         return BadRequest(self._field, problem, fix=fix, subject=subject)
 
 
@@ -576,7 +579,21 @@ def _is_of_a_type(keyword: str, bound: object) -> bool:
     """
     if isinstance(bound, bool) or not isinstance(bound, int | float):
         return False
-    return bound < _BOUNDS.least if keyword in ("minimum", "exclusiveMinimum") else bound > _BOUNDS.most
+    return bound < _BOUNDS.least if keyword in _LOWER else bound > _BOUNDS.most
+
+
+def _close(made: dict[str, Any]) -> None:
+    """Write an exclusive bound as the nearest inclusive one where the matcher would let the bound through.
+
+    It does so where the bound is whole, and the other one is within 1 of it and farther from zero.
+    """
+    for sign, (least, excluded), others in ((1, _LOWER, _UPPER), (-1, _UPPER, _LOWER)):
+        bound = made.get(excluded)
+        other = min((sign * made[each] for each in others if each in made), default=math.inf)
+        if bound is not None and float(bound).is_integer() and 0 <= sign * bound > other - 1:
+            step = max(math.ulp(bound), _LEAST_STEP)
+            made[least] = sign * max(sign * bound + step, sign * made.get(least, bound))
+            del made[excluded]
 
 
 def _without_nul(pattern: str) -> str:

@@ -62,6 +62,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Add a filter, whose arguments and results are bounded as those of Jinja's own."""
         self.filters[name] = self._bounded(name, filter)
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Keep a template from bytes, of which it needs none, and whose operations would need bounds, too."""
+        return attr not in ("encode", "to_bytes") and super().is_safe_attribute(obj, attr, value)
+
     def begin(self) -> None:
         """Begin a rendering in this thread."""
         self._of_thread.left = MOST_WORK

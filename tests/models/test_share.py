@@ -8,6 +8,7 @@ import pytest
 
 from models.config import DecoderConfig, RecurrentConfig, RopeConfig, layer_specs
 from models.parallel.share import Share
+from models.quantization import Quantization
 from tests.each_of import each_of
 
 WHOLE = DecoderConfig(
@@ -178,6 +179,18 @@ def test_stages_hold_each_layer_once_and_the_first_ranks_hold_the_last() -> None
         places[0].part(WHOLE)
 
 
+def test_a_stage_counts_what_a_checkpoint_says_of_its_own_layers() -> None:
+    """Such as which of them stay as they are, by the numbers that they have in the checkpoint."""
+    form = Quantization(ignore=("lm_head", "re:model.layers.2"))
+    whole = replace(WHOLE, layers=layer_specs((None,) * 4), quantization=form)
+    parts = [Share.of_rank(rank, 1, 2).part(whole) for rank in (1, 0)]
+    forms = {name: part.form(name) for part in parts for name, *_ in part.linears()}
+    assert forms == {name: whole.form(name) for name, *_ in whole.linears()}
+    counted_twice = whole.embedding_bytes + whole.head_bytes + whole.hidden_size * whole.dtype_bytes
+    assert sum(part.weight_bytes for part in parts) == whole.weight_bytes + counted_twice
+    assert parts[1].weight_bytes > parts[0].weight_bytes
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_what_another_stage_holds_is_not_missed(is_tied: bool) -> None:
     config = replace(WHOLE, layers=layer_specs((None,) * 3), tie_embeddings=is_tied)
@@ -201,8 +214,6 @@ def test_what_another_stage_holds_is_not_missed(is_tied: bool) -> None:
         True,
         False,
     ]
-    assert last.whole_name("model.layers.0.mlp.up_proj", config) == "model.layers.2.mlp.up_proj"
-    assert last.whole_name("lm_head", config) == "lm_head"
 
 
 def test_ranks_that_keep_equal_pages_say_so_and_no_others() -> None:

@@ -172,6 +172,29 @@ def test_the_parameters_of_a_tool_are_an_object_however_their_type_says_so(kind:
         )
 
 
+@pytest.mark.parametrize(
+    ("bounds", "held", "others"),
+    [
+        ({"exclusiveMinimum": 3, "maximum": 3.5}, ["3.001", "3.5"], ["3", "3.0", "2.9", "3.51"]),
+        ({"minimum": -3.5, "exclusiveMaximum": -3}, ["-3.001", "-3.5"], ["-3", "-3.0", "-2.9", "-3.51"]),
+        ({"exclusiveMinimum": -1, "exclusiveMaximum": -0.5}, ["-0.51", "-0.999"], ["-1", "-1.0", "-0.5"]),
+        ({"minimum": 1.5, "exclusiveMaximum": 2}, ["1.5", "1.999"], ["2", "2.0", "1.4"]),
+        ({"exclusiveMinimum": 0, "maximum": 0.25}, ["0.25", "0.1", "0.00001"], ["0", "0.0", "0.3"]),
+        ({"exclusiveMinimum": 3, "minimum": 3.25, "maximum": 3.5}, ["3.25"], ["3", "3.2"]),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, ["0.5"], ["0", "0.0", "1", "1.0"]),
+    ],
+)
+def test_an_exclusive_bound_is_out_where_the_other_one_is_near(
+    bounds: dict[str, float], held: list[str], others: list[str]
+) -> None:
+    grammar = grammar_of({"guided_json": {"type": "number", **bounds}})
+    assert grammar is not None
+    for said in [*held, *others]:
+        matcher = Grammars(lambda: Bytes(), 257, [256]).beginning(grammar)
+        tokens = [*said.encode(), 256]
+        assert (matcher.validate_tokens(tokens) == len(tokens)) == (said in held), said
+
+
 def test_a_count_with_a_point_is_written_as_the_integer_that_it_is() -> None:
     grammar = grammar_of({"guided_json": {"type": "string", "minLength": 3.0, "maxLength": 4}})
     assert grammar is not None
@@ -611,6 +634,8 @@ def test_what_is_not_is_refused(schema: Any, said: str) -> None:
             "more than 600 levels",
         ),
         ({"guided_json": f'{{"enum": [{-(2**63)}]}}'}, "at enum, holds a number"),
+        ({"guided_json": {"properties": {"a\nb": 1}}}, "at properties.a b, is 1"),
+        ({"guided_json": {"properties": {"a" * 9999: 1}}}, "aaa..., is 1"),
         ({"guided_grammar": "a", "guided_regex": "b"}, "both set the form of the answer"),
         ({"response_format": {"type": "text"}, "guided_regex": "b"}, "both set the form of the answer"),
     ],

@@ -108,12 +108,14 @@ def test_only_this_user_can_reach_the_engine() -> None:
         ("{{ messages.__class__.__mro__ }}", "refuses these messages"),
         ("{{ ''.__class__.__base__.__subclasses__() }}", "refuses these messages"),
         ("{{ messages.append(1) }}", "refuses these messages"),
+        ("{{ 'a'.encode().center(9) }}", "refuses these messages"),
+        ("{{ (1)|attr('to_bytes')(9, 'big') }}", "refuses these messages"),
         (
             "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
             "took more than",
         ),
     ],
-    ids=["loops", "recursion", "range", "class", "subclasses", "change", "macro"],
+    ids=["loops", "recursion", "range", "class", "subclasses", "change", "text", "number", "macro"],
 )
 def test_a_template_has_no_way_out_and_no_time_to_waste(source: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
