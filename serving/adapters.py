@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -196,7 +197,7 @@ class ServedAdapters(KnownAdapters):
         for name, waiting in self._waiting.items():
             del self._by_name[name]
             if not waiting.done():
-                waiting.set_exception(failure)
+                waiting.set_exception(copy(failure))
         self._waiting.clear()
 
     def check(self, request: Request) -> None:

@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -597,8 +598,11 @@ class AsyncLLM:
     def start_profile(self, num_steps: int) -> None:
         """Have the engine record a trace of the next so many steps.
 
-        Raises BadRequest while another is recorded, and Unavailable without an engine.
+        Raises BadRequest without `server.profile` or while another is recorded, and Unavailable without an
+        engine.
         """
+        if self.recipe.server.profile is None:
+            raise BadRequest(None, "the recipe names no folder for traces", fix="set server.profile")
         self.check_ready()
         if self._trace is not None and not self._trace.done():
             raise BadRequest(None, "a trace is being recorded", fix="end it by POST /stop_profile")
@@ -705,12 +709,12 @@ class AsyncLLM:
         for answer, _ in self._streams.values():
             if answer.is_open:
                 self.stats.aborted(answer, cause)
-            answer.fail(failure)
+            answer.fail(copy(failure))  # each is raised, and gets a traceback of its own
         self._streams.clear()
         self.adapters.lose(failure)
-        self.orders.lose(failure)
+        self.orders.lose(copy(failure))
         for look in (each for each in self._looks if not each.done()):
-            look.set_exception(failure)
+            look.set_exception(copy(failure))
         self._looks.clear()
         if self._trace is not None and not self._trace.done():
             self._trace.set_exception(failure)

@@ -30,6 +30,7 @@ START_SILENCE_S = 120.0
 START_NEWS_S = 60.0  # interval between two log lines that say what a long start waits for
 _MOST_NAMES = 4  # how many ranks a message names of those that do the same
 _LAST_WORDS_S = 2.0  # time for what is still unsent at the end
+_SILENT_END_S = 0.1  # between the words of a rank that another one's end has failed, and the news of that end
 LAST_WORDS = b"!"  # a line that begins with this says why a rank ends
 _LONGEST_LINE = 4096  # bytes of a rank's line
 _STEPS, _PERCENT = integers(0, 2**63 - 1), integers(0, 100)
@@ -73,6 +74,7 @@ class Heard:
         self.step = 0  # number of steps that it has begun
         self.inside = ""  # the collective that it is in
         self.doing = "joining the other ranks"  # what it does while it starts; empty afterwards
+        self.has_spoken = False  # whether it has said why it ends
         self._rest = b""
 
     def take(
@@ -87,6 +89,7 @@ class Heard:
         for line in lines:
             if line.startswith(LAST_WORDS):
                 words = one_line(line[len(LAST_WORDS) :].decode("utf-8", "replace"))
+                self.has_spoken = True
                 raise RankLost(f"{self.name} has ended: {words}")
             if line.startswith(ANSWER) and len(line) <= _LONGEST_LINE and (said := read_answer(line)):
                 answered(self.name, said)
@@ -269,7 +272,29 @@ class Listeners:
                 while selector.get_map():
                     self._receive_once(selector)
             except RankLost as error:
-                self._end(str(error))
+                has_spoken = any(each.has_spoken for each in self._ranks)
+                self._end((self._silent_end(selector) if has_spoken else None) or str(error))
+
+    def _silent_end(self, selector: selectors.BaseSelector) -> str | None:
+        """Name a rank that has ended without a word, as one that is killed does.
+
+        What another rank says of its own end then only follows from that, and may be heard first.
+        """
+        until_s = time.monotonic() + _SILENT_END_S
+        while (left_s := until_s - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                rank: Heard = key.data
+                try:
+                    data = rank.connection.recv(1 << 16)
+                except OSError:
+                    data = b""
+                if not data:
+                    selector.unregister(rank.connection)
+                    if not rank.has_spoken:
+                        return f"{rank.name} has ended; {rank.progress}"
+                with contextlib.suppress(RankLost):
+                    rank.take(data, time.monotonic())
+        return None
 
     def _receive_once(self, selector: selectors.BaseSelector) -> None:
         began_s = time.monotonic()

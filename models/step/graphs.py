@@ -349,7 +349,7 @@ class DecodeGraphs:
             except RuntimeError as error:
                 raise ValueError(
                     "device.graphs: draws by top-k and top-p cannot be captured here"
-                    f" ({_first_line(error)}); run `bash scripts/verify_npu.sh`, whose answer the next start"
+                    f" ({first_line(error)}); run `bash scripts/verify_npu.sh`, whose answer the next start"
                     " follows, or set it to 0"
                 ) from error
         return CapturedStep(graph, inputs, sent, metadata, logits, best, joins, draw, drawn)
@@ -416,6 +416,6 @@ def _before_index(positions: Tensor, page_table: Tensor, page_size: int) -> Tens
     return pages * page_size + before % page_size
 
 
-def _first_line(error: RuntimeError) -> str:
+def first_line(error: RuntimeError) -> str:
     # The device's message, without where it happened
     return str(error).strip().partition("\n")[0]

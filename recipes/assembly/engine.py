@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from attention.reference import Attention
 from borders.files import in_one_line
 from borders.start_report import LOADING, StartReport, repeated
@@ -34,7 +36,7 @@ from models.sampling.follower import FollowerSampler
 from models.sampling.sampler import Sampler
 from models.step.adapters import Adapters
 from models.step.expert_counts import ExpertCounts, StageCounts
-from models.step.graphs import captured_sizes
+from models.step.graphs import captured_sizes, first_line
 from models.step.runner import ModelRunner, RowSampler
 from models.step.stage_runner import StageRunner
 from models.step.warm_up import capture, largest_step_bytes, warm_up
@@ -421,16 +423,36 @@ def _check_recording(path: Path) -> None:
 def _first_steps(recipe: Recipe, runner: ModelRunner, budget: int, tell: Callable[[str], None]) -> int:
     """Compile and capture what steps need.
 
-    Returns the bytes of device memory that captured graphs hold.
+    Returns the bytes of device memory that captured graphs hold; raises RecipeError if they cannot be made.
     """
     tell("compiling and running its first steps")
-    warm_up(runner, budget)
-    captured_bytes = 0
-    if recipe.device.graphs:
-        tell("capturing graphs")
-        captured_bytes = capture(runner, *_captured(recipe))
+    captured_bytes, graphs = 0, recipe.device.graphs
+    try:
+        warm_up(runner, budget)
+        if graphs:
+            tell("capturing graphs")
+            captured_bytes = _capture(recipe, runner)
+    except torch.OutOfMemoryError as error:
+        keys = ("device.graphs", "cache.reserve_gib") if graphs else ("cache.reserve_gib",)
+        said = first_line(error).partition(" (")[0]  # without the figures of torch's allocator
+        problem = f"the first steps find no room beside the weights and the cache ({said})"
+        fix = f"{'lower it, or ' if graphs else ''}raise cache.reserve_gib or lower cache.memory_fraction"
+        raise RecipeError(keys, problem, fix, value=graphs or recipe.cache.reserve_gib) from error
     tell("")
     return captured_bytes
+
+
+def _capture(recipe: Recipe, runner: ModelRunner) -> int:
+    """Capture the steps of a recipe; returns the bytes of device memory that their graphs hold."""
+    try:
+        return capture(runner, *_captured(recipe))
+    except RuntimeError as error:
+        # Of several ranks one may be lost, which `Ranks.building` tells
+        if isinstance(error, torch.OutOfMemoryError) or recipe.parallel.ranks > 1:
+            raise
+        problem = f"steps cannot be captured here ({first_line(error)})"
+        fix = "set it to 0; `bash scripts/verify_npu.sh` shows which operator refuses"
+        raise RecipeError("device.graphs", problem, fix, value=recipe.device.graphs) from error
 
 
 def _measure(

@@ -324,6 +324,27 @@ def test_a_rank_that_is_stopped_is_named_while_the_leader_is_idle() -> None:
         listeners.close()
 
 
+@pytest.mark.parametrize(
+    ("last", "named"),
+    [
+        ("", "rank 2 has ended; it had begun 3 steps"),
+        ("!it is full\n", "rank 1 has ended: a read error"),
+    ],
+)
+def test_a_rank_that_is_killed_is_named_though_another_speaks_first(last: str, named: str) -> None:
+    """What the other one says then only follows from it; of two that speak, the first one is named."""
+    (near, first), (other, second) = socket.socketpair(), socket.socketpair()
+    with near, other, first, second:
+        first.sendall(b"!a read error\n")
+        second.sendall(f"3\t\t\n{last}".encode())
+        second.shutdown(socket.SHUT_WR)
+        has_lost = threading.Event()
+        listeners = Listeners({"rank 1": near, "rank 2": other}, PATIENCE_S, lambda _: has_lost.set())
+        assert has_lost.wait(PATIENCE_S)
+        assert listeners.lost == named
+        listeners.close()
+
+
 def test_a_broken_recording_is_not_closed_in_order(tmp_path: Path) -> None:
     """What stands behind the loss of a rank is not in the file."""
     following = follower_of(facts={})

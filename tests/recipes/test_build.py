@@ -18,7 +18,15 @@ from recipes.assembly import engine as building
 from recipes.assembly.engine import build
 from recipes.assembly.sizing import plan_memory
 from recipes.machine import Cpu, start
-from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
+from recipes.schema.recipe import (
+    CacheSection,
+    DeviceSection,
+    ModelSection,
+    ParallelSection,
+    Recipe,
+    SchedulerSection,
+)
+from recipes.schema.recipe_error import RecipeError
 from tests.recipes.test_sizing import LLAMA
 
 CONFIG = LLAMA | {"vocab_size": 256, "max_position_embeddings": 128}
@@ -157,6 +165,46 @@ def test_what_captured_steps_leave_free_is_not_counted_as_theirs(monkeypatch):
 
     monkeypatch.setattr(torch, "get_device_module", lambda _: memory)
     assert capture(Runner(), 8, 1) == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "graphs", "said"),
+    [
+        (
+            RuntimeError("507000: not in a capture\n[ERROR] at 3"),
+            4,
+            r"^device.graphs: steps cannot be captured here \(507000: not in a capture\); set it to 0; ",
+        ),
+        (
+            torch.OutOfMemoryError("NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60 GiB in all)"),
+            4,
+            r"^device.graphs: the first steps .* \(NPU out of memory. Tried to allocate 2.00 GiB\); lower",
+        ),
+        (
+            torch.OutOfMemoryError("out of memory"),
+            0,
+            r"^cache.reserve_gib: .*memory\); raise cache.reserve_gib or lower cache.memory_fraction$",
+        ),
+    ],
+)
+def test_first_steps_that_cannot_be_made_name_their_key(
+    monkeypatch: pytest.MonkeyPatch, error: RuntimeError, graphs: int, said: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    def pass_by(*_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(building, "warm_up", pass_by if graphs else fail)
+    monkeypatch.setattr(building, "capture", fail)
+    recipe = replace(made(), device=DeviceSection(kind="cuda", graphs=graphs))
+    with pytest.raises(RecipeError, match=said):
+        building._first_steps(recipe, None, 8, lambda _: None)
+    if not isinstance(error, torch.OutOfMemoryError):  # it may come of a lost rank, which others tell
+        several = replace(recipe, parallel=ParallelSection(tensor=2))
+        with pytest.raises(RuntimeError, match="507000"):
+            building._first_steps(several, None, 8, lambda _: None)
 
 
 def test_the_plan_follows_how_the_machine_keeps_weights(monkeypatch):

@@ -97,6 +97,33 @@ def test_an_answer_that_fails_is_not_finished(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(work())
 
 
+def test_each_caller_of_a_lost_engine_has_an_exception_of_its_own() -> None:
+    """One that all raise would get the frames of all in its traceback."""
+
+    async def lose() -> list[BaseException]:
+        llm = AsyncLLM(RECIPE, *SMALL)
+        answers = []
+        for stream in range(3):
+            request = Request(str(stream), np.array([301]), EngineParams(max_tokens=9))
+            answers.append(AnswerStream(request, llm.text, TextOptions(), num_answers=1, max_unread_tokens=9))
+            llm._streams[stream] = answers[-1], 0
+        llm._lose_engine("it was killed")
+        found = await asyncio.gather(*(each.next() for each in answers), return_exceptions=True)
+        return [each for each in found if isinstance(each, EngineEnded)]
+
+    failures = asyncio.run(lose())
+    assert len({id(each) for each in failures}) == 3
+    assert {str(each) for each in failures} == {"it was killed; send the request again"}
+
+
+def test_a_trace_without_a_folder_is_refused() -> None:
+    async def begin() -> None:
+        AsyncLLM(RECIPE, *SMALL).start_profile(3)
+
+    with pytest.raises(BadRequest, match=r"names no folder for traces: set server\.profile$"):
+        asyncio.run(begin())
+
+
 def test_log_probabilities_of_an_answer_that_grows_are_converted_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
