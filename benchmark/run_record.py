@@ -292,7 +292,7 @@ def means_over_time(steps: Sequence[StepRecord], arrivals_s: Sequence[float], du
         present += num_present * (step.end_s - since_s) + (num_present - left) * since_s
         before_s, left = step.end_s, num_present - step.num_ended
     per_s = 1 / duration_s if duration_s > 0 else 0.0
-    return {"mean_running": round(running * per_s, 4), "mean_in_system": round(present * per_s, 4)}
+    return {"mean_running": rounded(running * per_s, 4), "mean_in_system": rounded(present * per_s, 4)}
 
 
 def records(requests: Sequence[Request], token_times_s: Mapping[str, Sequence[float]]) -> list[Result]:

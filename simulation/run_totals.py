@@ -148,7 +148,7 @@ class RunTotals:
     prompt_tokens: int = 0  # counts completed requests only, like output_tokens
     output_tokens: int = 0
     steps: int = 0
-    spans: int = 0
+    spans: int = 0  # samples in a step, summed over steps
     busy_s: float = 0.0  # sum over all devices
     running_s: float = 0.0  # integral of the number of requests in slots over time
     waiting_s: float = 0.0
@@ -212,13 +212,13 @@ class RunTotals:
 
     def _means(self, per_s: float) -> dict[str, float]:
         return {
-            "mean_running": round(self.running_s * per_s, 4),
-            "mean_in_system": round((self.running_s + self.waiting_s) * per_s, 4),
+            "mean_running": rounded(self.running_s * per_s, 4),
+            "mean_in_system": rounded((self.running_s + self.waiting_s) * per_s, 4),
         }
 
     def came(self, request: Request) -> None:
-        """Count a request that was offered, whether it is accepted or not."""
-        self.requests += 1
+        """Count a request that was offered, whether it is accepted or not, and each further sample of it."""
+        self.requests += 1 + len(request.followers)
         self.first_arrival_s = min(self.first_arrival_s, request.arrival_s)
         self.last_arrival_s = max(self.last_arrival_s, request.arrival_s)
 
@@ -276,15 +276,16 @@ class StepCounter:
         self._seen = (0, 0, 0)
 
     def added(self, request: Request) -> None:
-        """Count the time that a request waited for the step in progress before the engine took it."""
+        """Count the time that each sample waited for the step in progress before the engine took it."""
         counted_from_s = self._before_s if self._left else self.engine.clock()
-        self.totals.waiting_s += counted_from_s - request.arrival_s
+        waited_s = counted_from_s - request.arrival_s
+        self.totals.waiting_s += (1 + len(request.followers)) * waited_s
 
     def step(self, step: Step) -> None:
         """Count one step, before the next one is made."""
         totals, engine, batch = self.totals, self.engine, step.batch
         scheduler = engine.scheduler
-        num_waiting, num_running = len(scheduler.waiting), len(engine.slots.busy) + len(step.finished)
+        num_waiting, num_running = scheduler.num_waiting, len(engine.slots.busy) + len(step.finished)
         taken_s = step.end_s - (self._before_s if self._left else step.start_s)
         begin_s = max(step.start_s, self._before_s)  # it may have waited on the device for the step before
         totals.running_s += num_running * taken_s
@@ -294,7 +295,9 @@ class StepCounter:
             pool = scheduler.pool
             held = pool.num_held - scheduler.prefix.num_idle
             totals.steps += 1
-            totals.spans += batch.num_spans
+            # A sample that forks in this step gets a token from its leader's span
+            num_forks = np.count_nonzero(batch.slots[batch.sampled] != batch.owners)
+            totals.spans += batch.num_spans + int(num_forks)
             totals.copied_pages += batch.num_copied_pages
             totals.busy_s += step.end_s - begin_s
             totals.held_share += held / (pool.num_pages - 1)
@@ -313,7 +316,7 @@ class StepCounter:
 
     def rest(self, start_s: float, end_s: float) -> None:
         """Count a time in which nothing was computed while requests waited."""
-        num_waiting, num_running = len(self.engine.scheduler.waiting), len(self.engine.slots.busy)
+        num_waiting, num_running = self.engine.scheduler.num_waiting, len(self.engine.slots.busy)
         taken_s = end_s - (self._before_s if self._left else start_s)
         self.totals.running_s += num_running * taken_s
         self.totals.waiting_s += num_waiting * taken_s

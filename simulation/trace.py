@@ -25,17 +25,17 @@ MOST_PROMPT_TOKENS = 2**20  # the longest contexts are of this size
 
 class _Line(msgspec.Struct, frozen=True):
     id: str | None = None
-    max_tokens: int = default("max_tokens")
-    arrival_s: float = default("arrival_s")
+    max_tokens: int | None = None
+    arrival_s: float | None = None
     prompt_token_ids: list[int] | None = None
     num_prompt_tokens: int | None = None
-    tenant: str = ""
-    cache_salt: str = ""
-    priority: int = default("priority")
+    tenant: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
     timeout_s: float | None = None
     n: int | None = None
     best_of: int | None = None
-    beam_width: int = 0
+    beam_width: int | None = None
 
 
 class BadLine(ValueError):
@@ -96,11 +96,11 @@ def _request(line: _Line, raw: bytes, number: int, vocab_size: int, parse: Parse
     return Request(
         line.id,
         prompt,
-        _params(line.max_tokens),
-        tenant=line.tenant,
-        cache_salt=line.cache_salt,
-        priority=line.priority,
-        arrival_s=line.arrival_s,
+        _params(default("max_tokens") if line.max_tokens is None else line.max_tokens),
+        tenant=line.tenant or "",
+        cache_salt=line.cache_salt or "",
+        priority=default("priority") if line.priority is None else line.priority,
+        arrival_s=default("arrival_s") if line.arrival_s is None else line.arrival_s,
         timeout_s=line.timeout_s,
     )
 

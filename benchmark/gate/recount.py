@@ -148,6 +148,15 @@ def most_in_slots(figures: Figures) -> float:
 
 def good_per_s(figures: Figures) -> float:
     """Return the rate of the records that meet the objectives."""
+    return _num_good(figures) / figures.positive("duration_s")
+
+
+def good_share(figures: Figures) -> float:
+    """Return the share of the records that meet the objectives."""
+    return _num_good(figures) / len(figures.records)
+
+
+def _num_good(figures: Figures) -> int:
     stated = figures.raw("goodput")
     if not isinstance(stated, dict):
         raise NotCheckable("goodput is absent")
@@ -155,7 +164,7 @@ def good_per_s(figures: Figures) -> float:
     if unknown := [name for name in stated if name not in known]:
         raise ValueError(f"goodput.{unknown[0]} is no objective; there are {', '.join(known)}")
     objectives = {name: figures.number(f"goodput.{name}") for name in stated}
-    return sum(meets(record, objectives) for record in figures.completed) / figures.positive("duration_s")
+    return sum(meets(record, objectives) for record in figures.completed)
 
 
 def meets(record: Fields, objectives: Mapping[str, float]) -> bool:

@@ -37,7 +37,7 @@ THEIR_PARTS = {
 SHARES = ("good_share", "prefix_hit_rate", "mean_page_use")
 UNTIED = (  # figures that no tie below has on its left side, and that are not negative either
     *("rejected", "asked_output_tokens", "max_concurrent_requests", "page_size", "num_devices"),
-    *("weight_bytes_per_step", "kv_bytes_per_token", "mean_batch", "good_share", "mean_page_use"),
+    *("weight_bytes_per_step", "kv_bytes_per_token", "mean_batch", "failed", "mean_page_use"),
 )
 TAKEN_BYTES = "weight_bytes_per_step + page_bytes * num_pages"
 SLACK = 0.02  # relative tolerance of figures that are the same by definition, and were rounded
@@ -150,6 +150,7 @@ TIED = (
     Law("goodput", "good requests are those that meet the objectives", [
         Tie("request_goodput", "at most", "requests_per_s", 0.001),
         recounted("request_goodput", by.good_per_s, 0.0, GOOD),
+        recounted("good_share", by.good_share, 0.0, "0.01 + 1 / requests"),
     ]),
     Law("counters", "figures are what the engine's counters grew by in the run", [
         Tie("steps", "is", grown("steps")),

@@ -22,6 +22,7 @@ from benchmark.gate.recount import meets
 from benchmark.gate.table import under_theirs
 from benchmark.run_record import figures_of
 from benchmark.serve.client import ClientAnswer, ClientRun, authorization
+from simulation.run_totals import rounded
 
 Result = dict[str, Any]
 Objectives = Mapping[str, float]  # the most ms of each latency, by name; `itl` bounds every gap of an answer
@@ -64,7 +65,7 @@ def summarise(run: ClientRun, objectives: Objectives | None) -> Result:
     figures = figures_of(kept, [each.ask.due_s for each in answers])
     per_s = 1 / figures["duration_s"] if figures["duration_s"] > 0 else 0.0
     present_s = sum(each.get("finish_s", each["end_s"]) - each["arrival_s"] for each in kept)
-    in_flight = round(present_s * per_s, 4)
+    in_flight = rounded(present_s * per_s, 4)
     done = [each for each in kept if "error" not in each]
     # Some servers tell of cached tokens only where there are any.
     tells = any(each.get("cached_tokens") is not None for each in done)
@@ -73,7 +74,7 @@ def summarise(run: ClientRun, objectives: Objectives | None) -> Result:
     good: Result = {}
     if objectives is not None:
         num_good = sum(meets(each, objectives) for each in done)
-        good = {"request_goodput": round(num_good * per_s, 4), "good_share": round(num_good / len(kept), 4)}
+        good = {"request_goodput": rounded(num_good * per_s, 4), "good_share": round(num_good / len(kept), 4)}
     return {
         **under_theirs(figures),
         "rejected": sum(each.rejected for each in answers),

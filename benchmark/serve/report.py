@@ -114,17 +114,17 @@ def read(path: Path) -> Side:
         points = sorted((_result(each) for each in path.glob("rate-*.json")), key=rate_of)
         if not points:
             raise ValueError(f"{path} holds no rate-*.json; it must be the folder of a sweep")
-        good = "request_goodput" if "request_goodput" in points[0] else "requests_per_s"
+        has_goodput = known_figure(points[0], "request_goodput") is not None  # vllm writes null without
+        good = "request_goodput" if has_goodput else "requests_per_s"
         believed = [each for each in points if not each["verdict"]["refused"]] or points
-        best = max(believed, key=lambda each: float(each[good]))
+        best = max(believed, key=lambda each: known_figure(each, good) or 0.0)
         return Side(path.name, best, points)
     return Side(path.stem, _result(path))
 
 
 def rate_of(result: Mapping[str, Any]) -> float:
-    """Return the offered requests a second; inf for all at once, 0 for the trace's own times."""
-    rate = result["request_rate"]
-    return math.inf if rate == "inf" else float(rate or 0)
+    """Return the offered requests a second; inf for all at once, 0 for the trace's own times or none."""
+    return math.inf if result.get("request_rate") == "inf" else known_figure(result, "request_rate") or 0.0
 
 
 def _result(path: Path) -> Result:
@@ -285,7 +285,7 @@ def curves(sweeps: Sweeps) -> Iterator[Chart]:
     for latency in ("ttft", "itl", "e2e"):
         lines = []
         for side, (name, points) in enumerate(sweeps):
-            known = [each for each in points if f"{latency}_ms" in each]
+            known = _knowing(points, "requests_per_s", f"{latency}_ms.p50", f"{latency}_ms.p99")
             served = [each["requests_per_s"] for each in known]
             for part, style in (("p50", "-"), ("p99", "--")):
                 values = [max(LEAST_MS, each[f"{latency}_ms"][part]) for each in known]
@@ -295,14 +295,19 @@ def curves(sweeps: Sweeps) -> Iterator[Chart]:
             yield f"{latency.upper()} over throughput", svg(lines, "requests/s served", title, is_log=True)
 
 
+def _knowing(points: Sequence[Result], *names: str) -> list[Result]:
+    """Return the points that have all of these figures."""
+    return [each for each in points if all(known_figure(each, name) is not None for name in names)]
+
+
 def goodput(sweeps: Sweeps) -> Chart:
     """Draw the served rate, and the rate that met the objectives, over the offered rate."""
     lines = []
     for side, (name, points) in enumerate(sweeps):
-        known = [each for each in points if isinstance(each["request_rate"], (int, float))]
+        known = _knowing(points, "request_rate", "requests_per_s")
         offered = [each["request_rate"] for each in known]
         lines.append(Line(side, f"{name} served", offered, [each["requests_per_s"] for each in known], ":"))
-        if all("request_goodput" in each for each in known):
+        if len(_knowing(known, "request_goodput")) == len(known):
             good = [each["request_goodput"] for each in known]
             lines.append(Line(side, f"{name} good", offered, good, "-", "."))
     return "Served, and good, over offered", svg(lines, "requests/s offered", "requests/s")

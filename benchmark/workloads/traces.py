@@ -119,7 +119,7 @@ def made(options: argparse.Namespace) -> tuple[list[Line], list[str]]:
             raise ValueError(f"{options.tokenizer} holds no tokenizer.json and no tokenizer.model")
 
         def count_tokens(answer: str) -> int:
-            return len(text.encode(answer))
+            return len(text.encode(answer, add_special_tokens=False))
 
     return sharegpt(path, load, options.requests, options.skip_bad, count_tokens)
 

@@ -417,5 +417,5 @@ def _before_index(positions: Tensor, page_table: Tensor, page_size: int) -> Tens
 
 
 def first_line(error: RuntimeError) -> str:
-    # The device's message, without where it happened
+    """Return the device's message, without where it happened."""
     return str(error).strip().partition("\n")[0]

@@ -65,13 +65,15 @@ def client() -> Result:
     for name, mean_ms in (("ttft", told["mean_ttft_ms"]), ("e2e", told["mean_e2el_ms"])):
         begun |= {f"{name}_count": 1, f"{name}_s": 0.5}
         ended |= {f"{name}_count": 1 + count, f"{name}_s": 0.5 + 0.9 * count * mean_ms / 1e3}
+    num_good = sum(is_good(record) for record in records)
     return {
         **result,
         **told,
         "benchmark": "serve",
         "itl_gaps": told["total_output_tokens"] - result["completed"],
         "goodput": OBJECTIVES,
-        "request_goodput": sum(is_good(record) for record in records) / seconds,
+        "request_goodput": num_good / seconds,
+        "good_share": num_good / count,
         "mean_in_flight": result["mean_in_system"],
         "ended_by": {
             reason: sum(each["finish_reason"] == reason for each in records) for reason in ("stop", "length")

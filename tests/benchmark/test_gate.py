@@ -121,6 +121,8 @@ ON_CPU = all_of(put("machine.device", "x86_64"), put("computed_on.kind", "cpu"),
 # A law, a result that it passes, and a tampering that it refuses.
 TAMPERINGS: tuple[tuple[str, str, Tampering], ...] = (
     ("signs", "engine", put("mean_batch", -1.0)),
+    ("signs", "engine", all_of(put("failed", -2), put("completed", 42))),
+    ("goodput", "client", put("good_share", 1.0)),
     ("both names", "client", put("p50_ttft_ms", 0.1)),
     ("samples", "engine", put("completed", 29)),
     ("warm-up", "engine", put("warm_up_counted", 1)),

@@ -105,9 +105,8 @@ def test_sharegpt_answers_are_as_long_as_they_were(tmp_path: Path) -> None:
     assert text is not None
     trace = traced(tmp_path, "sharegpt", json.dumps(SHAREGPT), "--tokenizer", folder)
     wanted = {
-        "1/0": len(text.encode("Hello there")),
-        "1/1": len(text.encode("So long")),
-        "2/0": len(text.encode("Two")),
+        name: len(text.encode(answer)) - 1  # without the token that begins a text
+        for name, answer in (("1/0", "Hello there"), ("1/1", "So long"), ("2/0", "Two"))
     }
     assert {each["id"]: each["max_tokens"] for each in trace} == wanted
     with pytest.raises(ValueError, match="holds no tokenizer"):

@@ -194,6 +194,17 @@ def test_the_best_of_a_sweep_is_not_one_that_the_gate_refuses(tmp_path: Path) ->
     assert read(tmp_path).result["request_rate"] == 2.0
 
 
+def test_a_sweep_is_drawn_from_what_its_results_have(tmp_path: Path) -> None:
+    """vllm writes null for a goodput that nobody asked for, and another result may lack a rate or a p99."""
+    few = honest(1)
+    del few["ttft_ms"]["p99"]
+    write(tmp_path / "rate-1.json", {**honest(2), "request_rate": 1.0, "request_goodput": None})
+    write(tmp_path / "rate-2.json", few)
+    write(tmp_path / "rate-3.json", {"duration": 2.0, "completed": 2, "request_rate": 3.0})
+    main(["report", str(tmp_path), "--output", str(tmp_path / "a.html")])
+    assert len([row for row in checked(tmp_path / "a.html").rows if row[0] in ("0", "1", "3")]) == 3
+
+
 def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
     names = [r"a$\foo$", "_b", "c$d$e"]
     for seed, name in enumerate(names, 1):

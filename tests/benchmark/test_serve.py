@@ -367,6 +367,22 @@ def test_who_is_held_waits_from_when_it_was_due() -> None:
     assert "goodput" in audit({"benchmark": "serve", "goodput": {"e2el": 250}, **result})["passed"]
 
 
+def test_a_low_rate_keeps_enough_digits_for_the_gate() -> None:
+    """Of 40 requests, one every 37 minutes, each takes 30 ms."""
+    answers = [
+        ClientAnswer(
+            TraceRequest(str(n), 0.0, 1, False, [1], 1, {}),
+            held_s=0.0, sent_s=n * 2222.2, end_s=n * 2222.2 + 0.03, piece_times_s=[n * 2222.2 + 0.03],
+            piece_tokens=[1], finish_reason="length", prompt_tokens=1, output_tokens=1, due_s=n * 2222.2,
+        )
+        for n in range(40)
+    ]  # fmt: skip
+    result = summarise(ClientRun(answers, 0, 1, [], {"cpu_s": 0.1, "monotonic_s": 1.0}), {"e2el": 250})
+    verdict = audit({"benchmark": "serve", "goodput": {"e2el": 250}, **result})
+    assert not verdict["refused"]
+    assert {"goodput", "Little", "recount"} <= {*verdict["passed"]}
+
+
 def test_errors_that_differ_in_ids_are_one_kind() -> None:
     busy = [f"HTTP 429: request cmpl-{n}a waits behind {n} others: try again in {n}.5 s" for n in (3, 4)]
     assert kinds(["HTTP 400: no", *busy, "HTTP 500: no"]) == {

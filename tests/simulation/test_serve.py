@@ -24,6 +24,7 @@ from models.cost import ModelPart
 from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
 from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
+from serving.text.request_fields import parse_request
 from simulation import trace
 from simulation.replica import serve
 from simulation.roofline import Roofline
@@ -122,6 +123,28 @@ def test_who_is_refused_has_failed() -> None:
     assert (figures["requests"], figures["completed"], figures["failed"]) == (4, 3, 1)
 
 
+@pytest.mark.parametrize("num_slots", [2, 32])
+def test_each_sample_of_a_prompt_is_a_request(num_slots: int) -> None:
+    """Also where a sample finds no free slot beside its leader, and where the request is refused."""
+    lines = [
+        {"id": str(n), "prompt_token_ids": [n, 1, 2], "max_tokens": 4, "n": 3, "arrival_s": n / 9}
+        for n in range(12)
+    ]
+    lines.append({"id": "long", "prompt_token_ids": [1] * 900, "max_tokens": 4, "n": 2, "arrival_s": 2.0})
+    raw = [json.dumps(each).encode() for each in lines]
+    asked = list(trace.read(raw, 1000, lambda fields: parse_request(fields, None)))
+    whole = serve(asked[:-1], scheduler(num_slots=num_slots), Fixed(), keep_records=True)
+    stated = {"SIMULATED": "by a test", "slots": num_slots, "max_tokens_per_step": 1}
+    figures = {**stated, **whole.figures(), "records": whole.records}
+    assert (figures["requests"], figures["completed"], figures["failed"]) == (36, 36, 0)
+    assert figures["mean_batch"] * figures["steps"] == pytest.approx(36 * 4, rel=0.01)
+    verdict = audit(figures)
+    assert not verdict["refused"]
+    assert {"spans", "Little", "recount"} <= {*verdict["passed"]}
+    refused = serve(asked[-1:], scheduler(), Fixed()).figures()
+    assert (refused["requests"], refused["completed"], refused["failed"]) == (2, 0, 2)
+
+
 def test_a_device_is_at_one_step_at_a_time() -> None:
     busy_s = []
     for overlap in (False, True):
@@ -139,6 +162,8 @@ def test_a_small_rate_is_told_with_enough_digits() -> None:
     assert figures["requests_per_s"] == pytest.approx(100 / figures["duration_s"], rel=1e-4)
     assert "rate x duration" in audit(figures)["passed"]
     assert [rounded(each, 3) for each in (0.0, 0.0123456, 3.45678, 345.678)] == [0, 0.01235, 3.457, 345.678]
+    rarely = [Request(str(n), np.arange(5), params, arrival_s=1910.0 * n) for n in range(40)]
+    assert "Little, running" in audit(serve(rarely, scheduler(), Fixed()).figures())["passed"]
 
 
 def test_the_means_are_left_out_where_some_had_no_time_left() -> None:
@@ -190,6 +215,15 @@ def test_lines_are_read_one_at_a_time() -> None:
     kept = list(trace.read([b"{", b"", raw[0], b'{"prompt_token_ids": [1]}'], 100, bad=reasons.append))
     assert [each.id for each in kept] == ["a"]
     assert [each.partition(":")[0] for each in reasons] == ["line 1", "line 4"]
+
+
+def test_a_field_that_is_null_counts_as_absent() -> None:
+    least = {"id": "a", "prompt_token_ids": [1, 2]}
+    names = ("max_tokens", "arrival_s", "tenant", "cache_salt", "priority", "beam_width", "n", "timeout_s")
+    absent, null = (
+        next(trace.read([json.dumps(each).encode()], 100)) for each in (least, least | dict.fromkeys(names))
+    )
+    assert repr(null) == repr(absent)
 
 
 @pytest.mark.parametrize(
