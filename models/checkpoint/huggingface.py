@@ -29,7 +29,6 @@ from models.config import (
     QkNorm,
     RecurrentConfig,
     RopeConfig,
-    check_fused,
     layer_specs,
 )
 from models.packing import packing
@@ -127,7 +126,7 @@ def decoder_config(
         raise refused("hidden_act", hf["hidden_act"], "it must be silu")
     num_heads, num_kv_heads, head_dim = _heads(hf, latent)
     max_positions = integer(hf, "max_position_embeddings")
-    config = DecoderConfig(
+    return DecoderConfig(
         family=family,
         vocab_size=integer(hf, "vocab_size"),
         hidden_size=integer(hf, "hidden_size"),
@@ -157,8 +156,6 @@ def decoder_config(
         norms=norms,
         num_unread_layers=integer(hf, "num_nextn_predict_layers", 0, least=0),
     )
-    check_fused(config)
-    return config
 
 
 def _check_joined(hf: Mapping[str, Any], is_joined: bool, is_stacked: bool) -> None:

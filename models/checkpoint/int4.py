@@ -5,6 +5,7 @@ They are multiplied in the form `Int4`, with inputs in the model's type.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from models.config import DecoderConfig, check_fused
@@ -38,7 +39,8 @@ def check_groups(config: DecoderConfig, tensors: int, experts: int = 1) -> None:
     """
     if config.kept_form is None:
         return
-    size, mixture = config.kept_form.group_size or IN_A_WORD, config.mixture
+    # A rank reads whole groups from whole words, of which a short group takes a part
+    size, mixture = math.lcm(config.kept_form.group_size or 1, IN_A_WORD), config.mixture
     cut = [("o_proj", config.num_heads * config.head_dim, tensors)]
     if config.recurrent is not None:
         cut.append((config.recurrent.output, config.recurrent.widths[2], tensors))
@@ -50,8 +52,9 @@ def check_groups(config: DecoderConfig, tensors: int, experts: int = 1) -> None:
     for name, inputs, ranks in cut:
         if ranks > 1 and inputs // ranks % size:
             raise ValueError(
-                f"w4a16 cannot divide the {inputs} inputs of {name} by {ranks}: groups of {size} stay"
-                " whole; choose fewer ranks, or leave model.quantization out"
+                f"w4a16 cannot divide the {inputs} inputs of {name} by {ranks}: each rank takes a"
+                f" multiple of {size}, so that groups and words stay whole; choose fewer ranks, or leave"
+                " model.quantization out"
             )
 
 

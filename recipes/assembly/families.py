@@ -17,7 +17,7 @@ from models.checkpoint.files import first_dtype, is_body, tensor_names
 from models.checkpoint.huggingface import check_attended, refused
 from models.checkpoint.int4 import check_groups, kept_int4
 from models.checkpoint_names import PREDICTION, alone
-from models.config import DecoderConfig
+from models.config import DecoderConfig, check_fused
 from models.drafting.config import Eagle3Config, MtpConfig, mtp_config
 from models.modelslim import check_cache, described, without_method
 from models.parallel.placement import read as read_placement
@@ -425,6 +425,7 @@ def decoder_config(hf: Mapping[str, Any], ends_from: str = CONFIG) -> DecoderCon
         raise ValueError(f"the model's family is {abbreviate(family)}; supported are {', '.join(SUPPORTED)}")
     hf = FIELDS[family].read_of(hf)
     config = FAMILIES[family](hf)
+    check_fused(config)
     if is_nested:
         config = replace(config, reads_text_alone=True)
     check_attended(hf, config.layers, config.max_positions)

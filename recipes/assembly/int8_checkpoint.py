@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from models.checkpoint.files import (
     names_in,
     open_checkpoint,
     stored_names,
-    tensor_names,
 )
 from models.checkpoint.stacked_experts import STACKS
 from models.checkpoint.unpacking import SUFFIX, scaled
@@ -43,6 +43,8 @@ _TOWER = "|".join(dict.fromkeys(each.removeprefix("model.").removesuffix(".") fo
 BESIDE_A_TEXT = (r"re:.*lm_head$", rf"re:.*({_TOWER})\.")
 # How tensors of all experts end, which files of some families may have
 STACKED = tuple(f".experts.{end}" for end in STACKS)
+# Types of numbers that stand for themselves, as the loader takes them
+FLOATING = torch.float64, torch.float32, torch.bfloat16, torch.float16
 # Weight files of any format, which are not copied.
 LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
@@ -63,7 +65,8 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
     if config.stored_joined:
         joined = " and ".join(config.stored_joined)
         raise ValueError(f"{source} stores linears joined ({joined}); set model.quantization: w8a8 instead")
-    stored = tensor_names(source)
+    files = checkpoint_files(source)
+    stored = Counter(name for file in files for name in names_in(open_checkpoint(file, "numpy")))
     if config.mixture is not None and (
         config.mixture.is_stacked or any(name.endswith(STACKED) for name in stored)
     ):
@@ -80,9 +83,10 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
     further = set()  # weights of a prediction layer behind the model's own layers, which may be absent
     if config.num_unread_layers:
         further = {f"{name}.weight" for name, *_ in mtp_config(config, 1).linears() if scheme.covers(name)}
-    if absent := sorted(names - stored):
+    if absent := sorted(names - stored.keys()):
         raise ValueError(f"{source} lacks {', '.join(absent[:3])}{' ...' * (len(absent) > 3)}")
-    files = checkpoint_files(source)
+    if twice := next((name for name, count in stored.items() if count > 1), None):
+        raise ValueError(f"{source} has {twice} in two files; download it again")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as room:
         made = Path(room) / target.name
@@ -110,7 +114,8 @@ def _quantized(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a file as they are to be written, under the names that the file gives them.
 
-    Scales of 8-bit floats are applied and dropped.
+    Scales of 8-bit floats are applied and dropped. Raises ValueError for numbers that config.json does not
+    describe.
     """
     opened = open_checkpoint(file)
     for name, stored in stored_names(opened).items():
@@ -120,7 +125,13 @@ def _quantized(
             continue
         if isinstance(config.stored_form, BlockScales) and tensor.dtype == torch.float8_e4m3fn:
             scales = _found(name + SUFFIX, [file, *files])
+            _check_scales(file, name, tensor, scales, config.stored_form)
             tensor = scaled(tensor, scales, config.stored_form).to(TORCH_DTYPES[config.dtype])
+        if tensor.dtype not in FLOATING and (name in names or tensor.is_floating_point()):
+            raise ValueError(
+                f"{file}: {name} is {_kind(tensor)}, and config.json says nothing of such numbers;"
+                " download it again, or correct config.json"
+            )
         check_finite(file, name, tensor, tensor.dtype)
         made = {stored: tensor}
         if name in names:
@@ -138,6 +149,21 @@ def _found(name: str, files: list[Path]) -> Tensor:
             found: Tensor = opened.get_tensor(name)
             return found
     raise ValueError(f"{files[0].parent} lacks {name}; download it again")
+
+
+def _check_scales(file: Path, name: str, weight: Tensor, scales: Tensor, blocks: BlockScales) -> None:
+    """Raise ValueError unless there is a scale for each block: others would make other numbers silently."""
+    shape = tuple(weight.shape)
+    wanted = blocks.shape(shape) if len(shape) == 2 else ()
+    if tuple(scales.shape) != wanted or scales.dtype not in FLOATING:
+        raise ValueError(
+            f"{file.parent}: {name}{SUFFIX} is {_kind(scales)} {[*scales.shape]}, and {[*shape]} in {blocks}"
+            f" takes floats {[*wanted]}; download it again, or correct config.json"
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _copy_the_rest(source: Path, target: Path, scheme: Quantization) -> None:

@@ -186,6 +186,7 @@ class MessageForm:
 
     reads_parts: bool  # whether it goes through the parts of a content itself
     reads_no_text: bool  # whether it reads a content in no other way
+    joins_results: bool  # whether it needs a tool's text whole, since not every such loop shows parts' text
     asks_none: bool  # whether it asks if a content is none, so that its absence is not enough
     thoughts: str  # what it calls the thoughts of an earlier answer
     knows_developer: bool  # whether it has the role "developer"
@@ -197,7 +198,7 @@ class MessageForm:
         for each in tree.find_all(nodes.Assign):
             if isinstance(each.target, nodes.Name) and _is_content(each.node, named):
                 named.add(each.target.name)
-        loops = (each.iter for each in tree.find_all(nodes.For))
+        loops = [each for each in tree.find_all(nodes.For) if _is_content(each.iter, named)]
         tests = (each.node for each in tree.find_all(nodes.Test) if each.name == "none")
         compared = (
             each.expr
@@ -206,10 +207,11 @@ class MessageForm:
         )
         texts = {each.value for each in tree.find_all(nodes.Const) if isinstance(each.value, str)}
         read = texts | {each.attr for each in tree.find_all(nodes.Getattr)}
-        reads_parts = any(_is_content(each, named) for each in loops)
+        reads_no_text = bool(loops) and not _reads_whole(tree, named)
         return MessageForm(
-            reads_parts=reads_parts,
-            reads_no_text=reads_parts and not _reads_whole(tree, named),
+            reads_parts=bool(loops),
+            reads_no_text=reads_no_text,
+            joins_results=not (reads_no_text or all(map(_shows_text, loops))),
             asks_none=any(_is_content(each, named) for each in (*tests, *compared)),
             thoughts=next((name for name in THOUGHTS if name in read), THOUGHTS[0]),
             knows_developer="developer" in texts,
@@ -219,7 +221,9 @@ class MessageForm:
         """Return a checked message in this form."""
         shaped = dict(message)
         content = shaped.get("content")
-        if isinstance(content, list) and not self.reads_parts:
+        # GLM's templates take a tool's parts for several results, or for references to tools
+        is_joined = not self.reads_parts or (shaped["role"] == "tool" and self.joins_results)
+        if isinstance(content, list) and is_joined:
             shaped["content"] = joined(content)
         if isinstance(content, str) and self.reads_no_text:
             shaped["content"] = [{"type": "text", "text": content}]
@@ -304,6 +308,14 @@ def _is_content(expression: nodes.Node, named: Collection[str]) -> bool:
         case nodes.CondExpr():
             return _is_content(expression.expr1, named)
     return False
+
+
+def _shows_text(loop: nodes.For) -> bool:
+    """Whether a loop over the parts of a content reads their text."""
+    keys = (each.arg for each in loop.find_all(nodes.Getitem))
+    return any(each.attr == "text" for each in loop.find_all(nodes.Getattr)) or any(
+        isinstance(each, nodes.Const) and each.value == "text" for each in keys
+    )
 
 
 def _reads_whole(tree: nodes.Template, named: Collection[str]) -> bool:

@@ -214,7 +214,9 @@ def text_options(fields: Mapping[str, Any], text: Text | None = None) -> TextOpt
     if is_chat and text is not None and text.channels is not None:
         # Channels are told apart by control tokens, none of which is shown.
         given["skip_special_tokens"] = False
-    is_turn = is_chat and not fields.get("continue_final_message")
+    # A form says whether its answer begins with a space
+    is_formed = any(fields.get(name) not in (None, {"type": "text"}) for name in STRUCTURED)
+    is_turn = is_chat and not is_formed and not fields.get("continue_final_message")
     num_tools = 0 if fields.get("tool_choice") == "none" else len(fields.get("tools") or ())
     marks = text.marks(has_calls=num_tools > 0) if is_chat and text is not None else frozenset()
     return TextOptions(is_chat=is_chat, start=is_turn, num_tools=num_tools, marks=marks, **given)

@@ -126,7 +126,9 @@ def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[i
 class SentencePieceVocabulary:
     """A sentencepiece `tokenizer.model`, with the tokens that other files add to it.
 
-    With `legacy` in the settings, the space that may precede a text also follows each added token.
+    With `legacy` in the settings, the space that may precede a text also follows each added token, but in
+    CodeLlamaTokenizer, which takes a space from the beginning of an answer even where it puts none before a
+    text.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -146,10 +148,11 @@ class SentencePieceVocabulary:
             _spell_out(proto, settings)
             self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
         # Llama's classes put a space before a text, and Gemma's does not, whatever the model says
-        is_llama, is_gemma = named in ("LlamaTokenizer", "CodeLlamaTokenizer"), named == "GemmaTokenizer"
+        is_code = named == "CodeLlamaTokenizer"
+        is_llama, is_gemma = named in LLAMAS, named == "GemmaTokenizer"
         puts_lead = is_llama or (proto.normalizer_spec.add_dummy_prefix and not is_gemma)
         has_lead = puts_lead and settings.get("add_prefix_space") is not False
-        self.num_lead_spaces = int(has_lead)
+        self.num_lead_spaces = int(has_lead or is_code)
         if is_llama or is_gemma:  # Both leave a text as it is
             proto.normalizer_spec.remove_extra_whitespaces = False
             proto.normalizer_spec.precompiled_charsmap = b""
@@ -160,7 +163,7 @@ class SentencePieceVocabulary:
         # transformers 5 gives Llamas no unknown token: without byte tokens, what cannot be spelt is left out
         self._left_out = self._model.unk_id() if is_llama else None
         self._with_lead = self._model if has_lead else self._without_lead
-        self._legacy = bool(settings.get("legacy"))
+        self._legacy = bool(settings.get("legacy")) and not is_code
 
         ends = proto.trainer_spec
         pieces = {"bos": ends.bos_id, "eos": ends.eos_id, "unk": ends.unk_id}
@@ -219,7 +222,10 @@ class SentencePieceVocabulary:
 
     def _ends(self, settings: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """Return the ids that a text begins and ends with."""
-        names = {key: token_text(each) for key, each in special_tokens(settings).items()}
+        own = CLASS_TOKENS.get(_class_of(settings), self.own_tokens)
+        # A token that the files add and do not name is that of the class
+        named = {key: each for key, each in own.items() if settings.get(f"add_{key}")} | {**settings}
+        names = {key: token_text(each) for key, each in special_tokens(named).items()}
         bos, eos = (self.find(names.get(key, "")) for key in ("bos_token", "eos_token"))
         adds_bos = settings.get("add_bos_token")
         adds_bos = True if adds_bos is None else adds_bos  # the first Llama releases do not say so
@@ -370,9 +376,9 @@ def _read_tokenizer(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
 def _is_rebuilt(tokenizer: Tokenizer, folder: Path, settings: Mapping[str, Any]) -> bool:
     """Whether transformers 5 takes of a tokenizer.json the pairs alone, and cuts texts by its class.
 
-    It does so for LlamaTokenizer, unless the file is byte-level or the model's family has another class.
+    It does so for Llama's classes, unless the file is byte-level or the model's family has another class.
     """
-    if _class_of(settings) != "LlamaTokenizer" or not isinstance(tokenizer.model, models.BPE):
+    if _class_of(settings) not in LLAMAS or not isinstance(tokenizer.model, models.BPE):
         return False
     if optional_json_object(folder / "config.json").get("model_type", "llama") != "llama":
         return False
@@ -381,15 +387,18 @@ def _is_rebuilt(tokenizer: Tokenizer, folder: Path, settings: Mapping[str, Any])
 
 
 def _rebuild(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
-    """Cut texts as LlamaTokenizer of transformers 5 does: the space before a text is put where it begins.
+    """Cut texts as Llama's classes of transformers 5 do: the space before a text is put where it begins.
 
-    With `legacy` in the settings it also follows each added token.
+    With `legacy` in the settings of LlamaTokenizer it also follows each added token. CodeLlamaTokenizer takes
+    a space from the beginning of an answer even where it puts none before a text.
     """
     has_lead = settings.get("add_prefix_space") is not False
-    scheme = ("always" if settings.get("legacy") else "first") if has_lead else "never"
+    is_code = _class_of(settings) == "CodeLlamaTokenizer"
+    scheme = ("always" if settings.get("legacy") and not is_code else "first") if has_lead else "never"
     tokenizer.normalizer = None
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
-    tokenizer.decoder = decoders.Sequence([*_PIECES, *([decoders.Strip(" ", 1, 0)] if has_lead else [])])
+    strips = [decoders.Strip(" ", 1, 0)] if has_lead or is_code else []
+    tokenizer.decoder = decoders.Sequence([*_PIECES, *strips])
 
 
 def _stored_tokenizer(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
@@ -458,6 +467,7 @@ def _class_of(settings: Mapping[str, Any]) -> str:
     return str(settings.get("tokenizer_class")).removesuffix("Fast")
 
 
+LLAMAS = ("LlamaTokenizer", "CodeLlamaTokenizer")
 PIECES, PAIRS, TEKKEN = "tokenizer.model", "vocab.json", "tekken.json"
 KINDS: dict[str, Callable[[Path, Mapping[str, Any]], Vocabulary]] = {
     "tokenizer.json": FastVocabulary,

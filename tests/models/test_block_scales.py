@@ -198,3 +198,37 @@ def test_a_scale_that_is_missing_is_named(checkpoint: tuple[Any, Path]) -> None:
         score(path, [[3, 4, 5]])
     with pytest.raises(ValueError, match=f"lacks {name}"):
         quantize(path, path.parent / "int8")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "surplus", "dtype"),
+    [
+        ([32, 64], 0, torch.float32),
+        ([8, 16], 0, torch.float32),
+        ([16, 32], 1, torch.float32),
+        ([16, 32], 0, torch.int32),
+    ],
+)
+def test_scales_of_other_blocks_are_not_applied(
+    blocks: list[int], surplus: int, dtype: torch.dtype, checkpoint: tuple[Any, Path]
+) -> None:
+    """They would make other numbers, or end in the middle of a weight."""
+    _, path = checkpoint
+    file, config = path / "model-00002-of-00002.safetensors", json.loads((path / "config.json").read_text())
+    changed = {name: torch.cat([each[:surplus], each]).to(dtype) for name, each in load_file(file).items()}
+    save_file(changed, file)
+    said = {"quantization_config": SAID | {"weight_block_size": blocks}}
+    (path / "config.json").write_text(json.dumps(config | said))
+    words = rf"{SUFFIX} is {str(dtype)[6:]} .* in 8-bit floats by blocks of {blocks[0]} x .* takes floats \["
+    with pytest.raises(ValueError, match=words):
+        quantize(path, path.parent / "int8")
+    assert not (path.parent / "int8").exists()
+
+
+def test_scales_in_two_files_are_not_chosen_from(checkpoint: tuple[Any, Path]) -> None:
+    _, path = checkpoint
+    first, second = (path / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    name, scales = next(iter(load_file(second).items()))
+    save_file(load_file(first) | {name: 3 * scales}, first)
+    with pytest.raises(ValueError, match=f"has {name} in two files; download it again"):
+        quantize(path, path.parent / "int8")

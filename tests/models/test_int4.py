@@ -169,9 +169,17 @@ def test_inputs_that_a_file_moves_between_groups_are_refused(tmp_path: Path) -> 
 
 
 def test_ranks_do_not_divide_a_group(tmp_path: Path) -> None:
+    """Nor a word, of which a short group takes a part."""
     _, path = stored("qwen3", "awq", tmp_path)
-    with pytest.raises(ValueError, match="cannot divide the 160 inputs of down_proj by 2: groups of 32"):
-        check_groups(kept_int4(config_in(path)), 2)
+    config = kept_int4(config_in(path))
+    assert config.kept_form is not None
+    short = replace(config, intermediate_size=168, kept_form=replace(config.kept_form, group_size=4))
+    for each, inputs, size in ((config, 160, 32), (short, 168, 8)):
+        words = f"cannot divide the {inputs} inputs of down_proj by 2: each rank takes a multiple of {size},"
+        with pytest.raises(ValueError, match=words):
+            check_groups(each, 2)
+        check_groups(each, 1)
+    check_groups(replace(short, intermediate_size=176), 2)
 
 
 def test_what_is_multiplied_as_one_stays_packed_as_one(tmp_path: Path) -> None:
@@ -319,7 +327,7 @@ def test_an_npu_multiplies_all_experts_in_two_products(device: tuple[Kind, Way],
 def test_experts_are_divided_by_whole_groups_alone(tmp_path: Path) -> None:
     _, path = stored_experts("qwen3_moe", "awq", tmp_path, moe_intermediate_size=96)
     with pytest.raises(
-        ValueError, match="the 96 inputs of an expert's down_proj by 2: groups of 32 stay whole"
+        ValueError, match="the 96 inputs of an expert's down_proj by 2: each rank takes a multiple of 32"
     ):
         check_groups(kept(path), 2)
     check_groups(kept(path), 2, 2)  # each rank has whole experts

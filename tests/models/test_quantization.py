@@ -28,6 +28,7 @@ from tests import device_kinds
 from tests.device_kinds import Kind, Way, on_each
 from tests.each_of import each_of
 from tests.models.families import VARIANTS, make
+from tests.models.recurrent_variants import RECURRENT_VARIANTS
 from tests.models.test_weights import bare
 
 IMPLEMENTATIONS = [Ops, CpuOps]
@@ -280,4 +281,17 @@ def test_linears_that_are_multiplied_as_one_are_quantised_as_one(tmp_path: Path)
     hf = read(checkpoint("llama_biased", tmp_path))
     said = JSON | {"ignore": ["lm_head", "model.layers.1.self_attn.k_proj"]}
     with pytest.raises(ValueError, match="of layer 1, which are multiplied as one: leave out all"):
+        decoder_config(hf | {"quantization_config": said})
+
+
+def test_a_layer_with_a_state_has_groups_of_its_own(tmp_path: Path) -> None:
+    variant = next(each for each in RECURRENT_VARIANTS if each.name == "kimi_linear")
+    hf = read(make(variant, tmp_path)[1])
+    block = "model.layers.0.self_attn."
+    names = [name for name, *_ in decoder_config(hf).linears() if name.startswith(block)]
+    assert f"{block}g_a_proj" in names
+    said = JSON | {"ignore": names}
+    assert decoder_config(hf | {"quantization_config": said}).quantization == Quantization(tuple(names))
+    said = JSON | {"ignore": [f"{block}g_a_proj"]}
+    with pytest.raises(ValueError, match=r"some of self_attn\.b_proj, .*g_a_proj of layer 0, which are mult"):
         decoder_config(hf | {"quantization_config": said})

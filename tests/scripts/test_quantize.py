@@ -176,6 +176,28 @@ def test_a_damaged_weight_is_not_quantised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("role", "dtype"),
+    [
+        ("mlp.up_proj", torch.int8),
+        ("mlp.up_proj", torch.float8_e4m3fn),
+        ("input_layernorm", torch.float8_e4m3fn),
+    ],
+)
+def test_numbers_that_config_json_does_not_describe_are_not_quantised(
+    role: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(TINY, source)
+    name, tensors = f"model.layers.0.{role}.weight", load_file(source / SINGLE)
+    save_file(tensors | {name: (100 * tensors[name]).to(dtype)}, source / SINGLE)
+    with pytest.raises(
+        ValueError, match=rf"{role}\.weight is {str(dtype)[6:]}, and config\.json says nothing"
+    ):
+        quantize(source, target)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
     ("text", "left_out", "words"),
     [
         ("12+7=19\n", "tokenizer.model", "has no tokenizer, so that no text can be scored"),

@@ -146,6 +146,28 @@ def test_a_text_is_a_part_where_a_template_reads_nothing_else(way: str, reads_no
     assert shown(template, [{"role": "user", "content": "Hello"}]) == "Hello"
 
 
+# Templates of the user's parts and a tool's results, as in GLM-4.5 and GLM-5.1
+RESULTS = {
+    "results": "{% for r in m.content %}<{{ r.output if r.output is defined else r }}>{% endfor %}",
+    "references": (
+        "{% for r in m.content %}{% for t in ['add'] %}{% if t == r.name %}<{{ t }}>{% endif %}{% endfor %}"
+        "{% endfor %}"
+    ),
+}
+
+
+@each_of("way", RESULTS)
+def test_a_tools_parts_are_its_text_where_a_template_reads_them_as_results(way: str) -> None:
+    template = (
+        EACH + "{% if m.role == 'tool' %}{% if m.content is string %}<{{ m.content }}>{% else %}"
+        f"{RESULTS[way]}{{% endif %}}{{% else %}}{LOOPS['in a macro']}{{% endif %}};{{% endfor %}}"
+    )
+    asked, result = {"role": "user", "content": PARTS}, {"role": "tool", "content": "Hel\nlo"}
+    expected = theirs(template, [asked, result])
+    assert shown(template, [asked, result | {"content": PARTS}]) == expected
+    assert expected == "user:Hello;tool:<Hel\nlo>;"
+
+
 def test_other_templates_get_parts_as_lines() -> None:
     assert shown(EACH + SAYS["prints"] + END, [{"role": "user", "content": PARTS}]) == "user:Hel\nlo;"
 

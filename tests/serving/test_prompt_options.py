@@ -209,6 +209,24 @@ def test_a_continued_message_keeps_the_space_that_the_answer_begins_with() -> No
     assert not text_options({"messages": TALK, **OPEN}).start
 
 
+@each_of(
+    "form, is_held",
+    [
+        ({"structured_outputs": {"choice": [" yes", " no"]}}, True),
+        ({"guided_regex": " [a-z]{2,3}"}, True),
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"response_format": {"type": "text"}}, False),
+    ],
+)
+def test_an_answer_keeps_the_space_with_which_its_form_begins(
+    form: dict[str, Any], is_held: bool, texts: dict[str, Text]
+) -> None:
+    text = texts["sentence_pieces"]
+    start = text_options({"messages": TALK, **form}, text).start
+    said = text.decode(text.encode_within(" It is"), start=start)
+    assert said == (" It is" if is_held else "It is")
+
+
 def test_masks_and_cuts_reach_the_answers_of_a_program_and_of_a_file(llm: LLM) -> None:
     text = llm.text
     assert text is not None

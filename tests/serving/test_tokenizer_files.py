@@ -152,6 +152,37 @@ def test_a_llamas_class_says_where_the_space_before_a_text_goes(
     check_same(tmp_path, ("What is 12?", "  Wh</s>What is</s> ok", "<s>What", "你好  🎉\n x"))
 
 
+CODE_LLAMA = LLAMA | {"tokenizer_class": "CodeLlamaTokenizer"}
+CODE_LLAMA |= dict.fromkeys(f"{name}_token" for name in ("prefix", "middle", "suffix", "eot", "fill"))
+
+
+@pytest.mark.parametrize("kind", ["byte_fallback", "sentence_pieces"])
+@each_of("settings", [{"legacy": None}, {"legacy": True}, {"legacy": True, "add_prefix_space": False}])
+def test_code_llamas_class_puts_the_space_before_a_text_alone(
+    settings: dict[str, Any], kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Whatever `legacy` says, and it takes one from a text even where it puts none."""
+    write(tmp_path, folders[kind], {"tokenizer_config": CODE_LLAMA | settings})
+    check_same(tmp_path, ("What is 12?", "<s>What is</s>ok", "ok</s>What"))
+    text, theirs = Text.load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert text is not None
+    ids = text.encode_within(" What is")
+    assert text.decode(ids) == theirs.decode(ids) == "What is"
+
+
+@each_of("added", [("bos",), ("eos",), ("bos", "eos")])
+@each_of("named", [{}, {"bos_token": None}, {"eos_token": "<unk>"}])
+def test_a_token_that_is_added_without_a_name_is_that_of_the_class(
+    named: dict[str, Any], added: tuple[str, ...], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    adds = {f"add_{name}_token": name in added for name in ("bos", "eos")}
+    settings = {"tokenizer_class": "LlamaTokenizer"} | adds | named
+    write(tmp_path, folders["sentence_pieces"], {"tokenizer_config": settings})
+    text, theirs = Text.load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert text is not None
+    assert text.encode("What is 12?") == theirs("What is 12?").input_ids
+
+
 def test_a_llamas_text_keeps_all_its_spaces(folders: dict[str, Path], tmp_path: Path) -> None:
     """Llama's classes pass over what a sentencepiece model says of normalising texts."""
     write(tmp_path, folders["sentence_pieces"], {"tokenizer_config": LLAMA | {"added_tokens_decoder": NEW}})
