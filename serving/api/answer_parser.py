@@ -46,8 +46,9 @@ class AnswerParser:
         is_open = self.thinks and text is not None and text.opens_thoughts(request.prompt)
         form = THOUGHT_FORMATS["think"] if text is None or text.thoughts is None else text.thoughts
         goes_on = is_open and text is not None and text.cuts_thoughts(request.prompt)
+        is_formed = self._is_held and not self._names
         self._thoughts = defaultdict[int, ReasoningParser](
-            lambda: ReasoningParser(form, is_open=is_open, goes_on=goes_on)
+            lambda: ReasoningParser(form, is_open=is_open, goes_on=goes_on, is_formed=is_formed)
         )
         self._tools: dict[int, ToolParser | ChannelParser] = {}
         self._tools_in_thoughts: dict[int, ToolParser] = {}

@@ -40,6 +40,10 @@ class Reader(Protocol):
 
     is_complete: bool
 
+    @property
+    def is_text(self) -> bool:
+        """Whether a text is arriving, which is passed on as it comes."""
+
     def read(self, held: str) -> tuple[int, str]:
         """Return how many characters are decided, and the JSON that they add."""
 
@@ -119,13 +123,14 @@ class PairReader:
         brace = "}" if is_certain and is_closed else ""
         if self._is_silent:
             return brace
-        if self._is_text:
+        if self.is_text:
             return self._opened() + _escaped(held[start:at]) + ('"' if is_closed else "") + brace
         return self._written(held[start:at]) + brace if is_closed else ""
 
     @property
-    def _is_text(self) -> bool:
-        return self._allowed == {"string"}
+    def is_text(self) -> bool:
+        """Whether the value that is arriving is a text."""
+        return self._key is not None and self._allowed == {"string"}
 
     def _between(self, held: str) -> tuple[int, str]:
         found = self._next_key(held, 0)
@@ -154,7 +159,7 @@ class PairReader:
         while end >= 0:
             found = {each: match(each, held, end) for each in self._said}
             key = held[begin:end].strip()
-            if not key or "\n" in key:
+            if not key or "\n" in key or end - begin > LONGEST_KEY:
                 return NO
             for value, begun in found.items():
                 if begun >= 0:
@@ -243,7 +248,7 @@ class PairReader:
     def _part(self, held: str, start: int, at: int) -> tuple[int, str]:
         """Pass on text before `at`, without what may be the margin behind it."""
         self._sought = at
-        if not self._is_text:
+        if not self.is_text:
             return 0, ""
         at -= len(self._pairs.margin) if held[start:at].endswith(self._pairs.margin) else 0
         if at <= start and not (self._is_fresh and start):
@@ -258,7 +263,7 @@ class PairReader:
         if is_closed and margin and held[start:at].endswith(margin):
             at -= len(margin)
         text, was_silent, opened = held[start:at], self._is_silent, self._opened()
-        written = f'{opened}{_escaped(text)}"' if self._is_text else self._written(text)
+        written = f'{opened}{_escaped(text)}"' if self.is_text else self._written(text)
         self._key = None
         return end, "" if was_silent else written
 
@@ -300,6 +305,11 @@ class BareReader:
         self._is_key = False  # whether a key, and not a value, comes next
         self._has_comma = False  # whether a comma is written before what comes next
 
+    @property
+    def is_text(self) -> bool:
+        """Whether a text is arriving, in quotes of either kind."""
+        return self._is_text or self._is_json_text
+
     def read(self, held: str) -> tuple[int, str]:
         """Return how many characters are decided, and the JSON that they add."""
         at, said = 0, ""
@@ -330,7 +340,8 @@ class BareReader:
             return at + 1, ""
         if (end := _ahead(self._end, held, at)) != NO:
             self.is_complete = end >= 0
-            return (at, "" if self._stack else "{}") if self.is_complete else (MAYBE, "")
+            closers = "".join("}" if each == "{" else "]" for each in reversed(self._stack))
+            return (at, closers or "{}") if self.is_complete else (MAYBE, "")
         if held[at] in ("},:" if self._is_key else "{}[],:"):  # a key may begin with a bracket
             return at + 1, self._step(held[at])
         if held[at] == '"':

@@ -37,16 +37,23 @@ class ReasoningParser:
     """Parses one answer.
 
     `is_open` says that the prompt ends inside the block and, later, that the text so far does. `goes_on` says
-    that the prompt has some of the thoughts. `has_ended` says that the block's end has been found.
+    that the prompt has some of the thoughts, and `is_formed` that the answer's form begins right behind the
+    block. `has_ended` says that the block's end has been found.
     """
 
     def __init__(
-        self, form: ThoughtFormat = THOUGHT_FORMATS["think"], *, is_open: bool, goes_on: bool = False
+        self,
+        form: ThoughtFormat = THOUGHT_FORMATS["think"],
+        *,
+        is_open: bool,
+        goes_on: bool = False,
+        is_formed: bool = False,
     ) -> None:
         self._form = form
         self._begin = form.begin.rstrip()
         self.is_open = is_open
         self.has_ended = False
+        self._is_formed = is_formed
         self._has_begun = goes_on  # whether no mark can come that begins the block, even a second time
         self._is_blank = not goes_on  # white space around the block, and at its beginning, is dropped
         self._held = ""
@@ -109,7 +116,7 @@ class ReasoningParser:
         if at >= 0:
             thoughts = self._held[:at].rstrip()
             thoughts = thoughts.lstrip() if self._is_blank else thoughts
-            self._held, self._is_blank = self._held[at + len(end) :], True
+            self._held, self._is_blank = self._held[at + len(end) :], not self._is_formed
             self.is_open, self.has_ended = False, True
             return thoughts
         sizes = range(min(len(end) - 1, len(self._held)), 0, -1)
@@ -388,7 +395,11 @@ class ToolParser:
         elif self._place == self._in_json:
             self._add(parsed, held)
         elif self._place == self._in_reader and self._reader is not None:
-            self._add(parsed, self._reader.rest(held, is_ended=is_ended))
+            rest = self._reader.rest(held, is_ended=is_ended)
+            self._add(parsed, rest)
+            # What has no end might be more than a value, and could not be read
+            is_unread = is_ended and not (rest or self._reader.is_text)
+            parsed.say(held if is_unread and held.strip() else "")
         elif self._place == self._in_content:
             parsed.say(held if held.strip() or self._is_unknown or not self.num_calls else "")
         elif self._place == self._behind_call and self._is_unknown:
@@ -774,7 +785,8 @@ class _Scan:
 
     def __init__(self) -> None:
         self.depth = 0
-        self._quote = ""
+        self._quote = ""  # the quotes that end the text that goes on
+        self._num_quotes = 0  # quotes in a row up to here that may be one mark: three begin or end a text
         self._is_escaped = False
         self._is_spoilt = False  # whether a text has begun where none may
         self._last = "{"  # the last character outside of texts, white space aside
@@ -784,8 +796,9 @@ class _Scan:
 
         It ends before the mark or a beginning of it, too, but not within a text that begins where one may.
         """
+        first = mark[:1]
         for at, char in enumerate(text):
-            is_end = char == mark[:1] and (not self._quote or self._is_spoilt)
+            is_end = char == first and (not self._quote or self._is_spoilt)
             if is_end and mark.startswith(text[at : at + len(mark)]):
                 return at
             self._step(char, '"')
@@ -805,19 +818,24 @@ class _Scan:
     def _step(self, char: str, quotes: str) -> None:
         if self._quote:
             if self._is_escaped:
-                self._is_escaped = False
-            elif char == "\\":
-                self._is_escaped = True
-            elif char == self._quote:
-                self._quote = ""
+                self._is_escaped, self._num_quotes = False, 0
+            elif char in self._quote:
+                self._num_quotes += 1
+                self._quote = self._quote if self._num_quotes < len(self._quote) else ""
+            else:
+                self._is_escaped, self._num_quotes = char == "\\", 0
             return
         if char in quotes:
-            self._quote = char
+            # JSON has one kind of quote, and no text that begins with three
+            is_triple = len(quotes) > 1 and self._num_quotes == 2 and char == self._last
+            self._quote, self._num_quotes = (char * 3, 0) if is_triple else (char, 1)
             self._is_spoilt |= self._last not in "{[,:"
-        elif char in "{[(":
-            self.depth += 1
-        elif char in "}])":
-            self.depth -= 1
+        else:
+            self._num_quotes = 0
+            if char in "{[(":
+                self.depth += 1
+            elif char in "}])":
+                self.depth -= 1
         if not char.isspace():
             self._last = char
 

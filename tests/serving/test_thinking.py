@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -16,6 +17,7 @@ from continuous_batching.request import Request
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
+from serving.answers.answers import AnswerDelta
 from serving.api.answer_parser import AnswerParser
 from serving.grammars.matching import Grammars
 from serving.grammars.thinking import Thinking, ThinkingMatcher
@@ -233,6 +235,28 @@ def test_thoughts_before_a_form_are_told_apart() -> None:
     assert AnswerParser(text, request, None).thinks
     text.think_marks = ()
     assert not AnswerParser(text, request, None).thinks
+
+
+@each_of(
+    "form, shown",
+    [
+        ({"guided_regex": " [a-z]{2,3}"}, " yes"),
+        ({"guided_regex": " [a-z]{2,3}", "tools": [], "tool_choice": "none"}, " yes"),
+        ({}, "yes"),
+    ],
+)
+@each_of("begin", ["<think>So.</think>", "<think></think>"])
+def test_a_form_behind_thoughts_keeps_the_space_with_which_it_begins(
+    form: dict[str, Any], shown: str, begin: str
+) -> None:
+    text = text_with_marks()
+    request = parse_request({"id": "0", "messages": [{"role": "user", "content": "1"}], **form}, text)
+    for pieces in ([f"{begin} yes"], [*begin, " ", "yes"]):
+        parser = AnswerParser(text, request, None)
+        parts = [parser.push(0, AnswerDelta(0, each)) for each in pieces]
+        parts.append(parser.push(0, AnswerDelta(0, "", finish_reason="stop")))
+        said = [each for part in parts for each in part.parts]
+        assert "".join(each for each in said if isinstance(each, str)) == shown
 
 
 def parsed(pieces: list[str], *, is_open: bool) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from serving.tools import parsing
-from serving.tools.arguments import BareReader
+from serving.tools.arguments import LONGEST_KEY, BareReader
 from serving.tools.channels import HARMONY, ChannelParser
 from serving.tools.formats import MOST_SPACE, TOOL_FORMATS, ToolFormat
 from serving.tools.parsing import LONGEST_NAME, LONGEST_OBJECT, ToolParser, _Scan
@@ -125,6 +125,11 @@ def read(
         (r'["\\\\/", {"\ud83d\ude00": "\u00e9"}]', [r"\\/", {"😀": "é"}]),
         (r"'it\'s \x41'", "it's A"),
         (r'"\ud83d"', "\ud83d"),
+        ('"""print("it\'s")"""', 'print("it\'s")'),
+        ("'''say \"(\" now\n\\''''", 'say "(" now\n\''),
+        ('"""a\\""b"" ("""', 'a""b"" ('),
+        ('["", \'\', """""", "(", "\'" "\\"" \')\']', ["", "", "", "(", "'\")"]),
+        ('"" ")" \'\'")"', "))"),
     ],
 )
 def test_keywords_have_the_escapes_of_json_and_can_be_encoded(written: str, value: Any) -> None:
@@ -161,6 +166,7 @@ GEMMA = "<|tool_call>call:add{}<tool_call|>"
         ('{"s":<|"|>x, y: z<|"|>}', {"s": "x, y: z"}),
         ('{"a:b":"x, {\\"y\\"}", <|"|>t<|"|>:<|"|> None <|"|>}', {"a:b": 'x, {"y"}', "t": " None "}),
         ("{a:low, b:1}", {"a": "low", "b": 1}),
+        ("{a:[{b:[1],", {"a": [{"b": [1]}]}),
         ("{[x:true,{id}:1,a:{]b:[{[c:2}]}}", {"[x": True, "{id}": 1, "a": {"]b": [{"[c": 2}]}}),
     ],
 )
@@ -538,6 +544,28 @@ def test_a_call_may_end_behind_its_last_value_where_the_model_ends(name: str, va
         content, found = read(name, ended, schemas, is_ended=True)
         assert (content, [(each, whole(arguments)) for each, arguments in found]) == ("", calls), ended
         assert whole(read(name, ended, schemas)[1][1][1]) is None, "a cut answer is cut visibly"
+
+
+@each_of("name", [*PAIRS, "gemma4"])
+def test_a_value_that_is_no_text_and_has_no_end_becomes_content(name: str) -> None:
+    kinds = {"n": {"type": "integer"}, "s": {"type": "string"}}
+    schemas = {"add": {"type": "object", "properties": kinds}}
+    call, close = written(name, [("add", {"n": 5})]), "}" if name == "gemma4" else PAIRS[name].close
+    margin = "" if name == "gemma4" else PAIRS[name].margin
+    cut_off = call[: call.index(margin + close)]
+    answer = f"{cut_off}\n\nI did it."
+    content, found = read(name, answer, schemas, is_ended=True)
+    assert (content.strip(), found) == ("5\n\nI did it.", [("add", '{"n": ')])
+    assert read(name, answer, schemas) == ("", found), "an answer that was cut has no more text"
+    call = written(name, [("add", {"s": "It"})])
+    assert read(name, call[: call.index("It") + 2], schemas, is_ended=True) == ("", [("add", '{"s": "It')])
+
+
+@each_of("name", PAIRS)
+def test_a_key_is_as_long_in_a_stream_as_in_a_whole_answer(name: str) -> None:
+    for size in (LONGEST_KEY, LONGEST_KEY + 1):
+        _, [(_, arguments)] = read(name, written(name, [("add", {"k" * size: "x"})]))
+        assert arguments == ('{"%s": "x"}' % ("k" * size) if size == LONGEST_KEY else "{}")
 
 
 @each_of("name", ["glm45", "hy_v3", "qwen3_coder", "minimax_m2"])
