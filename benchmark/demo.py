@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from benchmark.offline.offline import serve
 from benchmark.options import Column
 from benchmark.run_record import Timeline, summarise
+from borders.files import whole_file
 from recipes.assembly.engine import build
 from recipes.schema.reader import read
 from recipes.tiny.corpus import demo_requests
@@ -142,5 +143,6 @@ def save_slots(path: Path, runs: list[tuple[str, Timeline, float]]) -> None:
         handles=shades, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0.3
     )
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    with whole_file(path) as file:
+        figure.savefig(file.buffer, dpi=110, format=path.suffix[1:])
     plt.close(figure)

@@ -33,8 +33,9 @@ READY = r"ready after .*, process (\d+)"
 
 @contextlib.contextmanager
 def process_pool(num_processes: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of fresh processes; an error or ctrl-C ends them at once, not after their work."""
-    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as pool:
+    """Yield a pool of fresh processes; an error or a signal ends them at once, not after their work."""
+    spawn = multiprocessing.get_context("spawn")
+    with leaving_at_signals(), ProcessPoolExecutor(num_processes, spawn) as pool:
         before = set(multiprocessing.active_children())
         try:
             yield pool
@@ -153,8 +154,14 @@ def started(*command: str, ready: str = "/ready") -> Iterator[ServerProcess]:
 
 @contextlib.contextmanager
 def leaving_at_signals() -> Iterator[None]:
-    """Have signals that end this process do so by way of `finally`, so that it can end others first."""
-    before = {each: signal.signal(each, _leave) for each in (signal.SIGTERM, signal.SIGHUP)}
+    """Have signals that end this process do so by way of `finally`, so that it can end others first.
+
+    One that is ignored stays so, as that of a closed terminal under nohup.
+    """
+    heeded = [
+        each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN
+    ]
+    before = {each: signal.signal(each, _leave) for each in heeded}
     try:
         yield
     finally:

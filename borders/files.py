@@ -18,7 +18,7 @@ import select
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -202,11 +202,11 @@ def _too_long(path: str | Path, most_bytes: int) -> ValueError:
 
 
 @contextlib.contextmanager
-def whole_file(path: str | Path) -> Iterator[IO[str]]:
+def whole_file(path: str | Path) -> Iterator[TextIO]:
     """Yield a text file that replaces `path` once it is written; after an error `path` is unchanged.
 
-    A pipe or a device is written to directly. The error of a full disk, or of a file that is too large, names
-    `path`.
+    Its `buffer` takes bytes. A pipe or a device is written to directly. The error of a full disk, or of a
+    file that is too large, names `path`.
     """
     if Path(path).exists() and not Path(path).is_file():
         # By the name that was given: what /dev/stdout resolves to, `pipe:[1]`, can't be opened.

@@ -8,6 +8,7 @@ A run that was interrupted is resumed with the requests of the file that it has 
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
@@ -15,7 +16,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Any
+from typing import Any, TextIO
 
 from borders.files import bounded_lines, lines_of, naming, whole_file
 from borders.refusal import BadRequest
@@ -211,7 +212,7 @@ def check_answers(path: str, *, goes_on: bool) -> None:
 
 
 @contextlib.contextmanager
-def opened(path: str | None, *, goes_on: bool = False) -> Iterator[IO[str] | None]:
+def opened(path: str | None, *, goes_on: bool = False) -> Iterator[TextIO | None]:
     """Open a file for writing, from its start or, with `goes_on`, from its end; `-` is standard output."""
     if path is None or path == "-":
         yield None if path is None else sys.stdout
@@ -220,9 +221,10 @@ def opened(path: str | None, *, goes_on: bool = False) -> Iterator[IO[str] | Non
         yield output
 
 
-def write_record(output: IO[str], record: Record) -> None:
+def write_record(output: TextIO, record: Record) -> None:
     """Write one line and flush it, so that a reader of a pipe sees it at once."""
-    text = json.dumps(record, ensure_ascii=False)
+    # Another encoding of standard output lacks characters, which JSON can escape.
+    text = json.dumps(record, ensure_ascii=codecs.lookup(output.encoding).name != "utf-8")
     # Lone surrogates are escaped as JSON escapes them.
     output.write(text.encode("utf-8", "backslashreplace").decode() + "\n")
     output.flush()

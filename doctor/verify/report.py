@@ -129,9 +129,12 @@ def ended(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; after PART_S, or if this process is interrupted, all of it is killed.
 
     It leads a session of its own, so that its ranks, which may hang on their devices, are killed with it,
-    also where this process is to end or its terminal is gone. What it has printed by then is kept.
+    also where this process is to end or its terminal is gone, except under nohup. What it has printed by then
+    is kept.
     """
-    before = {each: signal.signal(each, _interrupt) for each in (signal.SIGTERM, signal.SIGHUP)}
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    heeded = [each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {each: signal.signal(each, _interrupt) for each in heeded}
     try:
         return _ended(command)
     finally:

@@ -6,8 +6,10 @@ go is the task of `weights`. torch is imported only when a tensor is read.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -169,6 +171,15 @@ def open_checkpoint(file: Path, framework: Literal["pt", "numpy"] = "pt") -> Any
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read as safetensors ({error}); download it again") from error
     return opened if all(map(str.__eq__, stored, stored.values())) else TextTensors(opened, stored)
+
+
+@contextlib.contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Make what safetensors says of a full disk, or of a limit, an OSError that names what is written."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}; free some space, or write elsewhere") from error
 
 
 class TextTensors:

@@ -72,6 +72,11 @@ class StepProfiler:
                 return self._path
             path = self._path.with_suffix(".json")
             recording.export_chrome_trace(str(path))
+        if not path.is_file():  # torch only logs that it could not write
+            Path(f"{path}.tmp").unlink(missing_ok=True)
+            raise OSError(
+                f"the trace {path} cannot be written; free some space, or see that its folder is there"
+            )
         return path
 
 

@@ -21,6 +21,7 @@ from models.checkpoint.files import (
     checkpoint_files,
     names_in,
     open_checkpoint,
+    saving,
     stored_names,
 )
 from models.checkpoint.stacked_experts import STACKS
@@ -95,7 +96,8 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
         sizes = {"before": 0, "after": 0}
         for file in files:
             tensors = dict(_quantized(file, names | further, sizes, config, files))
-            save_file(tensors, made / file.name, metadata={"format": "pt"})
+            with saving(target):
+                save_file(tensors, made / file.name, metadata={"format": "pt"})
             shutil.copymode(file, made / file.name)
             places |= dict.fromkeys(tensors, file.name)
             del tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import os
 import signal
 import sys
@@ -26,6 +27,9 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     open_missing_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What was computed is shown also where the terminal lacks a character, as standard error does it.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if sys.argv[1:] == ["--version"]:
             print(VERSION)

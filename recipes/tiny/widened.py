@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.checkpoint.files import SINGLE, open_checkpoint
+from models.checkpoint.files import SINGLE, open_checkpoint, saving
 from recipes.schema import verb
 from recipes.schema.numbers import whole
 
@@ -51,7 +51,7 @@ def widened(name: str, weight: Tensor, ranks: int, head_dim: int) -> Tensor:
 def widen(target: Path, ranks: int) -> None:
     """Write the checkpoint into `target`, which appears whole or not at all.
 
-    Raises ValueError for a target that is there and not an empty directory.
+    Raises ValueError for a target that is there and not an empty directory, and OSError for a full disk.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is there and not empty; name a new directory")
@@ -67,7 +67,8 @@ def widen(target: Path, ranks: int) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as room:
         made = Path(room) / target.name
         shutil.copytree(WEIGHTS, made)
-        save_file(weights, made / SINGLE, metadata={"format": "pt"})
+        with saving(target):
+            save_file(weights, made / SINGLE, metadata={"format": "pt"})
         shutil.copymode(WEIGHTS / SINGLE, made / SINGLE)
         (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         made.replace(target)

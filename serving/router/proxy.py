@@ -38,7 +38,7 @@ from serving.continuation import (
     ROUTER_KEY_HEADER,
     AnswerBegun,
 )
-from serving.failures import CutOff, Failure
+from serving.failures import CutOff, Failure, ShutDown
 from serving.router.fair_turns import ModelTurns
 from serving.router.fleet_figures import FleetFigures
 from serving.router.framed_answer import FramedAnswer, is_framed, loss_event, read_out, why_not_resumed
@@ -141,14 +141,14 @@ class Proxy:
             return
         watch = ClientWatch(scope.setdefault("state", {}))
         try:
-            await self._in_turn(scope, send, body)
+            await self._in_turn(scope, send, body, watch)
         except asyncio.CancelledError:
             if not watch.is_gone:
                 raise
         finally:
             watch.end()
 
-    async def _in_turn(self, scope: Scope, send: Send, body: bytes) -> None:
+    async def _in_turn(self, scope: Scope, send: Send, body: bytes, watch: ClientWatch) -> None:
         """Read what a request asks for, and send it on when its tenant has its turn."""
         is_bound = scope["method"] == "POST"  # what is posted is for a model, or for the server of one
         try:
@@ -168,6 +168,11 @@ class Proxy:
             await reply.error(400, str(bad), bad.field)
         except Failure as failure:
             await reply.error(failure.status, str(failure), retry_after_s=failure.retry_after_s)
+        except asyncio.CancelledError:
+            if not watch.is_gone and reply.can_fail:  # the router ends
+                end = ShutDown()
+                await reply.error(end.status, str(end), retry_after_s=end.retry_after_s)
+            raise
         finally:
             await reply.end()
 

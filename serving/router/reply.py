@@ -181,6 +181,11 @@ class Reply:
         if is_stream and every_s:
             self._timer = self._loop.call_later(every_s, self._look)
 
+    @property
+    def can_fail(self) -> bool:
+        """Whether `error` can follow what is sent: nothing, or whole events of a stream that goes on."""
+        return not self.has_head or (self._is_events and self._is_between)
+
     async def head(self, status: int, headers: HeaderLines) -> None:
         """Send a head, unless that of a stream has been sent."""
         if not self.has_head:

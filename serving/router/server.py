@@ -189,6 +189,7 @@ log = logging.getLogger("route")
 
 _MOST_BODY_BYTES = 2**26  # a replica has a limit of its own
 _MOST_BODIES_BYTES = 2**29
+_TELLING_S = 1.0  # for requests that the end of the router cuts off to tell their clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,11 +304,20 @@ async def _serve(
     forever: Sequence[Coroutine[None, None, None]],
     drain_s: float,
 ) -> None:
-    """Serve until a signal; after it, no request waits longer than `drain_s`."""
-    stop = asyncio.Event()
+    """Serve until a signal; after it, no request waits longer than `drain_s`, after a second one, none."""
+    stop, again = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+
+    def on_signal() -> None:
+        if stop.is_set():
+            server.force_exit = True
+            again.set()
+        stop.set()
+
+    # A closed terminal must not break streams; under nohup its signal is ignored.
+    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
+        loop.add_signal_handler(number, on_signal)
     beside = [asyncio.ensure_future(each) for each in (*forever, _fill(turns))]
     listening = asyncio.ensure_future(server.serve([listener]))
     stopping = asyncio.ensure_future(stop.wait())
@@ -317,10 +327,15 @@ async def _serve(
             each.result()  # raises if the task ended by a defect
     app.is_draining = True
     until_s = loop.time() + drain_s
-    while (turns.num_open or turns.num_waiting) and loop.time() < until_s:
+    while (turns.num_open or turns.num_waiting) and loop.time() < until_s and not again.is_set():
         await asyncio.sleep(0.05)
     server.should_exit = True
     await listening
+    if again.is_set():  # otherwise uvicorn has done so
+        for request in server.server_state.tasks:
+            request.cancel()
+    if server.server_state.tasks:  # they tell their clients
+        await asyncio.wait(server.server_state.tasks, timeout=_TELLING_S)
     for each in beside:
         each.cancel()
     for replica in members.replicas:

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from benchmark import options as outputs
+from benchmark.run_record import Timeline
 from benchmark.serve import measure
 from borders.files import whole_file
+from continuous_batching.counters import Counters
 from recipes.schema.recipe import ROOT
 from tests.lazy import LazyModule
 
@@ -120,9 +122,10 @@ def test_a_limit_that_is_reached_is_said_of_the_file_which_is_not_left_half(tmp_
 
 
 RESULT = {"request_rate": None, "model_id": "m", "date": "2026-01-01T00:00:00+00:00", "long": "b" * 5000}
-REPORT = LazyModule("benchmark.serve.report")  # which imports matplotlib
+REPORT, DEMO = LazyModule("benchmark.serve.report"), LazyModule("benchmark.demo")  # with matplotlib
 WRITERS = {
     "a result": lambda path: measure.save(path, RESULT),
+    "a picture": lambda path: DEMO.save_slots(path, [("a", Timeline(Counters()), 0.0)]),
     "a report": lambda path: REPORT.write([REPORT.Side("a", RESULT)], path),
 }
 
@@ -133,7 +136,7 @@ def test_what_was_there_stays_where_the_new_has_no_room(
 ) -> None:
     drawn = "benchmark.serve.report._parts"
     monkeypatch.setattr(drawn, lambda sides: iter(["b" * 5000]))
-    path = tmp_path / "a"
+    path = tmp_path / "a.png"
     path.write_text("of before")
     with files_of_at_most(1000), pytest.raises(OSError, match="File too large") as caught:
         WRITERS[name](path)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
+import os
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
-from benchmark.processes import process_pool, serving
+from benchmark.processes import leaving_at_signals, process_pool, serving
 from benchmark.serve import router
 from benchmark.serve.overload import LoadOutcome, PatientClient
 from benchmark.workloads.synthetic import lengths
@@ -98,19 +103,39 @@ def test_a_server_that_does_not_come_up_is_told_and_ended(tmp_path: Path, script
         pytest.fail("it was never ready")
 
 
-def interrupted() -> None:
+def interrupted(number: int) -> None:
     with process_pool(2) as pool:
         for _ in range(4):
             pool.submit(time.sleep, 600)
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), number)
 
 
-def test_an_interrupt_does_not_wait_for_the_work() -> None:
+@contextlib.contextmanager
+def handled(number: int, handler: Any) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (signal.SIGHUP, SystemExit)],
+)
+def test_a_signal_does_not_wait_for_the_work(number: int, error: type[BaseException]) -> None:
     began_s = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
+    # What would end the tests where the pool does not heed it
+    ends = signal.default_int_handler if number == signal.SIGINT else lambda *_: pytest.fail("not heeded")
+    with handled(number, ends), pytest.raises(error):
+        interrupted(number)
     assert time.monotonic() - began_s < 300, "the work takes 1,200 s"
     assert not multiprocessing.active_children()
+
+
+def test_the_end_of_a_terminal_is_ignored_under_nohup() -> None:
+    with handled(signal.SIGHUP, signal.SIG_IGN), leaving_at_signals():
+        os.kill(os.getpid(), signal.SIGHUP)
 
 
 def test_work_that_ends_has_its_results() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -31,6 +32,21 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         StepProfiler(tmp_path / "file" / "traces", "cpu").begin(1)
+
+
+def test_a_trace_without_room_is_not_told_as_written(tmp_path: Path) -> None:
+    profiler, limits = StepProfiler(tmp_path, "cpu"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    profiler.begin(1)
+    for _ in range(500):
+        torch.zeros(3)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"the trace .*steps-.*\.json cannot be written; free some space"):
+            profiler.end()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not profiler.is_on
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_npu_is_recorded_by_torch_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,18 @@ def test_eight_ranks_of_a_910b_divide_it_evenly(eight: Path) -> None:
         assert plan_memory(recipe, config, 2**30, share=share).num_pages == 128
     with pytest.raises(ValueError, match="8 tensor ranks cannot share 2 query heads"):
         share_of(load("recipes/tiny/npu.yaml", asked[1:]), 0)
+
+
+def test_weights_without_room_are_one_line(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    most = (WEIGHTS / "model.safetensors").stat().st_size  # the tiny model's own are copied first
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        with pytest.raises(OSError, match=rf"^{tmp_path}/wide cannot be written: .*; free some space"):
+            widen(tmp_path / "wide", 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_there_is_not_overwritten(eight: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import resource
 from pathlib import Path
@@ -13,6 +14,7 @@ from borders.files import in_one_line
 from recipes.tiny.corpus import messages
 from scripts.generate import main
 from scripts.replay import main as replay
+from serving.offline import write_record
 from serving.text.tokenizer import Text
 from tests.thorough import cases
 
@@ -61,6 +63,16 @@ def test_a_line_that_is_no_unicode_fails_alone(tmp_path: Path, capsys: pytest.Ca
     assert bad["error"] == "line 1: not UTF-8 at column 31"
     assert (half["id"], half["error"][:15]) == ("\ud800", "line 2: id is n")
     assert (answered["id"], answered["text"]) == ("good", "19")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "UTF-8"])
+def test_answers_are_written_in_any_encoding(encoding: str) -> None:
+    record = {"id": "é\ud800", "text": "狐"}
+    output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    write_record(output, record)
+    line = output.buffer.getvalue()
+    assert json.loads(line) == record
+    assert ("狐".encode() in line) == (encoding == "UTF-8")
 
 
 def test_answers_that_are_there_are_kept_where_no_engine_can_be_built(tmp_path: Path) -> None:

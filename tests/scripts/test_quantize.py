@@ -6,9 +6,11 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -41,6 +43,16 @@ def scored(path: Path, lines: list[str]) -> Score:
     text = Text.load(path)
     assert text is not None
     return score(path, [text.encode(line) for line in lines])
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr(int8_checkpoint, "save_file", fail)
+    with pytest.raises(OSError, match=rf"^{tmp_path}/a cannot be written: .*device; free some space"):
+        quantize(ROOT / "recipes/tiny/weights", tmp_path / "a")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_text_is_of_sums_that_training_never_shows() -> None:

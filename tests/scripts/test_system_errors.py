@@ -150,6 +150,12 @@ def test_what_is_refused_without_a_standard_error_is_a_status() -> None:
         assert (done.returncode, done.stdout) == (2, "")
 
 
+def test_what_the_terminal_s_encoding_lacks_is_escaped() -> None:
+    script = "from recipes.schema import verb; verb.run(lambda _: print('caf\\xe9 \\u72d0'))"
+    done = _shell(f'PYTHONIOENCODING=latin-1 {sys.executable} -c "{script}" | iconv -f latin1 -t utf8')
+    assert (done.stdout, done.stderr) == ("café \\u72d0\n", "")
+
+
 def test_a_server_with_too_few_descriptors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
     with pytest.raises(ValueError, match=r"open 20 files and connections, and a server needs 128"):

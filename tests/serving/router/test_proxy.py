@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +22,13 @@ from continuous_batching.routing.splitting import Split, Splitting
 from serving.api import streamed
 from serving.api.access import AccessControl, BodyMemory
 from serving.api.api_keys import ANYBODY, ApiKeys
+from serving.router import proxy
 from serving.router.fair_turns import ModelTurns
 from serving.router.fleet_figures import FleetFigures
 from serving.router.prompts import OWN_LIMIT, Prompts
 from serving.router.proxy import ClientWatch, Proxy
 from serving.router.replicas import FleetReplica
+from serving.router.server import _serve
 from serving.router.upstream import Upstream
 from serving.server import SignalFreeServer, configuration, listener_at
 from tests.patience import PATIENCE_S
@@ -337,6 +342,86 @@ def test_a_client_that_goes_away_ends_its_request() -> None:
             assert fleet.stubs[0] is not None
             while not fleet.stubs[0].num_closed:
                 await asyncio.sleep(0.01)
+
+    run(test)
+
+
+def begun(head: bytes, part: bytes) -> Script:
+    """An answer that never goes on."""
+
+    async def script(writer: asyncio.StreamWriter) -> None:
+        writer.write(head + chunk(part))
+        await writer.wait_closed()
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("script", "path", "is_told"),
+    [
+        (begun(EVENTS, WHOLE[0]), "/v1/chat/completions", True),
+        (begun(EVENTS, WHOLE[0]), "/v1/messages", True),
+        (hang, "/v1/completions", True),
+        (
+            begun(EVENTS.replace(b"text/event-stream", b"text/plain"), b"a long answer"),
+            "/v1/completions",
+            False,
+        ),
+    ],
+)
+def test_who_is_answered_as_the_router_ends_is_told(
+    script: Script, path: str, *, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy, "_MOST_WHOLE_BYTES", 4)
+
+    async def test() -> None:
+        async with Fleet(script) as fleet:
+            asking = asyncio.ensure_future(fleet.ask(path))
+            stub = fleet.stubs[0]
+            assert stub is not None
+            while not (stub.bodies if script is hang else fleet.parts):
+                await asyncio.sleep(0.01)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            if is_told:
+                assert error_of(fleet.parts[-1])["message"] == "the server is shutting down"
+                assert b"[DONE]" not in fleet.parts[-1]
+            else:
+                assert fleet.parts == [b"a long answer"], "an error would be taken for its end"
+
+    run(test)
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
+def test_a_second_signal_does_not_wait(first: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)  # not as under nohup
+
+    async def test() -> None:
+        request = asyncio.ensure_future(asyncio.Event().wait())
+        state = SimpleNamespace(tasks={request})
+        server: Any = SimpleNamespace(should_exit=False, force_exit=False, server_state=state)
+
+        async def serve(_: object) -> None:
+            while not server.should_exit:
+                await asyncio.sleep(0.01)
+
+        server.serve = serve
+        app: Any = SimpleNamespace(is_draining=False)
+        turns: Any = SimpleNamespace(num_open=1, num_waiting=0, fill=lambda: None)
+        fleet: Any = SimpleNamespace(replicas=[])
+        listener: Any = None
+        drain_s = 2 * PATIENCE_S
+        serving = asyncio.ensure_future(_serve(app, server, listener, fleet, turns, (), drain_s))
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), first)
+        while not app.is_draining:
+            await asyncio.sleep(0.01)
+        assert not server.should_exit
+        os.kill(os.getpid(), signal.SIGTERM)
+        await serving
+        assert server.force_exit
+        assert request.cancelled()
 
     run(test)
 
