@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import gc
 import io
@@ -27,7 +28,7 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     open_missing_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         # What was computed is shown also where the terminal lacks a character, as standard error does it.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -7,8 +7,8 @@ from tests.mutation.fault import Fault
 FAULTS = {
     "space_after_every_added_token": Fault(
         "serving/text/vocabulary.py::_rebuild",
-        '"always" if settings.get("legacy") else "first"',
-        '"always" if settings.get("legacy", True) else "first"',
+        'settings.get("legacy")',
+        'settings.get("legacy", True)',
         "a Llama whose files are silent of legacy puts a space after each added token",
         "tests/serving/test_tokenizer_files.py::test_a_llamas_class_says_where_the_space_before_a_text_goes",
     ),
