@@ -157,6 +157,7 @@ class Protocol(HttpToolsProtocol):
     _is_refused = False
     _lingers = False  # the client may still send the rest of what was refused
     _num_head_bytes = 0
+    _num_unreported = 0  # those of them of which the parser has reported nothing yet
     _due: asyncio.TimerHandle | None = None
     # The next check for a reader, after the client ended its sending.
     _probe: asyncio.TimerHandle | None = None
@@ -212,6 +213,7 @@ class Protocol(HttpToolsProtocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._refuse(400, "the request is not valid HTTP/1.1; send it as RFC 9112 defines")
         if self._in_request and not self._has_reported:
+            self._num_unreported += len(data)
             self._count(len(data))
         if self.pipeline and not self.transport.is_closing():
             self._listen_on()
@@ -260,17 +262,18 @@ class Protocol(HttpToolsProtocol):
         """Handle the first byte of a request."""
         super().on_message_begin()
         self.scope["state"]["cut_off"] = self.transport.abort
-        self._in_request, self._in_head, self._has_reported, self._num_head_bytes = True, True, True, 0
+        self._in_request, self._in_head, self._has_reported = True, True, True
+        self._num_head_bytes = self._num_unreported = 0
         self._start_timer()
 
     def on_url(self, url: bytes) -> None:
         """Handle a piece of the path."""
         super().on_url(url)
-        self._count(len(url))
+        self._report(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Handle a header; trailers after a body are no headers, and never replace one."""
-        self._count(len(name) + len(value))
+        self._report(len(name) + len(value))
         if not self._in_head:
             return
         super().on_header(name, value)
@@ -293,7 +296,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Handle a piece of the body."""
-        self._has_reported, self._num_head_bytes = True, 0
+        self._has_reported, self._num_head_bytes, self._num_unreported = True, 0, 0
         if not self._is_refused:
             super().on_body(body)
 
@@ -307,6 +310,12 @@ class Protocol(HttpToolsProtocol):
             super().on_message_complete()
             # Reading pauses on a long body; without resuming it, a disconnect would go unnoticed.
             self.flow.resume_reading()
+
+    def _report(self, num_bytes: int) -> None:
+        """Count bytes that the parser reports, in place of those that came while it reported nothing."""
+        self._num_head_bytes -= self._num_unreported
+        self._has_reported, self._num_unreported = True, 0
+        self._count(num_bytes)
 
     def _count(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes

@@ -43,7 +43,12 @@ _UNANSWERED = (
     "FROM lines WHERE file = ? AND number > ?"
     " AND NOT EXISTS (SELECT 1 FROM answers WHERE batch = ? AND answers.number = lines.number)"
 )
-OPEN = ("validating", "in_progress", "cancelling")  # the same statuses as in the two queries below
+# A store keeps every batch that has ended, and each line of a running one asks for those that are open
+_OPEN_INDEX = (
+    "CREATE INDEX IF NOT EXISTS open_batches ON batches (place)"
+    " WHERE status IN ('validating', 'in_progress', 'cancelling')"
+)
+OPEN = ("validating", "in_progress", "cancelling")  # the same statuses as in the index and the queries
 _LAST = 2**63 - 1  # larger than every place
 _ALL_OPEN = "SELECT * FROM batches WHERE status IN ('validating', 'in_progress', 'cancelling') ORDER BY place"
 _OPEN_OF = "SELECT id FROM batches WHERE input = ? AND status IN ('validating', 'in_progress', 'cancelling')"
@@ -142,11 +147,12 @@ class BatchStore:
             raise OSError(
                 f"{path} is of version {version}, and this server reads {_VERSION}; name another folder"
             )
-        with self._transaction():
+        with self._reserve_transaction():  # a store that is full gets the index, too
             if not version:
                 for statement in _SCHEMA.split(";"):
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version = {_VERSION}")
+            self._db.execute(_OPEN_INDEX)
 
     def close(self) -> None:
         """Close the store."""

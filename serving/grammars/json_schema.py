@@ -42,7 +42,9 @@ LONGEST_NOTE = 100  # characters of a note
 MOST_REPEATS = 100_000  # largest minLength, maxLength, minItems, ...
 MOST_NOTES = 50  # notes of one schema
 _MOST_PATTERNS = 200  # patterns of one schema, and formats beside others, that are tried; 1.5 ms each
-_MOST_KEPT_BYTES = 2**21  # prepared schemas are kept; an agent sends the same ones with each turn
+# Prepared schemas are kept, since an agent sends the same ones with each turn. Large ones take some 16 times
+# the bytes of their text, small ones up to 45 times.
+_MOST_KEPT, _MOST_KEPT_BYTES = 2**11, 2**20
 # A string that is not closed ends with the text; searches would otherwise begin again at each quote in it.
 _QUOTED = re.compile(r'(?s)"(?:[^"\\]|\\.)*(?:"|\\?\Z)')
 
@@ -151,7 +153,7 @@ class _Kept:
             if asked not in self._found:
                 self._found[asked] = made
                 self._num_bytes += len(text)
-            while self._num_bytes > _MOST_KEPT_BYTES:
+            while self._num_bytes > _MOST_KEPT_BYTES or len(self._found) > _MOST_KEPT:
                 (oldest, _, _), _ = self._found.popitem(last=False)
                 self._num_bytes -= len(oldest)
         return made

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from serving.batches import store as batch_store
 from serving.batches.store import OPEN, BatchStore, InUse, StoredBatch, StoredFile
 from tests.thorough import cases
 
@@ -223,6 +224,21 @@ def test_pages_of_a_list_meet(store: BatchStore) -> None:
             found += page
         assert found == (made if is_ascending else made[::-1])
     assert store.files(ME, after=None, most=9, is_ascending=True, purpose="batch_output") == []
+
+
+def test_open_batches_are_found_without_reading_those_that_have_ended(tmp_path: Path) -> None:
+    """A full store of an earlier release gets the index when it is opened."""
+    made = BatchStore(tmp_path, 2**18)
+    made._db.execute("DROP INDEX open_batches")
+    with contextlib.suppress(sqlite3.OperationalError):
+        while True:
+            made.add_file(ME, "b", [(1, b"y" * 2**12)])
+    made.close()
+    store = BatchStore(tmp_path, 2**18)
+    for query, values in ((batch_store._ALL_OPEN, ()), (batch_store._OPEN_OF, ("a",))):
+        plan = str(store._db.execute(f"EXPLAIN QUERY PLAN {query}", values).fetchall())
+        assert "USING INDEX open_batches" in plan
+    store.close()
 
 
 def test_a_full_store_keeps_what_it_has(tmp_path: Path) -> None:

@@ -493,11 +493,15 @@ def test_hostile_schemas_are_read_in_bounds(strict: bool) -> None:
             grammar_of({"response_format": form})
 
 
-def test_kept_schemas_are_bounded_in_bytes() -> None:
+def test_kept_schemas_are_bounded_in_bytes_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(100):
         grammar_of({"guided_json": {"const": ["x"] * 10_000, "title": f"{number}"}})
-    assert len(json_schema._KEPT._found) < 70
+    assert len(json_schema._KEPT._found) < 35
     assert json_schema._KEPT._num_bytes <= json_schema._MOST_KEPT_BYTES
+    monkeypatch.setattr(json_schema, "_MOST_KEPT", 20)
+    for number in range(30):
+        grammar_of({"guided_json": {"title": f"{number}"}})
+    assert len(json_schema._KEPT._found) == 20
 
 
 LOOPS: dict[str, Any] = {"const": "x" * 30_000}

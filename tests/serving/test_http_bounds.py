@@ -239,6 +239,19 @@ def test_a_refusal_can_be_read_after_all_was_sent(served: Served, data: bytes, s
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == status
 
 
+@pytest.mark.parametrize(("num_bytes", "status"), [(65_000, 200), (66_500, 431)])
+def test_a_head_has_one_bound_in_any_pieces(served: Served, num_bytes: int, status: int) -> None:
+    path = b"GET /health?" + b"a" * (num_bytes // 2) + b" HTTP/1.1\r\nhost: localhost\r\n"
+    head = path + b"a: " + b"b" * (num_bytes // 2) + b"\r\nconnection: close\r\n\r\n"
+    for size in (1_000, 4_096, len(head)):
+        with connected(served) as client:
+            client.settimeout(PATIENCE_S)
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for at in range(0, len(head), size):
+                client.sendall(head[at : at + size])
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 %d " % status), size
+
+
 def test_a_refused_body_that_was_announced_is_not_waited_for(served: Served) -> None:
     announced = HEAD + b"expect: 100-continue\r\ncontent-length: 9000000\r\n\r\n"
     answer = raw_answer(served, announced, ends=False)  # ends, because the server closes
