@@ -130,7 +130,7 @@ class Observer:
     def looked(self, now_s: float, late: Index) -> None:
         """No batch was made, although a request may have been given a row.
 
-        Another was in flight, or the rows `late` were left out.
+        Another was in flight, the rows `late` were left out, or all rows were preempted.
         """
 
     def committed(self, sampled: Sampled, now_s: float) -> None:
@@ -392,9 +392,10 @@ class Engine:
         late, flight = _NONE, self.scheduler.in_flight
         if self.masks is not None:
             late = self.masks.late_rows(self.slots, flight.withheld())
+        preemptions = self.scheduler.counters.preemptions
         batch = self.scheduler.schedule(now_s, late)
         if not batch.num_spans:
-            if len(flight) or len(late):
+            if len(flight) or len(late) or self.scheduler.counters.preemptions != preemptions:
                 self.observer.looked(now_s, late)
             if self.masks is not None and len(late) and not len(flight):
                 self.masks.wait(late, self.slots, self.is_called)

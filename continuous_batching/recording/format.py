@@ -188,9 +188,9 @@ class Offer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Looked(msgspec.Struct, tag="L", array_like=True, frozen=True):
-    """Nothing was to be computed beside a batch in flight, or without rows whose masks were late.
+    """Nothing was to be computed beside a batch in flight, or without rows that were late or preempted.
 
-    A request may have been given a row.
+    A row is late where its mask is. A request may have been given a row.
     """
 
     now_s: float

@@ -274,7 +274,7 @@ class Scheduler:
         if self._parallel_samples.leader_of:
             sampled, owners = self._parallel_samples.fork(rows, sampled)
             involved = np.union1d(rows, owners)
-        if not len(rows):  # nothing was decided, as above
+        if not len(rows):  # all were preempted, each for another one; their copies wait as above
             return NO_BATCH
         targets = stops[sampled]
         if num_drafts:

@@ -46,8 +46,10 @@ from tests.continuous_batching.test_schedules import (
     Made,
     Resizes,
     over_schedules,
+    preempting_all,
     schedulers,
     serve,
+    serve_to_nothing,
 )
 
 FACTS = {"made by": "a test"}
@@ -230,6 +232,18 @@ def test_a_look_ahead_that_finds_nothing_is_replayed(tmp_path: Path) -> None:
     assert any(isinstance(entry, Looked) for entry in recorded)
     steps = [each for each in replay(recorded, scheduler(num_pages=40)) if isinstance(each, Replayed)]
     assert sum(len(step.finished) for step in steps) == 3
+
+
+def test_a_step_that_only_preempts_is_replayed() -> None:
+    recording, scheduler = Memory(), preempting_all()
+    recorder = Recorder(FACTS, recording)
+    serve_to_nothing(scheduler, recorder)
+    recorder.close()
+    entries, replayed = recording.entries(), preempting_all()
+    assert any(isinstance(each, Looked) for each in entries)
+    steps = [each for each in replay(entries, replayed) if isinstance(each, Replayed)]
+    assert len(steps) == sum(isinstance(each, Committed) for each in entries)
+    assert replayed.counters == scheduler.counters
 
 
 def test_a_replay_searches_the_same(tmp_path: Path) -> None:

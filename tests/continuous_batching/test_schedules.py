@@ -367,21 +367,10 @@ def test_every_schedule_gives_the_tokens_of_each_request_alone(
     assert all(each.num_available == each.pool.num_pages - 1 for each in scheduler.tables.groups)
 
 
-def test_copies_asked_for_in_a_step_that_comes_to_nothing_are_made_in_the_next() -> None:
-    """All rows of a step may be preempted, one for another; found at random, cut down by hand."""
-    slots, pool, host = SlotPool(4, MAX_TOKENS, 2), PagePool(46), PagePool(12)
-    scheduler = Scheduler(
-        slots,
-        pool,
-        Static(3, 3.0),
-        max_batch_tokens=7,
-        vocab_size=VOCAB_SIZE,
-        eos_token_ids=(EOS,),
-        victim=fewest_lost,
-        host_pool=host,
-        compact_every_steps=5,
-        compact_pages_per_step=1,
-    )
+def serve_to_nothing(
+    scheduler: Scheduler, observer: Observer | None = None
+) -> tuple[dict[str, Request], ChecksumRunner]:
+    """Serve a schedule in which all rows of a step are preempted, found at random and cut down by hand."""
     late = Arrival(
         0, 0, 1, 1, arrives_at=30, aborts_after=None, fails=False, stop=None, salt="z", num_samples=1
     )
@@ -390,6 +379,28 @@ def test_copies_asked_for_in_a_step_that_comes_to_nothing_are_made_in_the_next()
         replace(late, family=1, num_shared=13, num_own=7, max_tokens=2, arrives_at=1, salt="tenant b"),
         replace(late, num_shared=5, num_own=5, max_tokens=5, arrives_at=3, stop=78, salt="", num_samples=2),
     ]
-    runner = ChecksumRunner(slots, pool, host)
-    ended = serve(scheduler, runner, plan, {1: (-16, "cached"), 4: (-18, "cached"), 16: (-11, "cached")})
+    runner = ChecksumRunner(scheduler.slots, scheduler.pool, scheduler.host_pool)
+    resizes: Resizes = {1: (-16, "cached"), 4: (-18, "cached"), 16: (-11, "cached")}
+    return serve(scheduler, runner, plan, resizes, observer=observer), runner
+
+
+def preempting_all() -> Scheduler:
+    """Return the scheduler for `serve_to_nothing`."""
+    return Scheduler(
+        SlotPool(4, MAX_TOKENS, 2),
+        PagePool(46),
+        Static(3, 3.0),
+        max_batch_tokens=7,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        victim=fewest_lost,
+        host_pool=PagePool(12),
+        compact_every_steps=5,
+        compact_pages_per_step=1,
+    )
+
+
+def test_copies_asked_for_in_a_step_that_comes_to_nothing_are_made_in_the_next() -> None:
+    """All rows of a step may be preempted, one for another."""
+    ended, runner = serve_to_nothing(preempting_all())
     check_answers(ended, runner.fail)

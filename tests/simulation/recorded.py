@@ -59,6 +59,8 @@ class RecordedRunner:
     def start(self, batch: Batch) -> Callable[[], Sampled]:
         """Start a batch; raises Divergence if it was not made in the recording."""
         self.num_steps += 1
+        if isinstance(self._moments[0], Looked):  # all rows of a step before were preempted
+            self._moments.popleft()
         entry, digest = self._moments.popleft(), self._chain.add(batch, self._slots)
         if not isinstance(entry, Scheduled) or entry.digest != digest:
             raise Divergence(f"step {self.num_steps}: the simulation decided otherwise")
