@@ -21,7 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from devices.ascend_limits import ATB_MOST_PAGE, ATB_PAGES, PRODUCTS, AscendProduct
+import numpy as np
+
+from devices.ascend_limits import ATB_MOST_PAGE, ATB_PAGES, MOST_KEYS, PRODUCTS, AscendProduct
 from devices.present import FUSED_CAPABILITY, Present, num_npus, present, processor, visible_npus
 from models.config import DecoderConfig
 from models.parallel.share import Share
@@ -40,6 +42,7 @@ from recipes.schema.recipe_error import RecipeError
 log = logging.getLogger(__name__)
 
 VIRTUAL_DEVICES = 8
+ENDLESS_BYTES = 2**50  # more memory than any device has
 USEFUL_TOKENS = 32768  # devices that hold the weights and a smaller cache are called too small
 CPU_CACHES_GIB = (4.0, 2.0, 1.0, 0.5, 0.25)  # the first is that of recipes/any/cpu.yaml
 STAND_IN_CACHE_GIB = 0.25
@@ -75,14 +78,17 @@ def fitting(
         choice.reasons.append(found.busy)
     if said.get("device.virtual"):
         choice.fit_stand_in()
-    if found.kind == "npu":
-        choice.fit_operators(next(each for each in PRODUCTS if each.name == found.product))
+    product = next((each for each in PRODUCTS if each.name == found.product), None)
+    if product is not None:
+        choice.fit_operators(product)
     if found.capability is not None and found.capability < FUSED_CAPABILITY:
         choice.leave_fused(f"{found.name} is older than compute capability 8.0")
     if found.kind == "cpu":
         choice.fit_cache(found.memory_bytes)
     else:
         choice.fit_devices(found)
+    if product is not None:
+        choice.fit_longest(product, found.memory_bytes)
     for key, (value, mark) in answer_keys(folder).items():
         choice.set(key, value, f"the chat template writes {mark}")
     return Fitting(choice.path, tuple(choice.keys), tuple(choice.reasons))
@@ -106,11 +112,7 @@ def fitted(
 def with_settings(overrides: Sequence[str], settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Return overrides with a Python caller's keywords, which are other engines' names; None sets nothing."""
     given = {name: value for name, value in settings.items() if value is not None}
-    written = {
-        name: str(value) if isinstance(value, (str, Path)) else json.dumps(value)
-        for name, value in given.items()
-    }
-    return (*overrides, *(f"{name}={value}" for name, value in written.items()))
+    return (*overrides, *(f"{name}={_written(name, value)}" for name, value in given.items()))
 
 
 def one_of(recipe: str | Path | None, model: str | Path | None) -> str | Path:
@@ -211,6 +213,20 @@ class _Choice:
                     self.set("cache.memory_gib", f"{size_gib:g}", why)
                 return
 
+    def fit_longest(self, product: AscendProduct, memory_bytes: int) -> None:
+        """Choose the longest request that fused attention takes, where the cache holds a longer one."""
+        recipe = self.recipe()
+        if recipe.device.attention == "reference" or not product.is_fused:
+            return
+        config, share = share_of(recipe, 0)
+        try:
+            longest = plan_memory(recipe, config, memory_bytes, share=share).longest_tokens
+        except RecipeError:  # what the user asks for does not fit, which a start explains
+            return
+        if longest > MOST_KEYS + 1:  # the last token is no key
+            why = f"fused attention of the {product.name} reads {MOST_KEYS} keys"
+            self.set("scheduler.max_request_tokens", MOST_KEYS + 1, why)
+
     def _counts(self, found: Present) -> Iterator[int]:
         """Yield the numbers of devices that may hold a model: one, or equally many of each machine.
 
@@ -234,7 +250,7 @@ class _Choice:
         """Choose the number of devices that hold the model; raises RecipeError where all of them do not."""
         if {"parallel.tensor", "parallel.pipeline"} & self._said.keys():
             return
-        problem, holds = RecipeError((), ""), 0
+        problem, endless, holds = RecipeError((), ""), None, 0
         for tensor in self._counts(found):
             recipe = self.recipe(f"parallel.tensor={tensor}")
             try:
@@ -245,14 +261,17 @@ class _Choice:
                 continue  # the model's heads cannot be shared by so many
             here = max(1, tensor // self._cluster.num_nodes)
             refused = _planned(recipe, config, found.memory_bytes, share, here)
-            problem = refused or problem
-            if refused is None:
+            if refused is not None:
+                problem, endless = refused, _planned(recipe, config, ENDLESS_BYTES, share, here)
+            else:
                 holds = tensor
                 plan = plan_memory(recipe, config, found.memory_bytes, share=share, ranks_here=here)
                 is_fixed = recipe.cache.memory_fraction is None  # more devices would not make it larger
                 if is_fixed or plan.cache_tokens > USEFUL_TOKENS:
                     break
         if not holds:
+            if endless is not None and endless.problem == problem.problem:  # no memory would mend it
+                raise problem
             most = min(found.count * self._cluster.num_nodes, MOST_RANKS)
             devices = (f"{most} x {found.name}" if most > 1 else found.name) + self._machines
             why = f"{devices} cannot hold the model: {problem.problem}"
@@ -260,6 +279,28 @@ class _Choice:
         if holds > 1:
             why = f"fewer of {in_gib(found.memory_bytes)}{self._machines} hold too little beside the weights"
             self.set("parallel.tensor", holds, why)
+
+
+def _written(name: str, value: object) -> str:
+    """Return a setting's value as an override writes it; raises RecipeError for what has no such form."""
+    try:
+        plain = value if isinstance(value, (str, int, float, list, tuple, dict)) else _plain(value)
+        return plain if isinstance(plain, str) else json.dumps(plain, default=_plain)
+    except (TypeError, ValueError) as error:  # the second for a value that holds itself
+        fix = "give a text, a number, a truth value, or a list or mapping of these"
+        raise RecipeError(name, str(error), fix, value=value) from error
+
+
+def _plain(value: object) -> object:
+    """Return what JSON has no form for as a recipe has it: a path, a type of torch, a number of numpy."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Path):
+        return str(value)
+    torch = sys.modules.get("torch")  # without it, which takes a second to import, no value is of it
+    if torch is not None and isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    raise TypeError(f"a value of the type {type(value).__name__} cannot be written in a recipe")
 
 
 def _in_yaml(path: str) -> str:

@@ -108,9 +108,17 @@ def too_few_pages(
     )
 
 
-def too_few_host_states(gib: float, num_states: int, state_bytes: int, page_bytes: int) -> RecipeError:
-    """Return the error for a host tier that cannot hold a state and a page, each beside a null one."""
-    least = math.ceil(1000 * (num_states * state_bytes + 2 * page_bytes) / GIB) / 1000
+def too_few_host_states(
+    gib: float, num_states: int, sizing: MemoryPlan, bytes_for_a_page: float
+) -> RecipeError:
+    """Return the error for a host tier that cannot hold a state and a page, each beside a null one.
+
+    A tier takes whole pages, each with `bytes_for_a_page` for itself and its part of the states.
+    """
+    state_bytes = sizing.state_bytes
+    least_bytes = num_states * state_bytes + 2 * sizing.page_bytes
+    # Less than one page and its part is left over where the tier's memory is divided
+    least = math.ceil(1000 * (least_bytes + bytes_for_a_page) / GIB) / 1000
     return RecipeError(
         "cache.host_gib",
         f"{gib} GiB do not hold {num_states} states of {in_gib(state_bytes)}, of which the first stays empty,"

@@ -592,7 +592,7 @@ def _with_host_tier(
         elif num_states and because:
             count = num_states = 0
         elif num_states:
-            raise too_few_host_states(host_gib, num_states, sizing.state_bytes, sizing.page_bytes)
+            raise too_few_host_states(host_gib, num_states, sizing, page_bytes)
         windows = tuple(replace(each, num_host_pages=at) for at, each in zip(counts, sizing.windows))
         sized = replace(sizing, num_host_pages=count, num_host_states=num_states)
         return replace(sized, windows=windows, host_because=because)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +22,7 @@ from devices import present
 from devices.ascend_limits import PRODUCTS
 from devices.present import Present, npus
 from models.checkpoint.files import SINGLE, checkpoint_files
-from recipes.fitting import fitting, with_recipe
+from recipes.fitting import fitting, with_recipe, with_settings
 from recipes.model_folder import model_folder
 from recipes.schema.reader import read
 from recipes.schema.recipe import ROOT
@@ -199,6 +200,19 @@ def test_what_a_product_does_not_compute_is_left_to_what_does(tmp_path: Path) ->
     assert chosen_keys(exact, ascend("910C"), "model.dtype=float16") == {}, "what the user says, stays"
 
 
+def test_requests_are_no_longer_than_fused_attention_reads(tmp_path: Path) -> None:
+    """Where the positions of the model and the cache allow longer ones."""
+    long = folder(tmp_path, published.QWEN2_5_7B | {"max_position_embeddings": 1010000})
+    longest = {"scheduler.max_request_tokens": "262145"}
+    assert chosen_keys(long, ascend("910B")) == longest
+    assert chosen_keys(long, ascend("910B"), "parallel.tensor=1") == longest
+    assert chosen_keys(long, ascend("910B"), "max_model_len=1000") == {}
+    plain = "device.attention=reference", "device.graphs=0"
+    assert chosen_keys(long, ascend("910B", gib=300), *plain) == {}
+    assert chosen_keys(long, ascend("910B"), "cache.num_pages=64", "parallel.tensor=1") == {}
+    assert "scheduler.max_request_tokens" not in chosen_keys(long, ascend("310P", gib=300))
+
+
 def test_the_users_values_are_read_as_a_recipe_reads_them(tmp_path: Path) -> None:
     model = folder(tmp_path, LLAMA_8B)
     for virtual in ("true", "True", "yes"):
@@ -263,6 +277,44 @@ def test_the_devices_of_all_machines_hold_the_model(tmp_path: Path, monkeypatch:
 def test_a_model_that_no_number_of_devices_holds_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"2 x Ascend 910B cannot hold the model: .*weights.*") as refused:
         fitting(folder(tmp_path, LLAMA_70B), found=ascend("910B", 2))
+    assert "\n" not in str(refused.value)
+
+
+@each_of(
+    "config, key, words",
+    [
+        (LLAMA_8B, "max_model_len=200000", "200000 is more than the 131072 positions of the model; lower it"),
+        (LLAMA_8B, "cache.num_states=100", "is read for models whose layers keep a recurrent state; leave"),
+        (published.DEEPSEEK_V2_LITE, "max_loras=2", "attention over latents has no adapters here; set it to"),
+    ],
+)
+def test_what_no_memory_would_mend_is_refused_as_a_start_refuses_it(
+    config: dict[str, Any], key: str, words: str, tmp_path: Path
+) -> None:
+    found = Present("cuda", "H200", None, 2, 40 * GIB, "leave out what others use")
+    with pytest.raises(RecipeError, match=rf"^[a-z_.]+: {words}"):
+        fitting(folder(tmp_path, config), [key], found=found)
+
+
+def test_a_cache_of_each_device_holds_longer_requests_on_more_of_them(tmp_path: Path) -> None:
+    model, cache = folder(tmp_path, LLAMA_8B), ["cache.memory_fraction=null", "cache.memory_gib=4"]
+    found = Present("cuda", "H200", None, 2, 139 * GIB)
+    assert chosen_keys(model, found, *cache, "max_model_len=50000") == {"parallel.tensor": "2"}
+    with pytest.raises(RecipeError, match=r"^[a-z_.]+: 100000 is more than the 65\d+ tokens that the cache"):
+        fitting(model, [*cache, "max_model_len=100000"], found=found)
+
+
+def test_settings_of_a_python_caller_are_written_as_keys() -> None:
+    given: dict[str, Any] = {"dtype": torch.bfloat16, "max_num_seqs": np.int64(8), "seed": None}
+    given |= {"download_dir": Path("a b"), "hf_overrides": {"to": Path("x"), "by": np.float32(0.5)}}
+    written = ("dtype=bfloat16", "max_num_seqs=8", "download_dir=a b", 'hf_overrides={"to": "x", "by": 0.5}')
+    assert with_settings(["a=b"], given) == ("a=b", *written)
+
+
+@pytest.mark.parametrize("value", [len, {1}, [torch.ones(1)], {(1, 2): 3}])
+def test_a_setting_that_no_recipe_can_have_is_named(value: object) -> None:
+    with pytest.raises(RecipeError, match=r"^hf_overrides: .*; give a text, a number") as refused:
+        with_settings((), {"hf_overrides": value})
     assert "\n" not in str(refused.value)
 
 

@@ -298,6 +298,10 @@ def test_a_host_tier_with_states_stays_within_its_memory() -> None:
         assert 0 <= left < plan.state_bytes + 2 * plan.page_bytes
     with pytest.raises(RecipeError, match=r"cache\.host_gib: 0\.1 GiB do not hold 2 states of 73\.7 MiB"):
         planned(0.1)
+    with pytest.raises(RecipeError) as refused:
+        planned(0.15)  # two states and two pages alone
+    least: Any = refused.value.limit
+    assert planned(least).num_host_pages >= 2
     nothing = planned(0.3, planned(0).total_bytes + 10 * GIB, host_fraction=0.01)
     assert (nothing.num_host_pages, nothing.num_host_states) == (0, 0)
 
