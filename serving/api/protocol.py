@@ -312,8 +312,8 @@ class Protocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _report(self, num_bytes: int) -> None:
-        """Count bytes that the parser reports, in place of those that came while it reported nothing."""
-        self._num_head_bytes -= self._num_unreported
+        """Count bytes that the parser reports, in place of as many that came while it reported nothing."""
+        self._num_head_bytes -= min(self._num_unreported, num_bytes)
         self._has_reported, self._num_unreported = True, 0
         self._count(num_bytes)
 

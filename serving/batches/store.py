@@ -12,7 +12,7 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -147,11 +147,13 @@ class BatchStore:
             raise OSError(
                 f"{path} is of version {version}, and this server reads {_VERSION}; name another folder"
             )
-        with self._reserve_transaction():  # a store that is full gets the index, too
+        with self._transaction():
             if not version:
                 for statement in _SCHEMA.split(";"):
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version = {_VERSION}")
+        # One of an earlier release that has no room left, even in the reserve, goes without
+        with suppress(sqlite3.OperationalError), self._reserve_transaction():
             self._db.execute(_OPEN_INDEX)
 
     def close(self) -> None:

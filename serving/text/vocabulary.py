@@ -223,8 +223,9 @@ class SentencePieceVocabulary:
     def _ends(self, settings: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """Return the ids that a text begins and ends with."""
         own = CLASS_TOKENS.get(_class_of(settings), self.own_tokens)
-        # A token that the files add and do not name is that of the class
-        named = {key: each for key, each in own.items() if settings.get(f"add_{key}")} | {**settings}
+        # A token that is added and that the files do not name is that of the class
+        adds = {"add_bos_token": _class_of(settings) == "CodeLlamaTokenizer"} | {**settings}
+        named = {key: each for key, each in own.items() if adds.get(f"add_{key}")} | {**settings}
         names = {key: token_text(each) for key, each in special_tokens(named).items()}
         bos, eos = (self.find(names.get(key, "")) for key in ("bos_token", "eos_token"))
         adds_bos = settings.get("add_bos_token")

@@ -241,6 +241,21 @@ def test_open_batches_are_found_without_reading_those_that_have_ended(tmp_path: 
     store.close()
 
 
+def test_a_store_that_is_larger_than_it_may_be_opens_without_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = BatchStore(tmp_path, 2**20)
+    kept = made.add_file(ME, "b", [(1, b"y" * 2**19)])
+    made._db.execute("DROP INDEX open_batches")
+    made._db.execute("VACUUM")  # or the index would come back into the room that it had
+    made.close()
+    monkeypatch.setattr(batch_store, "_RESERVE_BYTES", 0)
+    store = BatchStore(tmp_path, 2**16)
+    assert not store._db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'open_batches'").fetchall()
+    assert store.files(ME, after=None, most=9, is_ascending=True, purpose=None) == [kept]
+    store.close()
+
+
 def test_a_full_store_keeps_what_it_has(tmp_path: Path) -> None:
     store = BatchStore(tmp_path, 2**18)
     kept = store.add_file(ME, "a", [(1, b"x" * 2**16)])

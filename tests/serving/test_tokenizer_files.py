@@ -170,6 +170,17 @@ def test_code_llamas_class_puts_the_space_before_a_text_alone(
     assert text.decode(ids) == theirs.decode(ids) == "What is"
 
 
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": False}, {"bos_token": None}], ids=str)
+def test_code_llamas_class_begins_texts_where_its_files_do_not_say_so(
+    settings: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    unnamed = {name: each for name, each in CODE_LLAMA.items() if name not in ("bos_token", "add_bos_token")}
+    write(tmp_path, folders["sentence_pieces"], {"tokenizer_config": unnamed | settings})
+    text, theirs = Text.load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert text is not None
+    assert text.encode("What is 12?") == theirs("What is 12?").input_ids
+
+
 @each_of("added", [("bos",), ("eos",), ("bos", "eos")])
 @each_of("named", [{}, {"bos_token": None}, {"eos_token": "<unk>"}])
 def test_a_token_that_is_added_without_a_name_is_that_of_the_class(
