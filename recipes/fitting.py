@@ -297,7 +297,8 @@ def _plain(value: object) -> object:
         return value.item()
     if isinstance(value, Path):
         return str(value)
-    torch = sys.modules.get("torch")  # without it, which takes a second to import, no value is of it
+    # Importing it takes a second, and where nobody has, no value is of it.
+    torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     raise TypeError(f"a value of the type {type(value).__name__} cannot be written in a recipe")

@@ -434,7 +434,8 @@ def _first_steps(recipe: Recipe, runner: ModelRunner, budget: int, tell: Callabl
             captured_bytes = _capture(recipe, runner)
     except torch.OutOfMemoryError as error:
         keys = ("device.graphs", "cache.reserve_gib") if graphs else ("cache.reserve_gib",)
-        said = first_line(error).partition(" (")[0]  # without the figures of torch's allocator
+        # The figures of torch's allocator stand in brackets behind it.
+        said = first_line(error).partition(" (")[0]
         problem = f"the first steps find no room beside the weights and the cache ({said})"
         fix = f"{'lower it, or ' if graphs else ''}raise cache.reserve_gib or lower cache.memory_fraction"
         raise RecipeError(keys, problem, fix, value=graphs or recipe.cache.reserve_gib) from error

@@ -189,7 +189,7 @@ log = logging.getLogger("route")
 
 _MOST_BODY_BYTES = 2**26  # a replica has a limit of its own
 _MOST_BODIES_BYTES = 2**29
-_TELLING_S = 1.0  # for requests that the end of the router cuts off to tell their clients
+_TELLING_S = 1.0  # The time in which requests that the router's end cuts off tell their clients.
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,10 +331,10 @@ async def _serve(
         await asyncio.sleep(0.05)
     server.should_exit = True
     await listening
-    if again.is_set():  # otherwise uvicorn has done so
+    if again.is_set():  # Otherwise uvicorn has cancelled them.
         for request in server.server_state.tasks:
             request.cancel()
-    if server.server_state.tasks:  # they tell their clients
+    if server.server_state.tasks:  # They tell their clients.
         await asyncio.wait(server.server_state.tasks, timeout=_TELLING_S)
     for each in beside:
         each.cancel()
