@@ -184,19 +184,7 @@ async def _serve(
     batches: Batches | None,
 ) -> None:
     """Serve until a signal, or until there can be no engine; a second signal does not wait for requests."""
-    loop = asyncio.get_running_loop()
-    first, second = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        if first.is_set():
-            server.force_exit = True
-            second.set()
-        first.set()
-
-    # A closed terminal must leave no engine and no folder behind; under nohup its signal is ignored.
-    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
-    for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
-        loop.add_signal_handler(number, on_signal)
+    first, second = ending_signals(server)
     llm.start()
     live.begin()
     listening = asyncio.ensure_future(server.serve([listener]))
@@ -217,6 +205,27 @@ async def _serve(
     for each in beside:
         each.cancel()
     await asyncio.wait(beside)
+
+
+def ending_signals(server: uvicorn.Server) -> tuple[asyncio.Event, asyncio.Event]:
+    """Return what the first signal to end sets, and the second one, after which the server does not wait.
+
+    A closed terminal's counts, too, since it must leave no engine and no folder behind, and break no stream;
+    under nohup it is ignored.
+    """
+    loop = asyncio.get_running_loop()
+    first, second = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        if first.is_set():
+            server.force_exit = True
+            second.set()
+        first.set()
+
+    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
+        loop.add_signal_handler(number, on_signal)
+    return first, second
 
 
 def listener_at(host: str, port: int) -> socket.socket:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import signal
 import socket
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +46,7 @@ from serving.server import (
     ServerOptions,
     SignalFreeServer,
     configuration,
+    ending_signals,
     listener_at,
     most_connections,
     name_of,
@@ -305,19 +305,8 @@ async def _serve(
     drain_s: float,
 ) -> None:
     """Serve until a signal; after it, no request waits longer than `drain_s`, after a second one, none."""
-    stop, again = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            server.force_exit = True
-            again.set()
-        stop.set()
-
-    # A closed terminal must not break streams; under nohup its signal is ignored.
-    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
-    for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
-        loop.add_signal_handler(number, on_signal)
+    stop, again = ending_signals(server)
     beside = [asyncio.ensure_future(each) for each in (*forever, _fill(turns))]
     listening = asyncio.ensure_future(server.serve([listener]))
     stopping = asyncio.ensure_future(stop.wait())
