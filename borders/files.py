@@ -59,6 +59,11 @@ def in_one_line(error: ValueError | OSError | RuntimeError) -> str:
     return f"{said}; {fix}" if fix else said
 
 
+def first_line(error: Exception) -> str:
+    """Return what a library's error says, without the lines on where it happened."""
+    return str(error).strip().partition("\n")[0]
+
+
 @contextlib.contextmanager
 def naming(path: str | Path) -> Iterator[None]:
     """Attach a file's name to a full disk or an exceeded limit while the file is written."""

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from attention.recurrent import DraftRows, StateMetadata
 from attention.reference import Attention, AttentionMetadata, StaticDecodes
+from borders.files import first_line
 from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
 from kv_cache.device.storage import CacheLayers
@@ -414,8 +415,3 @@ def _before_index(positions: Tensor, page_table: Tensor, page_size: int) -> Tens
     before = (positions.long() - 1).clamp(min=0)
     pages = page_table.gather(1, before[:, None] // page_size)[:, 0]
     return pages * page_size + before % page_size
-
-
-def first_line(error: RuntimeError) -> str:
-    """Return the device's message, without where it happened."""
-    return str(error).strip().partition("\n")[0]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attention.reference import Attention
-from borders.files import in_one_line
+from borders.files import first_line, in_one_line
 from borders.start_report import LOADING, StartReport, repeated
 from continuous_batching.engine import Engine
 from continuous_batching.recording.agreement import LEADER, Agreement, RankQuestions, Work
@@ -36,7 +36,7 @@ from models.sampling.follower import FollowerSampler
 from models.sampling.sampler import Sampler
 from models.step.adapters import Adapters
 from models.step.expert_counts import ExpertCounts, StageCounts
-from models.step.graphs import captured_sizes, first_line
+from models.step.graphs import captured_sizes
 from models.step.runner import ModelRunner, RowSampler
 from models.step.stage_runner import StageRunner
 from models.step.warm_up import capture, largest_step_bytes, warm_up

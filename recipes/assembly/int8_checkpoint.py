@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from devices.int8 import quantize_rows
+from devices.shapes import dtype_name
 from models.checkpoint.destination import check_finite
 from models.checkpoint.files import (
     INDEX,
@@ -131,7 +132,7 @@ def _quantized(
             tensor = scaled(tensor, scales, config.stored_form).to(TORCH_DTYPES[config.dtype])
         if tensor.dtype not in FLOATING and (name in names or tensor.is_floating_point()):
             raise ValueError(
-                f"{file}: {name} is {_kind(tensor)}, and config.json says nothing of such numbers;"
+                f"{file}: {name} is {dtype_name(tensor.dtype)}, and config.json says nothing of such numbers;"
                 " download it again, or correct config.json"
             )
         check_finite(file, name, tensor, tensor.dtype)
@@ -159,13 +160,9 @@ def _check_scales(file: Path, name: str, weight: Tensor, scales: Tensor, blocks:
     wanted = blocks.shape(shape) if len(shape) == 2 else ()
     if tuple(scales.shape) != wanted or scales.dtype not in FLOATING:
         raise ValueError(
-            f"{file.parent}: {name}{SUFFIX} is {_kind(scales)} {[*scales.shape]}, and {[*shape]} in {blocks}"
-            f" takes floats {[*wanted]}; download it again, or correct config.json"
+            f"{file.parent}: {name}{SUFFIX} is {dtype_name(scales.dtype)} {[*scales.shape]}, and {[*shape]} in"
+            f" {blocks} takes floats {[*wanted]}; download it again, or correct config.json"
         )
-
-
-def _kind(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _copy_the_rest(source: Path, target: Path, scheme: Quantization) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from borders.files import first_line
 from recipes.cluster.ray_cluster import actors, node_address, own_threads, started
 
 LOOPBACK = "127.0.0.1"  # the address on which scripts.serve listens by default
@@ -139,7 +140,7 @@ class RayReplica:
         except self._ray.exceptions.RayTaskError as error:
             why = str(error.cause)
         except self._ray.exceptions.RayError as error:
-            why = str(error).strip().partition("\n")[0]
+            why = first_line(error)
         self._why = why
 
     def _live(self, group: Any, bundle: dict[str, float]) -> str:
