@@ -160,8 +160,8 @@ def _check_scales(file: Path, name: str, weight: Tensor, scales: Tensor, blocks:
     wanted = blocks.shape(shape) if len(shape) == 2 else ()
     if tuple(scales.shape) != wanted or scales.dtype not in FLOATING:
         raise ValueError(
-            f"{file.parent}: {name}{SUFFIX} is {dtype_name(scales.dtype)} {[*scales.shape]}, and {[*shape]} in"
-            f" {blocks} takes floats {[*wanted]}; download it again, or correct config.json"
+            f"{file.parent}: {name}{SUFFIX} is {dtype_name(scales.dtype)} {[*scales.shape]}, and {[*shape]}"
+            f" in {blocks} takes floats {[*wanted]}; download it again, or correct config.json"
         )
 
 
