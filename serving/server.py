@@ -160,9 +160,7 @@ def _run(options: ServerOptions, lines: logs.Lines) -> int:
         is_open = not keys.are_needed
         if options.host not in LOOPBACK and is_open:
             log.warning("anyone who reaches %s may send requests: set --api-keys FILE", options.host)
-        host, port = listener.getsockname()[:2]
-        kind, shown = "http" if tls is None else "https", f"[{host}]" if ":" in host else host
-        log.info("listening at %s://%s:%d, model %s", kind, shown, port, model)
+        where = f"{url_of(listener, is_encrypted=tls is not None)}, model {model}"
         is_local = is_open and options.host in LOOPBACK
         batches = None if options.batches is None else Batches.of(Path(options.batches), llm, keys)
         live = LivePage(llm)
@@ -172,7 +170,7 @@ def _run(options: ServerOptions, lines: logs.Lines) -> int:
         server = SignalFreeServer(configuration(app, most), None if tls is None else Handshakes(tls, most))
         gc.collect()
         gc.freeze()  # later collections then skip what is imported, and delay clients less
-        uvloop.run(_serve(llm, server, listener, live, batches))
+        uvloop.run(_serve(llm, server, listener, live, batches, where))
     return 1 if llm.engine.has_failed else 0
 
 
@@ -182,9 +180,11 @@ async def _serve(
     listener: socket.socket,
     live: LivePage,
     batches: Batches | None,
+    where: str,
 ) -> None:
     """Serve until a signal, or until there can be no engine; a second signal does not wait for requests."""
     first, second = ending_signals(server)
+    log.info("listening at %s", where)  # from here on a signal ends the server as it should
     llm.start()
     live.begin()
     listening = asyncio.ensure_future(server.serve([listener]))
@@ -246,6 +246,13 @@ def listener_at(host: str, port: int) -> socket.socket:
         option = "--host" if isinstance(error, socket.gaierror) else "--port"
         raise OSError(f"cannot listen at {host}:{port}: {error.strerror}; choose another {option}") from None
     return listener
+
+
+def url_of(listener: socket.socket, *, is_encrypted: bool) -> str:
+    """Return the address at which clients reach a listening socket."""
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if is_encrypted else 'http'}://{shown}:{port}"
 
 
 def _drop_lost_clients(listener: socket.socket) -> None:

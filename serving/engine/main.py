@@ -37,7 +37,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def _end_with_parent(engines: list[Engine]) -> None:
+def _remove_socket(address: str) -> None:
+    """Remove the socket's file and its folder, which a parent that was killed leaves, unless they are gone."""
+    file = Path(address.removeprefix("ipc://"))
+    with contextlib.suppress(OSError):  # the parent removes them once the engine serves
+        file.unlink(missing_ok=True)
+        file.parent.rmdir()
+
+
+def _end_with_parent(engines: list[Engine], address: str) -> None:
     """End when the parent ends or writes a byte: only the parent holds our standard input, a pipe, open.
 
     The observers of `engines` are closed first; a recording then states that it is complete.
@@ -45,6 +53,7 @@ def _end_with_parent(engines: list[Engine]) -> None:
 
     def wait() -> None:
         os.read(0, 1)  # an unbuffered read, since a normal exit would wait for the buffer's lock
+        _remove_socket(address)
         try:
             for engine in engines:
                 engine.close()
@@ -142,9 +151,10 @@ def main(argv: list[str]) -> int:
 
     learned, spares = _wait_to_begin(asked)
     if learned is None:
+        _remove_socket(asked.socket)
         return 0  # the ranks that wait end with it
     engines: list[Engine] = []
-    _end_with_parent(engines)
+    _end_with_parent(engines, asked.socket)
     socket = _connected(asked.socket)
     try:
         recipe = load(asked.recipe, asked.overrides, asked.profile)

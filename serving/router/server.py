@@ -50,6 +50,7 @@ from serving.server import (
     listener_at,
     most_connections,
     name_of,
+    url_of,
 )
 from serving.text.tokenizer import Text
 from serving.tls import Handshakes, TlsFiles
@@ -283,16 +284,14 @@ def _run(options: RouterOptions) -> None:
     most = most_connections()
     server = SignalFreeServer(configuration(guarded, most), None if tls is None else Handshakes(tls, most))
     with listener_at(options.host, options.port) as listener:
-        host, port = listener.getsockname()[:2]
-        count = len(options.replicas)
-        kind = "http" if tls is None else "https"
-        log.info("listening at %s://%s:%d, %d replicas by %s", kind, host, port, count, options.route)
+        url = url_of(listener, is_encrypted=tls is not None)
+        where = f"{url}, {len(options.replicas)} replicas by {options.route}"
         gc.collect()
         gc.freeze()
         watching = [members.watch(prompts.page_size), *map(members.follow, options.discover)]
         if trust.tls is not None:
             watching.append(trust.tls.renew())
-        uvloop.run(_serve(app, server, listener, members, turns, watching, options.drain_s))
+        uvloop.run(_serve(app, server, listener, members, turns, watching, options.drain_s, where))
 
 
 async def _serve(
@@ -303,10 +302,12 @@ async def _serve(
     turns: ModelTurns,
     forever: Sequence[Coroutine[None, None, None]],
     drain_s: float,
+    where: str,
 ) -> None:
     """Serve until a signal; after it, no request waits longer than `drain_s`, after a second one, none."""
     loop = asyncio.get_running_loop()
     stop, again = ending_signals(server)
+    log.info("listening at %s", where)  # from here on a signal ends the router as it should
     beside = [asyncio.ensure_future(each) for each in (*forever, _fill(turns))]
     listening = asyncio.ensure_future(server.serve([listener]))
     stopping = asyncio.ensure_future(stop.wait())

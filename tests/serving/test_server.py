@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from serving.api.api_keys import ApiKeys, Rights
-from serving.server import ServerOptions, listener_at
+from serving.server import ServerOptions, listener_at, url_of
 from tests.serving.server import TINY, Server
 
 
@@ -32,6 +34,13 @@ def test_a_key_is_one_word_however_it_came_into_the_environment(monkeypatch: pyt
         monkeypatch.setenv("API_KEY", wrong)
         with pytest.raises(ValueError, match="API_KEY must be one word"):
             options.rights_of()
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_the_address_that_is_told_can_be_asked(host: str, shown: str) -> None:
+    listener: Any = SimpleNamespace(getsockname=lambda: (host, 8000, 0, 0))  # a machine may lack IPv6
+    assert url_of(listener, is_encrypted=False) == f"http://{shown}:8000"
+    assert url_of(listener, is_encrypted=True) == f"https://{shown}:8000"
 
 
 @pytest.mark.parametrize("line", ["abc team", "abc team max_priority=-2"])

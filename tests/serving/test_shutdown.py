@@ -76,6 +76,31 @@ def test_sigterm_lets_requests_end(_: int) -> None:
     assert all((each.status, len(each.tokens), each.error) == (200, 60, None) for each in told)
 
 
+def test_a_server_that_says_that_it_listens_can_be_told_to_end() -> None:
+    server = Server(TINY)
+    server.process.terminate()
+    assert server.wait() == 0
+
+
+@pytest.mark.parametrize("has_spare", first_quick(1, [False, True]))
+def test_a_server_that_is_killed_leaves_no_folder(tmp_path: Path, *, has_spare: bool) -> None:
+    """Neither that of an engine which starts nor that of one which waits to take another's place."""
+    server = Server(
+        TINY, f"server.spare_engine={str(has_spare).lower()}", environment={"TMPDIR": str(tmp_path)}
+    )
+    if has_spare:
+        server.ready()  # which removes the engine's own
+    until_s = time.monotonic() + PATIENCE_S
+    while not [*tmp_path.glob("engine-*")]:
+        assert time.monotonic() < until_s, "there is none to remove"
+        time.sleep(0.02)
+    server.process.kill()
+    server.wait()
+    while [*tmp_path.glob("engine-*")]:
+        assert time.monotonic() < until_s, "it is left behind"
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("signals", first_quick(1, [2, 1]))
 def test_who_is_cut_off_is_told_to_come_again_and_who_looks_on_the_end(signals: int) -> None:
     """Within the time for those that drain, and at once where a second signal comes."""
