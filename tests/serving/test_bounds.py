@@ -52,8 +52,9 @@ def post(served: Served, path: str, body: dict[str, Any]) -> httpx.Response:
 
 
 def wait_until_released(served: Served) -> None:
+    """A client that has gone, or whose answer is complete, is noticed a little later."""
     until_s = time.monotonic() + PATIENCE_S
-    while served.llm.limits.num_logprobs:
+    while served.llm.limits.num_logprobs or served.llm.num_requests:
         assert time.monotonic() < until_s, "they are counted for ever"
         time.sleep(0.01)
 
@@ -177,8 +178,6 @@ def test_slots_of_clients_are_told_from_those_of_batches(
     monkeypatch.setattr(llm, "_parse", watched)
     count = served.call(ask())
     wait_until_released(served)
-    while llm.num_requests:
-        time.sleep(0.01)
     assert (while_parsing, count) == (([0], 0) if of_batch else ([1], max([1, *fields.values()])))
     assert llm.num_client_slots == 0
 

@@ -12,6 +12,7 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server, started
 
+pytestmark = pytest.mark.in_order  # the first test is of a server that has recorded nothing yet
 OPERATOR, OTHER = {"authorization": "Bearer gateway"}, {"authorization": "Bearer other"}
 
 
