@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def _remove_socket(address: str) -> None:
-    """Remove the socket's file and its folder, which a parent that was killed leaves, unless they are gone."""
+    """Remove the socket's file and its folder, which a parent that was killed leaves behind."""
     file = Path(address.removeprefix("ipc://"))
     with contextlib.suppress(OSError):  # the parent removes them once the engine serves
         file.unlink(missing_ok=True)
