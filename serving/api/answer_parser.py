@@ -8,7 +8,7 @@ from itertools import count
 
 from continuous_batching.request import Request
 from serving.answers.answers import AnswerDelta
-from serving.grammars.structured_output import begins_behind_thoughts, form_of, most_thought
+from serving.grammars.structured_output import begins_behind_thoughts, form_of, may_call, most_thought
 from serving.text.tokenizer import Text
 from serving.tools.channels import ChannelFormat, ChannelParser
 from serving.tools.definitions import ToolUse
@@ -29,11 +29,12 @@ class AnswerParser:
         self._form = None if text is None else text.tool_format
         self._name, self._num_named = request.id, 0
         self._channels = None if text is None else text.channels
-        self._names = () if use is None else tuple(use.schemas)
-        self._schemas = {} if use is None else use.parameters
-        has_text = use is not None and bool(use.schemas) and not use.must_call
-        has_place = has_text or (text is not None and len(text.think_marks) == 2)  # a place for reasoning
         grammar = request.params.grammar
+        is_alone = grammar is not None and not may_call(grammar)
+        self._names = () if use is None or is_alone else tuple(use.schemas)
+        self._schemas = {} if use is None else use.parameters
+        has_text = use is not None and bool(self._names) and not use.must_call
+        has_place = has_text or (text is not None and len(text.think_marks) == 2)  # a place for reasoning
         form_asked = None if grammar is None else form_of(grammar)
         self._is_held = form_asked is not None
         # A grammar of `tools` lets a model choose whether it calls; one with a form in it names that field

@@ -49,11 +49,28 @@ class TextOffset:
 
     def step(self, token: int, *, skip_special_tokens: bool) -> int:
         """Return the offset of a token, and move past it."""
-        offset = max(0, self._offset)
+        data = b""
         if self._text is not None:
             data = self._text.token_bytes(token, skip_special_tokens=skip_special_tokens)
-            self._offset += len(self._decoder.decode(data))
+        if data and not self._goes_on(data[:1]):
+            self.end()
+        offset = max(0, self._offset)
+        self._offset += len(self._decoder.decode(data))
         return offset
+
+    def end(self) -> None:
+        """Move past a character that stays unfinished, which the text shows as a replacement."""
+        self._offset += len(self._decoder.decode(b"", final=True))
+        self._decoder.reset()
+
+    def _goes_on(self, byte: bytes) -> bool:
+        """Return whether the unfinished character, or nothing, may stand before this byte."""
+        unfinished = self._decoder.getstate()[0]
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(unfinished + byte)
+        except UnicodeDecodeError:
+            return False
+        return True
 
 
 def as_lists(text: Text | None, entries: Sequence[TokenLogprobs | None], tokens: Sequence[int]) -> Json:

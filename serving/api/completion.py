@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -128,6 +128,7 @@ class CompletionFormat:
         if len(answer.prompt_logprobs) < len(tokens) - 1:  # the request ended before they were known
             for token in tokens:
                 self._offsets[index].step(token, skip_special_tokens=False)
+            self._offsets[index].end()
             return echoed, [], []
         return echoed, tokens, [None, *answer.prompt_logprobs]
 
@@ -137,9 +138,13 @@ class CompletionFormat:
     def _logprobs(self, entries: list[TokenLogprobs | None], echoed: list[int], index: int) -> Json:
         """Return the log-probability lists of a choice; the echoed tokens of its prompt come first."""
         skip, offset = self._body.skip_special_tokens is not False, self._offsets[index]
-        tokens = echoed + [entry.token for entry in entries[len(echoed) :] if entry is not None]
-        offsets = (
-            offset.step(token, skip_special_tokens=skip and at >= len(echoed))
-            for at, token in enumerate(tokens)
-        )
-        return as_lists(self._text, entries, tokens) | {"text_offset": items(offsets, len(tokens))}
+        answered = [entry.token for entry in entries[len(echoed) :] if entry is not None]
+        tokens = echoed + answered
+
+        def offsets() -> Iterator[int]:
+            yield from (offset.step(token, skip_special_tokens=False) for token in echoed)
+            if echoed:  # the text of the answer begins anew behind that of the prompt
+                offset.end()
+            yield from (offset.step(token, skip_special_tokens=skip) for token in answered)
+
+        return as_lists(self._text, entries, tokens) | {"text_offset": items(offsets(), len(tokens))}

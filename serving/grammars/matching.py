@@ -23,7 +23,7 @@ from borders.refusal import BadRequest
 from continuous_batching.constraints import Constraint, Mask, Matcher
 from continuous_batching.request import Request
 from serving.grammars.json_schema import without_other_spellings
-from serving.grammars.structured_output import CHANNELS
+from serving.grammars.structured_output import CALLS, CHANNELS
 from serving.grammars.thinking import KIND, Thinking, ThinkingMatcher, reader
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ def _as_library_has_it(field: str, kind: str, asked: Any) -> str:
     if kind == CHANNELS:
         form = [] if asked["form"] is None else [{"name": "form", "lark_grammar": _part(asked["form"])}]
         return json.dumps({"grammars": [{"lark_grammar": f"{_NO_FORCING}{asked['outer']}"}, *form]})
-    if kind == "lark":
+    if kind == CALLS:
         return f"{_NO_FORCING}{asked}"
     if kind == "regex":
         (written,) = json.loads(LLMatcher.grammar_from_regex(asked))["grammars"]
@@ -386,7 +386,7 @@ _NAMES = {
     "regex": "the regular expression",
     "choice": "the list of choices",
     "grammar": "the grammar",
-    "lark": "a schema",
+    CALLS: "a schema",
     CHANNELS: "the form or a schema",
 }
 

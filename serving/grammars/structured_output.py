@@ -20,6 +20,7 @@ from serving.grammars.json_schema import LONGEST_TEXT, MOST_DEPTH, Prepared, dep
 from serving.grammars.thinking import KIND as THINKING
 
 CHANNELS = "channels"  # the kind of an answer on channels: `outer`, which refers to `form` as `@form`
+CALLS = "lark"  # the kind of an answer that calls tools, or may
 FIELDS = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -79,6 +80,14 @@ def form_of(grammar: str) -> tuple[str, str] | None:
     if kind != THINKING:
         return field, kind
     return None if asked["then"] is None else form_of(asked["then"])
+
+
+def may_call(grammar: str) -> bool:
+    """Return whether an answer of this grammar may call tools; every form but an object stands alone."""
+    _, kind, asked = json.loads(grammar)
+    if kind == THINKING:
+        return asked["then"] is None or may_call(asked["then"])
+    return kind in (CHANNELS, CALLS)
 
 
 def begins_behind_thoughts(grammar: str) -> bool:

@@ -18,7 +18,7 @@ from borders.field_table import MOST_TOOLS
 from borders.refusal import BadRequest, abbreviate_json
 from serving.grammars.json_schema import LONGEST_NOTE, Prepared, prepared
 from serving.grammars.matching import json_rule, why_not
-from serving.grammars.structured_output import CHANNELS, FormedAnswer
+from serving.grammars.structured_output import CALLS, CHANNELS, FormedAnswer
 from serving.tools.argument_rules import argument_rules, literal, slashed
 from serving.tools.channels import ChannelFormat, ChannelParser
 from serving.tools.formats import ToolFormat
@@ -78,7 +78,7 @@ def lark_of(
     else:
         start_rules = _with_text(form, mark) if has_text else ["start: calls"]
     field = "tools" if answer is None else answer.field
-    return json.dumps([field, "lark", "\n".join([*start_rules, *rules])], ensure_ascii=False)
+    return json.dumps([field, CALLS, "\n".join([*start_rules, *rules])], ensure_ascii=False)
 
 
 def _followed(schemas: Mapping[str, Any], strict: Collection[str]) -> dict[str, Any]:

@@ -57,8 +57,9 @@ class ReasoningParser:
         self._has_begun = goes_on  # whether no mark can come that begins the block, even a second time
         self._is_blank = not goes_on  # white space around the block, and at its beginning, is dropped
         self._held = ""
-        self._begin_mark = _BeginMark(form.answer[0])
-        self._end_mark = _EndMark(form.answer[1])
+        before, behind = ("", "") if is_formed else form.answer  # in a form they are its own text
+        self._begin_mark = _BeginMark(before)
+        self._end_mark = _EndMark(behind)
 
     @property
     def num_held(self) -> int:

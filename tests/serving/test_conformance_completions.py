@@ -78,6 +78,20 @@ def test_an_echo_tells_how_likely_the_prompt_was(client: openai.OpenAI, http: ht
         assert best == pytest.approx(float(expected[position].max()), abs=2e-4)
 
 
+def test_offsets_count_characters_that_stay_unfinished(client: openai.OpenAI, http: httpx.Client) -> None:
+    """Bytes that only begin a character are one replacement, which moves what follows."""
+    first, second, third = ids(http, "한")[-3:]
+    letter = ids(http, "a")[-1]
+    prompt = [first, letter, first, second, first, second, third, letter, first, second]
+    answer = ask(
+        client, prompt, echo=True, logprobs=0, max_tokens=1, extra_body={"allowed_token_ids": [third]}
+    )
+    logprobs = answer.choices[0].logprobs
+    assert answer.choices[0].text == "\ufffda\ufffd한a\ufffd\ufffd"
+    assert logprobs is not None
+    assert logprobs.text_offset == [0, 1, 2, 2, 3, 3, 3, 4, 5, 5, 6]
+
+
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_so_many_log_probabilities_are_told(client: openai.OpenAI, count: int) -> None:
     answer = ask(client, logprobs=count)

@@ -23,7 +23,8 @@ from serving.grammars.matching import Grammars
 from serving.grammars.thinking import Thinking, ThinkingMatcher
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
-from serving.tools.formats import THOUGHT_FORMATS
+from serving.tools.definitions import tool_use
+from serving.tools.formats import THOUGHT_FORMATS, TOOL_FORMATS
 from serving.tools.parsing import ReasoningParser
 from tests.each_of import each_of
 from tests.matchers import Allowing
@@ -257,6 +258,49 @@ def test_a_form_behind_thoughts_keeps_the_space_with_which_it_begins(
         parts.append(parser.push(0, AnswerDelta(0, "", finish_reason="stop")))
         said = [each for part in parts for each in part.parts]
         assert "".join(each for each in said if isinstance(each, str)) == shown
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+
+
+@each_of(
+    "form, answer",
+    [
+        ({"guided_regex": " [a-z]{2,3} "}, " yes "),
+        ({"guided_choice": [CALL]}, CALL),
+        ({"guided_json": {"type": ["array", "object"]}}, f" [{json.dumps(CALL)}]"),
+    ],
+)
+@each_of("begin", ["<think>So.</think>", ""])
+def test_a_form_beside_tools_that_may_be_called_is_told_as_it_is(
+    form: dict[str, Any], answer: str, begin: str
+) -> None:
+    text = text_with_marks()
+    text.tool_format = TOOL_FORMATS["hermes"]
+    tools = {"tools": [{"type": "function", "function": {"name": "add"}}]}
+    messages = [{"role": "user", "content": "1"}]
+    request = parse_request({"id": "0", "messages": messages, **tools, **form}, text)
+    for pieces in ([begin + answer], [*begin, *answer]):
+        parser = AnswerParser(text, request, tool_use(tools))
+        parts = [parser.push(0, AnswerDelta(0, each)) for each in pieces]
+        parts.append(parser.push(0, AnswerDelta(0, "", finish_reason="stop")))
+        assert "".join(part.content for part in parts) == answer
+        assert not any(part.calls for part in parts)
+
+
+@each_of("name, mark", [("hunyuan", "answer"), ("ernie", "response")])
+def test_marks_of_an_answer_that_its_form_asks_for_are_its_own(name: str, mark: str) -> None:
+    text = text_with_marks()
+    text.thoughts = THOUGHT_FORMATS[name]
+    answer = f"<{mark}> 42\n</{mark}>"
+    messages = [{"role": "user", "content": "1"}]
+    for form, shown in (({"guided_choice": [answer]}, answer), ({}, "42")):
+        request = parse_request({"id": "0", "messages": messages, **form}, text)
+        for pieces in ([f"<think>So.</think>{answer}"], [*"<think>So.</think>", *answer]):
+            parser = AnswerParser(text, request, None)
+            parts = [parser.push(0, AnswerDelta(0, each)) for each in pieces]
+            parts.append(parser.push(0, AnswerDelta(0, "", finish_reason="stop")))
+            assert "".join(part.content for part in parts) == shown
 
 
 def parsed(pieces: list[str], *, is_open: bool) -> tuple[str, str]:
