@@ -277,9 +277,16 @@ class WaitingQueue:
     def _line(self, request: Request) -> tuple[str, bool]:
         return (request.tenant if self.shares else "", self.is_long(request))
 
+    def _stands_in(self, line: tuple[str, bool], request: Request) -> bool:
+        """Whether a request waits in this line.
+
+        One that was admitted before those ahead of it is left in its heap, and may come back as a long one.
+        """
+        return self._waiting.get(request.id) is request and self._line(request) == line
+
     def _top(self, line: tuple[str, bool]) -> tuple[float, int, Request] | None:
         heap = self._heaps.get(line, [])
-        while heap and self._waiting.get(heap[0][2].id) is not heap[0][2]:
+        while heap and not self._stands_in(line, heap[0][2]):
             heapq.heappop(heap)
         return heap[0] if heap else None
 

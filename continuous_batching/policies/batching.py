@@ -139,12 +139,12 @@ class StallFree(Policy):
         wanted = np.minimum(busy.todo, limit.each)
         wanted[busy.decodes] = 0
         if self._long_prompts is None:
-            left, longs = limit.total - int(wanted.sum()), ALL
+            left, longs, of_longs = limit.total - int(wanted.sum()), ALL, ALL
         else:
-            left, longs = self._long_prompts.left(busy, wanted, limit.total)
+            left, longs, of_longs = self._long_prompts.left(busy, wanted, limit.total)
         if left <= 0:
             return NO_ROOM
-        return Room(left, waiting.num_requests, chunk=limit.newcomer, long_requests=longs)
+        return Room(left, waiting.num_requests, False, limit.newcomer, longs, of_longs)
 
     def reserve(self, request: Request) -> int:
         """Reserve the known tokens and the first token of the answer."""

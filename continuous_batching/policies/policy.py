@@ -44,6 +44,7 @@ class Room(NamedTuple):
     whole: bool = False
     chunk: int = ALL  # most tokens that one new request takes
     long_requests: int = ALL  # how many of the new requests may be long
+    long_tokens: int = ALL  # most tokens that the long ones among them take from the short ones
 
 
 NO_ROOM = Room(0, 0)

@@ -151,8 +151,8 @@ class LongPrompts:
     max_long: int
     long_tokens: int
 
-    def left(self, busy: Busy, wanted: Index, total: int) -> tuple[int, int]:
-        """Return the tokens left for new requests, and how many of these requests may be long.
+    def left(self, busy: Busy, wanted: Index, total: int) -> tuple[int, int, int]:
+        """Return the tokens left for new requests, how many of these may be long, and what is theirs of it.
 
         `wanted` is the number of prompt tokens of each busy slot, `total` that of this step.
         """
@@ -160,7 +160,7 @@ class LongPrompts:
         wanted_long = int(wanted[is_long].sum())
         kept = min(wanted_long, self._half(total))
         left = total - kept - (int(wanted.sum()) - wanted_long)
-        return left, self.max_long - int(np.count_nonzero(is_long))
+        return left, self.max_long - int(np.count_nonzero(is_long)), self._half(total) - kept
 
     def sharing(self, busy: Busy) -> Callable[[Index, int], Index]:
         """Return a function that shares the prompt tokens of a step among these slots."""

@@ -67,6 +67,7 @@ class Admission:
             return
         room = self._room(max_batch_tokens, now_s)
         tokens_left, requests_left, longs_left = room.tokens, room.requests, room.long_requests
+        of_longs = room.long_tokens
         if tokens_left <= 0 or requests_left <= 0:
             return
         spare = self._lifecycle.tables.num_spare()
@@ -110,11 +111,13 @@ class Admission:
                 self.held_back = "pages"
                 return
             spare -= wanted
-            longs_left -= waiting.is_long(request)
+            longs_left -= (is_long := waiting.is_long(request))
             row = self._enter(request, matched, reserved, now_s)
             requests_left -= 1
             if not self._lifecycle.matching.is_blocked(row):
-                tokens_left -= min(int(slots.num_tokens[row] - slots.num_computed[row]), room.chunk)
+                most = min(room.chunk, of_longs) if is_long else room.chunk
+                taken = min(int(slots.num_tokens[row] - slots.num_computed[row]), most)
+                tokens_left, of_longs = tokens_left - taken, of_longs - is_long * taken
         self.held_back = ("tokens" if tokens_left <= 0 else "policy") if len(waiting) else None
 
     def _is_outranked(self) -> bool:

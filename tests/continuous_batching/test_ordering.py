@@ -148,6 +148,42 @@ def test_a_short_prompt_overtakes_the_long_ones_that_may_not_be_computed_yet() -
     assert served(engine) == ["short", "long a", "long b"]
 
 
+def test_a_short_prompt_waits_for_no_long_one_that_fills_the_step_of_its_own_admission() -> None:
+    slots = SlotPool(4, 200, 4)
+    scheduler = Scheduler(
+        slots,
+        PagePool(200),
+        StallFree(long_prompts=LongPrompts(max_long=1, long_tokens=8)),
+        waiting=WaitingQueue(long_tokens=8),
+        max_batch_tokens=16,
+        vocab_size=VOCAB_SIZE,
+    )
+    ticks = itertools.count()
+    engine = Engine(scheduler, ChecksumRunner(slots, scheduler.pool), clock=lambda: float(next(ticks)))
+    for name, num_prompt in (("long a", 16), ("long b", 16), ("long c", 16), ("short", 6)):
+        engine.add(ask(name, num_prompt, 1))
+    step = engine.step()
+    assert step is not None
+    assert (step.batch.stops - step.batch.starts).tolist() == [10, 6]
+    assert [request.id for request in step.finished] == ["short"]
+    assert served(engine) == ["long a", "long b", "long c"]
+
+
+def test_who_comes_back_long_is_not_found_among_the_short_ones() -> None:
+    """It was made room for and so admitted before another one of its tenant, then preempted."""
+    queue = WaitingQueue(shares=FairShare(SlotPool(2, 64, 4), {}), long_tokens=8)
+    ahead, grown, short = (ask(name, 6) for name in ("ahead", "grown", "short"))
+    for number, request in enumerate((ahead, grown, short)):
+        request.number = number
+        queue.push(request)
+    queue.remove(grown)
+    grown.tokens = np.concatenate((grown.tokens, np.arange(4, dtype=np.int32)))
+    queue.push(grown)
+    queue.remove(ahead)
+    assert queue.peek() is grown
+    assert queue.peek(short_only=True) is short
+
+
 def test_tenants_take_turns_by_the_tokens_they_were_served() -> None:
     engine = make(weights={})
     for name in ("a1", "a2", "a3", "b1", "b2"):
