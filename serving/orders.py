@@ -196,7 +196,12 @@ class Orders:
             work.close()
             raise BadRequest(None, "another order is being carried out", fix="wait for its answer")
         self._is_given = True
-        return await asyncio.shield(self._keep(self._locked(work)))
+        task = self._keep(self._locked(work))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_tell_failure)
+            raise
 
     def _keep(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
@@ -316,3 +321,9 @@ class Orders:
             return fingerprint.of_tensors(folder) != self._tensors
         except OSError:
             return True
+
+
+def _tell_failure(task: asyncio.Task[Any]) -> None:
+    """Log why an order failed whose client has gone: nobody else retrieves it."""
+    if not task.cancelled() and (failure := task.exception()) is not None:
+        log.warning("an order whose client has gone has failed: %s", failure)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import resource
@@ -243,7 +244,7 @@ def listener_at(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)  # clients can connect from the moment that the log says so
     except OSError as error:
         listener.close()
-        option = "--host" if isinstance(error, socket.gaierror) else "--port"
+        option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
         raise OSError(f"cannot listen at {host}:{port}: {error.strerror}; choose another {option}") from None
     return listener
 

@@ -55,6 +55,7 @@ class DiskStore:
         self._evicts_in_vain = False
         self._thread_lock = threading.Lock()  # the lock of the file excludes processes, but not threads
         with self._locked():
+            (folder / INCOMING).unlink(missing_ok=True)  # of a writer that was killed; no total counts it
             self._make_room(0)
 
     def read(self, keys: Sequence[bytes]) -> list[bytes | None]:

@@ -53,7 +53,8 @@ redis.call('INCRBY', KEYS[3], size)
 return 1
 """
 )
-_TOUCH = _NOW + "for at = 4, #KEYS do redis.call('ZADD', KEYS[1], 'XX', now, KEYS[at]) end"
+# A server that takes no writes now, as one whose memory is full, refuses this, and is read all the same
+_TOUCH = _NOW + "for at = 4, #KEYS do redis.pcall('ZADD', KEYS[1], 'XX', now, KEYS[at]) end"
 _REMOVE = _DROP + "for at = 4, #KEYS do drop(KEYS[at]) end"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,7 +72,12 @@ def tier_for(recipe: Recipe, runner: ModelRunner, memory: MemoryPlan, weights: s
     pages = PageBytes(cache)
     weights = digest_of_weights(recipe) if weights is None else weights
     identity = identity_of(_facts(recipe, runner, memory.longest_tokens, pages) | {"weights": weights})
-    store, where = _store(asked, identity, max(pages.page_bytes) + HEAD_BYTES)
+    entry_bytes = max(pages.page_bytes) + HEAD_BYTES
+    if entry_bytes > asked.gib * GIB:
+        problem = f"{asked.gib:g} GiB hold no page, of which the largest takes {entry_bytes} bytes there"
+        fix = f"raise it to at least {math.ceil(1000 * entry_bytes / GIB) / 1000:g}"
+        raise RecipeError((f"{NAME}.gib", NAME), problem, fix, value=asked.gib)
+    store, where = _store(asked, identity, entry_bytes)
     secret = None if asked.key_file is None else _secret(asked.key_file)
     tier = PageTier(store, pages, cache.apply, identity, asked.wait_s, where, secret=secret)
     took_s = time.perf_counter() - began_s
@@ -86,7 +92,9 @@ def _facts(recipe: Recipe, runner: ModelRunner, longest_tokens: int, pages: Page
     """
     config = runner.config
     draft, share = draft_config(recipe, config), runner.decoder.share
-    return {
+    # What others have computed has other bits; without that promise a page of either is as good
+    promised = {"batch invariant": True} if recipe.device.batch_invariant else {}
+    return promised | {
         "layout": pages.layout,
         "page size": recipe.cache.page_size,
         "model": repr(config),

@@ -142,7 +142,12 @@ class EngineProcess:
 
     async def _start(self) -> None:
         address = f"ipc://{self._folder}/socket"
-        self.socket.bind(address)
+        try:
+            self.socket.bind(address)
+        except (zmq.ZMQError, UnicodeEncodeError) as error:  # the system takes some 100 bytes, ZeroMQ UTF-8
+            why = os.strerror(error.errno or 0) if isinstance(error, zmq.ZMQError) else "it is not UTF-8"
+            there = f"there can be no socket in {str(self._folder)!r}"
+            raise OSError(f"{there}: {why}; set TMPDIR to a folder with a short path") from error
         creation = asyncio.ensure_future(
             asyncio.create_subprocess_exec(
                 sys.executable,

@@ -127,12 +127,19 @@ class ReasoningParser:
     def _shown(self, size: int) -> str:
         shown, rest = self._held[:size], self._held[size:]
         if self._is_blank:
-            shown = shown.lstrip()
+            shown = shown.lstrip() if self.is_open else _from_its_line(shown)
             if not shown:
                 return ""
             self._is_blank = False
         self._held = rest
         return shown
+
+
+def _from_its_line(text: str) -> str:
+    """Return text without the white space before it, of which it keeps the indentation of a line of its own."""
+    shown = text.lstrip()
+    _, line_break, indentation = text[: len(text) - len(shown)].rpartition("\n")
+    return indentation + shown if line_break and shown else shown
 
 
 class _BeginMark:
@@ -158,7 +165,7 @@ class _BeginMark:
             return text
         held = self._held + text
         begun = held.lstrip()
-        rest = begun.removeprefix(self._mark).lstrip()
+        rest = _from_its_line(begun.removeprefix(self._mark))
         if self._mark.startswith(begun) or not rest:
             self._held = held
             return ""
@@ -173,7 +180,10 @@ class _BeginMark:
 
 
 class _EndMark:
-    """Drops the mark with which an answer ends where it is awaited, and the white space before it."""
+    """Drops the mark with which an answer ends where it is awaited, and the white space around it.
+
+    A mark behind which the text goes on is the answer's own, as where it tells how such answers are written.
+    """
 
     def __init__(self, mark: str) -> None:
         self.is_awaited = self.has_come = False
@@ -190,19 +200,21 @@ class _EndMark:
         if not self.is_awaited:
             return text
         held = self._held + text
-        at = held.find(self._mark)
-        if at >= 0:
-            self.is_awaited, self.has_come, self._held = False, True, ""
-            return held[:at].rstrip() + held[at + len(self._mark) :]
-        sizes = range(min(len(self._mark) - 1, len(held)), 0, -1)
-        kept = next((size for size in sizes if held.endswith(self._mark[:size])), 0)
-        shown = len(held[: len(held) - kept].rstrip())
+        before = held.rstrip().removesuffix(self._mark)
+        if len(before) == len(held.rstrip()):
+            sizes = range(min(len(self._mark) - 1, len(held)), 0, -1)
+            kept = next((size for size in sizes if held.endswith(self._mark[:size])), 0)
+            before = held[: len(held) - kept]
+        shown = len(before.rstrip())
         self._held = held[shown:]
         return held[:shown]
 
     def flush(self) -> str:
-        """Return what was held, since no more text comes right behind it."""
+        """Return what was held, unless it is the mark, since no more text comes right behind it."""
         held, self._held = self._held, ""
+        if self.is_awaited and held.strip() == self._mark:
+            self.is_awaited, self.has_come = False, True
+            return ""
         return held
 
 

@@ -151,6 +151,17 @@ def test_pages_in_another_form_are_never_found(tmp_path: Path, change: str) -> N
     assert found == 0
 
 
+@pytest.mark.skipif(missing_for_sources() is not None, reason=str(missing_for_sources()))
+def test_pages_of_who_promises_no_bits_are_never_found_by_who_does(tmp_path: Path) -> None:
+    heads = ("model.config.num_attention_heads=2", "model.config.num_key_value_heads=1", "cache.page_size=16")
+    served(tmp_path, *heads)
+    promised = "device.batch_invariant=true", "device.compile=true"
+    cold, found, _ = served(tmp_path, *heads, *promised)
+    assert found == 0
+    again, found, _ = served(tmp_path, *heads, *promised)
+    assert (again, found) == (cold, 4 * 48)
+
+
 def test_another_checkpoint_of_the_same_shape_is_another_model(tmp_path: Path) -> None:
     """A number of a weight is changed, and nothing else."""
     tensors = {"model.embed_tokens.weight": np.zeros((4, 4), dtype=np.float32)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -370,6 +371,15 @@ def test_what_was_being_written_is_not_there_and_gives_way_to_the_next(tmp_path:
     assert not (tmp_path / INCOMING).exists()
 
 
+def test_half_a_page_of_a_killed_writer_is_gone_with_the_next_start(tmp_path: Path) -> None:
+    """Where nothing new is written, too: no total counts it, so that it would exceed the bound for ever."""
+    DiskStore(tmp_path, 2 * SIZE, ONE).close()
+    (tmp_path / INCOMING).write_bytes(entry(1))
+    store = DiskStore(tmp_path, 2 * SIZE, ONE)
+    assert not (tmp_path / INCOMING).exists()
+    store.close()
+
+
 def test_a_server_that_lets_pages_go_by_itself_is_as_good(tmp_path: Path) -> None:
     with redis_server.server(tmp_path) as (url, _):
         import redis
@@ -409,3 +419,24 @@ def test_a_server_that_is_full_gone_or_wants_a_password_fails(tmp_path: Path) ->
         process.wait()
         with pytest.raises(StoreFailed):
             store.read([key(1)])
+
+
+def test_a_server_that_others_have_filled_is_still_read(tmp_path: Path) -> None:
+    """It cannot note that a page was used."""
+    with redis_server.server(tmp_path, "--maxmemory", "4mb") as (url, _):
+        import redis
+
+        from kv_cache.tier.redis_store import RedisStore
+
+        store, others = RedisStore(url, 10**9, ONE, PATIENCE_S), redis.Redis.from_url(url)
+        assert store.write(key(1), entry(1))
+        with contextlib.suppress(redis.OutOfMemoryError):
+            for _ in range(1000):
+                others.rpush("others", bytes(10_000))
+        with pytest.raises(StoreFailed, match="memory"):
+            store.write(key(2), entry(2))
+        assert store.read([key(1), key(2)]) == [entry(1), None]
+        store.remove([key(1)])
+        assert store.read([key(1)]) == [None]
+        others.close()
+        store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +76,18 @@ def test_what_cannot_be_is_refused_by_its_name(tier: str, more: str, refusal: st
 def test_a_place_that_cannot_be_used_is_refused_when_the_engine_is_built(tier: str, refusal: str) -> None:
     with pytest.raises(RecipeError, match=refusal):
         build(loaded(tier))
+
+
+def test_a_tier_too_small_for_a_single_page_is_refused(tmp_path: Path) -> None:
+    """By the least that holds one, which is not."""
+    large = "model.config.head_dim=64", "cache.page_size=1024", "cache.num_pages=3"
+    small = f"kind: disk, gib: 0.001, path: {tmp_path}"
+    with pytest.raises(RecipeError) as refused:
+        build(loaded(small, *large))
+    assert "cache.tier.gib: 0.001 GiB hold no page, of which the largest takes 2097256" in str(refused.value)
+    assert str(refused.value).endswith("raise it to at least 0.002")
+    built = build(loaded(small.replace("0.001", "0.002"), *large))
+    built.engine.close()
 
 
 def test_a_host_with_no_room_for_a_page_is_refused() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
@@ -41,6 +42,21 @@ def test_nothing_is_said_to_a_process_that_has_ended(
         await engine.end()
 
     run(speak())
+
+
+@pytest.mark.parametrize("name", ["long" * 50, "\udcff"], ids=["long", "no UTF-8"])
+def test_where_no_socket_can_be_it_is_said_what_to_change(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(EngineLost, match="set TMPDIR to a folder with a short path"):
+        asyncio.run(start())
+    assert not [*folder.iterdir()]
+
+
+async def start() -> None:
+    await EngineProcess.started([])
 
 
 def echo(address: str) -> None:

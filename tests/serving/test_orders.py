@@ -6,6 +6,7 @@ Each answer is wholly that of the weights which its usage names. What is wrong c
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from recipes.schema.reader import load
 from serving.engine.messages import DropWeights, OrderDone, PutWeights, ReadWeights, Sleep, ToEngine, WakeUp
 from serving.engine.supervisor import Supervisor
+from serving.failures import Unavailable
 from serving.llm import LLM
 from serving.orders import Orders
 from serving.outputs import VllmSamplingParams as SamplingParams
@@ -375,6 +377,42 @@ def test_an_engine_that_is_lost_while_the_folder_is_read_leaves_the_next_one_alo
     asyncio.run(lost())
     assert (told, engine.told) == ([ReadWeights], [ReadWeights, PutWeights])
     assert (orders.why_not, orders.is_asleep) == ("", False)
+
+
+def test_an_order_that_fails_when_nobody_waits_for_it_is_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the server ends before the engine has answered: a task's failure would be a traceback."""
+    engine = Silent()
+    recipe = load(TINY, [f"server.weights_root={tmp_path}"])
+    orders = Orders(recipe, cast(Supervisor, engine), list, lambda answer, failure: None)
+
+    async def leave() -> None:
+        waits = asyncio.ensure_future(orders.pause(is_on=True))
+        await engine.is_told.wait()
+        waits.cancel()
+        await asyncio.wait([waits])
+        orders.lose(Unavailable("the engine has ended"))
+        while orders._works:
+            await asyncio.sleep(0)
+        gc.collect()
+
+    asyncio.run(leave())
+    said = [each.getMessage() for each in caplog.records]
+    assert said == ["an order whose client has gone has failed: the engine has ended"]
+
+
+class Silent:
+    """An engine that answers no order."""
+
+    facts = object()
+
+    def __init__(self) -> None:
+        self.is_told = asyncio.Event()
+
+    def send(self, message: ToEngine) -> None:
+        """Hear it."""
+        self.is_told.set()
 
 
 def test_weights_that_fit_only_where_the_pages_are_are_put_again(root: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,27 @@ def test_an_unusable_recipe_ends_the_server_in_words() -> None:
 def test_a_port_that_cannot_be_is_refused(port: int) -> None:
     with pytest.raises(ValueError, match=rf"--port is {port}; it must be an integer from 0 to 65535"):
         listener_at("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("code", "option"),
+    [
+        (errno.EADDRINUSE, "--port"),
+        (errno.EACCES, "--port"),
+        (errno.EADDRNOTAVAIL, "--host"),  # the address is another machine's
+        (errno.EAFNOSUPPORT, "--host"),
+    ],
+)
+def test_who_cannot_listen_is_told_what_to_choose(
+    code: int, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(code, "cannot")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket.socket, "bind", fail)
+        with pytest.raises(OSError, match=f"cannot listen at 10.0.0.1:80: cannot; choose another {option}"):
+            listener_at("10.0.0.1", 80)
 
 
 def test_a_key_is_one_word_however_it_came_into_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
