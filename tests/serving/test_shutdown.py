@@ -20,11 +20,12 @@ import pytest
 
 from borders.framing import CutShort
 from continuous_batching.recording.format import read_entries
+from serving.engine.messages import BEGIN
 from tests.patience import PATIENCE_S
 from tests.ports import free_port
 from tests.serving.faults import Told, ask
 from tests.serving.server import TINY, Server
-from tests.serving.warm import start_session
+from tests.serving.warm import start_session, start_speaking
 from tests.thorough import cases, first_quick
 
 HALF = (
@@ -82,23 +83,20 @@ def test_a_server_that_says_that_it_listens_can_be_told_to_end() -> None:
     assert server.wait() == 0
 
 
-@pytest.mark.parametrize("has_spare", first_quick(1, [False, True]))
-def test_a_server_that_is_killed_leaves_no_folder(tmp_path: Path, *, has_spare: bool) -> None:
-    """Neither that of an engine which starts nor that of one which waits to take another's place."""
-    server = Server(
-        TINY, f"server.spare_engine={str(has_spare).lower()}", environment={"TMPDIR": str(tmp_path)}
-    )
-    if has_spare:
-        server.ready()  # which removes the engine's own
-    until_s = time.monotonic() + PATIENCE_S
-    while not [*tmp_path.glob("engine-*")]:
-        assert time.monotonic() < until_s, "there is none to remove"
-        time.sleep(0.02)
-    server.process.kill()
-    server.wait()
-    while [*tmp_path.glob("engine-*")]:
-        assert time.monotonic() < until_s, "it is left behind"
-        time.sleep(0.02)
+@pytest.mark.parametrize("said", [b"", BEGIN + b"\n"], ids=["waits", "starts"])
+def test_an_engine_whose_server_was_killed_leaves_no_folder(said: bytes, tmp_path: Path) -> None:
+    """Neither one that starts nor one that waits to take another's place."""
+    (folder := tmp_path / "engine-1").mkdir()
+    (folder / "socket").touch()
+    command = [f"ipc://{folder}/socket", TINY]
+    run = start_speaking("serving.engine.main", command, os.environ | {"OMP_NUM_THREADS": "1"})
+    assert run.stdin is not None
+    assert run.stdout is not None
+    with run.stdout:
+        run.stdin.write(said)
+        run.stdin.close()  # as the system does where the server ends
+        assert run.wait(PATIENCE_S) == 0
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("signals", first_quick(1, [2, 1]))

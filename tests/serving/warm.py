@@ -331,7 +331,6 @@ def run(request: dict[str, Any], files: list[int]) -> None:
         resource.setrlimit(name, (most, most))
     os.environ.clear()
     os.environ.update(request["environment"])
-    tempfile.tempdir = None  # it is read from the environment again
     module, arguments = request["module"], request["arguments"]
     becomes = arguments[0] if module == SPARE else module
     Path("/proc/self/comm").write_text(becomes.rpartition(".")[2])  # tests find it by this name

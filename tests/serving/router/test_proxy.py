@@ -412,7 +412,7 @@ def test_a_second_signal_does_not_wait(first: signal.Signals, monkeypatch: pytes
         fleet: Any = SimpleNamespace(replicas=[])
         listener: Any = None
         drain_s = 2 * PATIENCE_S
-        serving = asyncio.ensure_future(_serve(app, server, listener, fleet, turns, (), drain_s))
+        serving = asyncio.ensure_future(_serve(app, server, listener, fleet, turns, (), drain_s, ""))
         await asyncio.sleep(0)
         os.kill(os.getpid(), first)
         while not app.is_draining:
