@@ -10,6 +10,7 @@ left to `Barriers`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -107,6 +108,15 @@ def barriers() -> Barriers:
     except OSError as error:  # /proc is missing, or the file is gone or not where /proc says
         log.info("threads: the OpenMP library is not found, and waits as it does: %s", error)
         return Barriers()
+
+
+def forget_registration(folder: Path = Path("/dev/shm")) -> None:
+    """Remove the file by which libiomp5 and libomp would find a second copy of them in this process.
+
+    They remove it themselves at a normal exit alone, while engines end without one, or are killed.
+    """
+    with contextlib.suppress(OSError):
+        (folder / f"__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink()
 
 
 def loaded_library(name: str, maps: Path = Path("/proc/self/maps")) -> str | None:

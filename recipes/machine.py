@@ -26,7 +26,7 @@ from attention.recurrent import Recurrence
 from attention.reference import Attention
 from devices.ascend_limits import PROBED, PRODUCTS, WIDE_HEAD, answered, answers_file, buffer_mib, product
 from devices.cpp_sources import NO_COMPILER
-from devices.cpu_threads import Threads, Way, barriers
+from devices.cpu_threads import Threads, Way, barriers, forget_registration
 from devices.host_limits import host_memory_bytes
 from devices.shapes import AttentionShape
 from devices.torch_npu_calls import ALL
@@ -110,6 +110,7 @@ class Cpu(Machine):
     def __init__(self, asked: DeviceSection, learned: str = "", *, replaces_weights: bool = False) -> None:
         super().__init__(asked)
         self._replaces_weights = replaces_weights
+        forget_registration()
         self.threads = Threads(asked.threads, barriers(), Way.of(learned) if learned else None)
         self._others_compile = True
         self._onednn_dtype: torch.dtype | None = None  # oneDNN multiplies it far faster than `products`

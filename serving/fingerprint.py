@@ -83,6 +83,8 @@ def of_pages(recipe: Recipe) -> str:
         for each in keys_of(Recipe)
         if each.name.startswith("model.") and each.name != "model.pooling" and each.kind is not Path
     }
+    if recipe.device.batch_invariant:  # pages of who does not promise it have other bits
+        keys["device.batch_invariant"] = True
     digest = hashlib.sha256(json.dumps([keys, recipe.cache.dtype], default=str).encode())
     _add_files(digest, recipe.model.path)
     return f"kv_{digest.hexdigest()[:16]}"

@@ -139,6 +139,8 @@ class BatchStore:
             self._prepare(path)
         except sqlite3.DatabaseError as error:
             fix = "another server may have it open, or it is no store of batches"
+            if "is full" in str(error):  # Python 3.10 tells no code
+                fix = "make room there, or name another folder"
             raise OSError(f"--batches {folder}: {error}; {fix}") from error
 
     def _prepare(self, path: Path) -> None:

@@ -136,7 +136,7 @@ class ReasoningParser:
 
 
 def _from_its_line(text: str) -> str:
-    """Return text without the white space before it, of which it keeps the indentation of a line of its own."""
+    """Return text without white space at its beginning, but with the indentation of a line of its own."""
     shown = text.lstrip()
     _, line_break, indentation = text[: len(text) - len(shown)].rpartition("\n")
     return indentation + shown if line_break and shown else shown

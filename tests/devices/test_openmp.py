@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from devices import cpu_threads
-from devices.cpu_threads import Barriers, GnuBarriers, IdleTeam, IntelBarriers, barriers, loaded_library
+from devices.cpu_threads import (
+    Barriers,
+    GnuBarriers,
+    IdleTeam,
+    IntelBarriers,
+    barriers,
+    forget_registration,
+    loaded_library,
+)
 from recipes.schema.recipe import ROOT
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="libraries are found in /proc")
@@ -98,3 +106,31 @@ def test_a_preloaded_library_of_intel_is_asked_by_its_own_function() -> None:
         [sys.executable, "-c", code], check=True, cwd=ROOT, env=kept | {"LD_PRELOAD": str(library)}
     )
     assert IntelBarriers.may_sleep
+
+
+def test_a_process_forgets_its_own_registration_alone(tmp_path: Path) -> None:
+    own, other = (tmp_path / f"__KMP_REGISTERED_LIB_{each}_{os.getuid()}" for each in (os.getpid(), 1))
+    own.touch()
+    other.touch()
+    forget_registration(tmp_path)
+    forget_registration(tmp_path)  # there is none any more
+    assert [*tmp_path.iterdir()] == [other]
+
+
+@pytest.mark.slow
+@LINUX
+def test_a_preloaded_library_leaves_no_shared_memory_however_its_process_ends() -> None:
+    library = Path(sys.prefix) / "lib/libiomp5.so"
+    if not (library.exists() and os.access("/dev/shm", os.W_OK)):
+        pytest.skip("intel-openmp is not installed, or there is no shared memory")
+    code = (
+        "import os, torch; from pathlib import Path; from devices.cpu_threads import forget_registration;"
+        "torch.get_num_threads();"
+        "name = f'/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}';"
+        "was = Path(name).exists(); forget_registration(); print(was, Path(name).exists())"
+    )
+    environment = os.environ | {"LD_PRELOAD": str(library), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("True False\n", ""), "and it ends as it did with it"

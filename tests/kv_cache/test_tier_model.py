@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
+from devices.cpp_sources import missing_for_sources
 from kv_cache.device.page_bytes import PageBytes
 from kv_cache.tier.disk import DiskStore
 from kv_cache.tier.page_tier import PageTier

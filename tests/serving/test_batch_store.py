@@ -294,6 +294,11 @@ def test_answers_leave_room_for_the_ends_of_batches(tmp_path: Path) -> None:
     store.close()
 
 
+def test_who_has_no_room_for_a_new_store_is_told_to_make_some(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="database or disk is full; make room there, or name another folder"):
+        BatchStore(tmp_path / "a", 1)
+
+
 def test_a_folder_that_cannot_be_used_is_refused_in_a_line(tmp_path: Path) -> None:
     first = BatchStore(tmp_path / "a", MOST_BYTES)
     with pytest.raises(OSError, match=r"--batches .*/a: database is locked; another server may have it open"):

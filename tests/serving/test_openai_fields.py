@@ -139,6 +139,13 @@ def test_a_model_that_stands_in_the_recipe_has_a_fingerprint_of_its_own() -> Non
         assert made(load("recipes/bench/llama_125m.yaml")) == one[0] != one[1]
 
 
+def test_engines_exchange_pages_and_answers_only_if_both_promise_the_same_bits_or_neither_does() -> None:
+    for made in (fingerprint.of_pages, lambda recipe: fingerprint.of_continuations(recipe, "1")):
+        said = ([], ["device.threads=1"], ["device.batch_invariant=true", "device.compile=true"])
+        plain, alike, promised = (made(load(TINY, each)) for each in said)
+        assert plain == alike != promised
+
+
 def test_a_fingerprint_leaves_out_what_is_no_file(tmp_path: Path) -> None:
     folder = shutil.copytree(ROOT / "recipes/tiny/weights", tmp_path / "weights")
     (folder / "notes.json").mkdir()

@@ -303,6 +303,35 @@ def test_marks_of_an_answer_that_its_form_asks_for_are_its_own(name: str, mark: 
             assert "".join(part.content for part in parts) == shown
 
 
+@each_of(
+    "answer, shown",
+    [
+        ("<{0}>\nIt is.\n</{0}>\n", "It is."),
+        ("<{0}>\n    if it:\n        is()\n</{0}>", "    if it:\n        is()"),
+        ("<{0}>Write <{0}>42</{0}> so.\n</{0}>", "Write <{0}>42</{0}> so."),
+        ("<{0}>Write </{0}> </{0}>", "Write </{0}>"),
+        ("<{0}>It </{0}> is", "It </{0}> is"),
+        ("<{0}>It is.</{0}>\n" + CALL, "It is."),
+        ("<{0}>It </{0}> is. " + CALL + "</{0}>", "It </{0}> is. "),
+    ],
+)
+@each_of("name, mark", [("hunyuan", "answer"), ("ernie", "response")])
+def test_an_answer_ends_at_the_mark_that_nothing_follows(
+    name: str, mark: str, answer: str, shown: str
+) -> None:
+    text = text_with_marks()
+    text.thoughts, text.tool_format = THOUGHT_FORMATS[name], TOOL_FORMATS["hermes"]
+    tools = {"tools": [{"type": "function", "function": {"name": "add"}}]}
+    request = parse_request({"id": "0", "messages": [{"role": "user", "content": "1"}], **tools}, text)
+    whole = "<think>So.</think>\n" + answer.replace("{0}", mark)
+    for pieces in ([whole], [*whole]):
+        parser = AnswerParser(text, request, tool_use(tools))
+        parts = [parser.push(0, AnswerDelta(0, each)) for each in pieces]
+        parts.append(parser.push(0, AnswerDelta(0, "", finish_reason="stop")))
+        assert "".join(part.content for part in parts) == shown.replace("{0}", mark)
+        assert any(part.calls for part in parts) == (CALL in answer)
+
+
 def parsed(pieces: list[str], *, is_open: bool) -> tuple[str, str]:
     parser = ReasoningParser(is_open=is_open)
     parts = [*map(parser.push, pieces), parser.finish()]
@@ -329,6 +358,8 @@ def parsed(pieces: list[str], *, is_open: bool) -> tuple[str, str]:
         ("\n<thin air></think>It is.", True, "<thin air>", "It is."),
         ("</think>It is.", True, "", "It is."),
         ("So <think> a.</think>It is.", True, "So <think> a.", "It is."),
+        ("<think>\nSo.\n</think>\n\n    if it:\n        is()", False, "So.", "    if it:\n        is()"),
+        ("    So.\n</think> \n \n", True, "So.", ""),
     ],
 )
 def test_a_block_is_found_however_it_is_cut(answer: str, is_open: bool, thoughts: str, text: str) -> None:
