@@ -297,7 +297,7 @@ CALLED = ["<tool_call>", "\n", '{"name": "add", "arguments": {"a": 1}}', "\n", "
         ("hermes", "think", THOUGHT, ["<", "<", "EOF"]),
         ("hermes", "none", [], ["It", " is", " <", *CALLED]),
         ("gemma4", "none", [], ["<", "<|tool_call>", "call:add{a:1}", "<tool_call|>"]),
-        ("hermes", "hunyuan", [*THOUGHT, "<answer>", "\n"], ["It", "\n", "</answer>", "a", "b"]),
+        ("hermes", "hunyuan", [*THOUGHT, "<answer>", "\n"], ["It", " is", "\n", "</answer>"]),
         ("pythonic", "think", ["<think>", "So</t", "hink"], [">\n</", "b>"]),
         ("pythonic", "none", [], ["[add(a=", "[b", "](x)"]),
     ],
@@ -312,7 +312,8 @@ def test_a_mark_has_no_entry_in_a_message_and_no_token_of_it_lacks_one(
     marks = [*CALLED, "<|tool_call>", "call:add{a:1}", "<tool_call|>", "\n", "</answer>"]
     wanted = [each for each in own if each not in marks]
     assert said == "".join(wanted).removeprefix(">\n")
-    assert entries == [*wanted, *([] if own[-1] in marks else [""])]
+    ends_by_call = own[-1] in marks and own[-1] != "</answer>"  # its end is no token of the message then
+    assert entries == [*wanted, *([] if ends_by_call else [""])]
 
 
 def test_a_failure_ends_a_stream_as_a_response(text: Text) -> None:
