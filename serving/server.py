@@ -185,7 +185,8 @@ async def _serve(
 ) -> None:
     """Serve until a signal, or until there can be no engine; a second signal does not wait for requests."""
     first, second = ending_signals(server)
-    log.info("listening at %s", where)  # from here on a signal ends the server as it should
+    # From here on a signal ends the server in order.
+    log.info("listening at %s", where)
     llm.start()
     live.begin()
     listening = asyncio.ensure_future(server.serve([listener]))

@@ -55,7 +55,8 @@ class DiskStore:
         self._evicts_in_vain = False
         self._thread_lock = threading.Lock()  # the lock of the file excludes processes, but not threads
         with self._locked():
-            (folder / INCOMING).unlink(missing_ok=True)  # of a writer that was killed; no total counts it
+            # A writer that was killed has left it, and no total counts it.
+            (folder / INCOMING).unlink(missing_ok=True)
             self._make_room(0)
 
     def read(self, keys: Sequence[bytes]) -> list[bytes | None]:

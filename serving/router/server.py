@@ -307,7 +307,8 @@ async def _serve(
     """Serve until a signal; after it, no request waits longer than `drain_s`, after a second one, none."""
     loop = asyncio.get_running_loop()
     stop, again = ending_signals(server)
-    log.info("listening at %s", where)  # from here on a signal ends the router as it should
+    # From here on a signal ends the router in order.
+    log.info("listening at %s", where)
     beside = [asyncio.ensure_future(each) for each in (*forever, _fill(turns))]
     listening = asyncio.ensure_future(server.serve([listener]))
     stopping = asyncio.ensure_future(stop.wait())

@@ -57,7 +57,8 @@ class ReasoningParser:
         self._has_begun = goes_on  # whether no mark can come that begins the block, even a second time
         self._is_blank = not goes_on  # white space around the block, and at its beginning, is dropped
         self._held = ""
-        before, behind = ("", "") if is_formed else form.answer  # in a form they are its own text
+        # Where a form is asked for, the marks are its own text.
+        before, behind = ("", "") if is_formed else form.answer
         self._begin_mark = _BeginMark(before)
         self._end_mark = _EndMark(behind)
 
